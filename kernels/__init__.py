@@ -20,7 +20,7 @@ An op returns `out`, or a new tensor (channels-last for a video) without it. It 
 | `merge_phases` | pixel `(2 i + a, 2 j + b)` is part `2 a + b` of window `(i + a, j + b)` |
 | `pixel_shuffle_3d` | parts of the channels become frames, rows and columns |
 | `average_down` | means of groups of the values in each block of frames and pixels |
-| `frames_to_images` | `clamp((x + 1) / 2, 0, 1)` as `[T, H, W, C]`, in float32 or uint8 |
+| `frames_to_images` | `clamp((x + 1) / 2, 0, 1)` as `[T, H, W, C]`, in float32, uint8 or uint16 |
 | `conv2d`, `conv3d` | `conv(x) + bias + residual + residual_bias`; `gamma`: norm and SiLU of it |
 """
 
@@ -449,29 +449,36 @@ def frames_to_images(
     dtype: torch.dtype = torch.float32,
     patch: int = 1,
     order: str = "cthw",
+    bits: int = 16,
     out: Tensor | None = None,
 ) -> Tensor:
     """Convert decoded frames to images: `clamp((x + 1) / 2, 0, 1)`, channels last, in one pass.
 
-    In uint8 a value is `floor(255 * image)`, because ComfyUI's saver truncates too. NaN stays NaN,
-    and is 0 in uint8. All arithmetic is float32.
+    In uint8 a value is `floor(255 * image)`, because ComfyUI's saver truncates too. In uint16 it is
+    `round((2^bits - 1) * image)`, to nearest and half to even. NaN stays NaN, and is 0 in integers.
+    All arithmetic is float32.
 
     Args:
         frames: `[B, C, T, H, W]` in about [-1, 1], channels-last; `[B, C * patch^2, T, H / patch, W
             / patch]` with pixels in the channels.
-        dtype: Dtype of a new result: a float dtype or uint8.
+        dtype: Dtype of a new result: a float dtype, uint8 or uint16.
         patch: Rows and columns of pixels in the channels.
         order: Their order, as for `pixel_shuffle_3d`.
-        out: `[B * T, H, W, C]` or `[B, T, H, W, C]`, a float dtype or uint8, any device and
+        bits: Bits of a value in uint16: 10, 12 or 16. Other dtypes ignore it.
+        out: `[B * T, H, W, C]` or `[B, T, H, W, C]`, a float dtype, uint8 or uint16, any device and
             strides.
 
     Returns:
         `out`, or a new dense tensor `[B * T, H, W, C]` on the device of `frames`.
+
+    Raises:
+        ValueError: `bits` has another value, or an argument does not fit.
     """
     check.video(frames=frames)
     check.shuffle(frames, (1, patch, patch), order)
-    check.images(frames, dtype, patch, out)
-    return run("frames_to_images", frames, dtype=dtype, patch=patch, order=order, out=out)
+    check.images(frames, dtype, patch, bits, out)
+    options = {"dtype": dtype, "patch": patch, "order": order, "bits": bits, "out": out}
+    return run("frames_to_images", frames, **options)
 
 
 def conv3d(

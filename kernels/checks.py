@@ -14,6 +14,9 @@ from .convolution.weight import ConvWeight
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
+# Bits of a value of images in uint16: those of video codecs, and all.
+_BITS = (10, 12, 16)
+
 
 def floats(**tensors: Tensor) -> None:
     """Check that all `tensors`, such as `[B, C, T, H, W]`, have a dtype that ops compute in.
@@ -268,26 +271,29 @@ def averages(x: Tensor, channels: int, times: int, size: int) -> None:
     divides(channels, x.shape[1] * times * size * size, "channels")
 
 
-def images(frames: Tensor, dtype: torch.dtype, patch: int, out: Tensor | None) -> None:
+def images(frames: Tensor, dtype: torch.dtype, patch: int, bits: int, out: Tensor | None) -> None:
     """Check the dtype and the buffer of `frames_to_images`.
 
     Args:
         frames: `[B, C * patch^2, T, H, W]`.
         dtype: Dtype of new images, without `out`.
         patch: Rows and columns of pixels in the channels.
+        bits: Bits of a value in uint16.
         out: `[B * T, H, W, C]` or `[B, T, H, W, C]`, or None.
 
     Raises:
-        ValueError: The dtype is not supported, or the shape of `out` differs.
+        ValueError: The dtype or `bits` is not supported, or the shape of `out` differs.
     """
+    if bits not in _BITS:
+        raise ValueError(f"bits is {bits}; expected 10, 12 or 16")
     if out is not None:
         dtype = out.dtype
         flat = shapes.images(frames, patch)
         apart = (frames.shape[0], frames.shape[2], *flat[1:])
         if tuple(out.shape) not in (flat, apart):
             raise ValueError(f"out is {list(out.shape)}; expected {list(flat)} or {list(apart)}")
-    if dtype not in (*_DTYPES, torch.uint8):
-        raise ValueError(f"images are {_name(dtype)}; expected a float dtype or uint8")
+    if dtype not in (*_DTYPES, torch.uint8, torch.uint16):
+        raise ValueError(f"images are {_name(dtype)}; expected a float dtype, uint8 or uint16")
 
 
 def _four_dimensions(name: str, tensor: Tensor) -> None:

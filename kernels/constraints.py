@@ -13,6 +13,9 @@ from .errors import Refusal
 # Dtypes of the activations; the kernels compute in float32.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+# Dtypes of images on a GPU.
+IMAGE_DTYPES = (*DTYPES, torch.uint8, torch.uint16)
+
 
 def refuse_dtype(x: Tensor) -> None:
     """Refuse a dtype that the kernels do not support.

@@ -1,4 +1,4 @@
-"""Shapes of the results of ops, and channels-last memory for them."""
+"""Shapes of the results of ops, channels-last memory for them, and the white of images."""
 
 from collections.abc import Sequence
 from math import prod
@@ -95,6 +95,13 @@ def images(frames: Tensor, patch: int) -> Shape:
     """Return the shape `[B * T, H, W, C]` of `frames_to_images(frames, patch)`."""
     batch, channels, length, height, width = shuffled(frames, (1, patch, patch))
     return batch * length, height, width, channels
+
+
+def white(dtype: torch.dtype, bits: int) -> int:
+    """Return the value of 1.0 in images of `dtype`; uint16 has `bits` bits."""
+    if dtype == torch.uint16:
+        return (1 << bits) - 1
+    return 255 if dtype == torch.uint8 else 1
 
 
 def convolved(

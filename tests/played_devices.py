@@ -120,6 +120,8 @@ class Device(TorchFunctionMode):
             args = args if name == "to" else (args[0], "cpu")
         if wanted is not None and placed:
             self._take_memory()
+        if self.kind == "apple" and name in ("copy_", "to", "cpu", "clone", "contiguous"):
+            self._refuse_uint16(tensors)
         if here and name not in ("copy_", "to", "cpu", "__get__", "__set__"):
             self._check(name, tensors, args, kwargs)
         result = func(*args, **kwargs)
@@ -149,6 +151,11 @@ class Device(TorchFunctionMode):
             raise RuntimeError("Required aspect fp64 is not supported on the device")
         if torch.bfloat16 in dtypes and self.kind == "apple" and self.macos < 14:
             raise TypeError("BFloat16 is not supported on MPS")
+
+    def _refuse_uint16(self, tensors):
+        """PyTorch has it from 2.9 on (pytorch/pytorch#159094)."""
+        if any(isinstance(each, Played) and each.dtype == torch.uint16 for each in tensors):
+            raise TypeError("Trying to convert UInt16 to the MPS backend")
 
     def _check(self, name, tensors, args, kwargs):
         strangers = [x for x in tensors if type(x) is torch.Tensor and x.ndim]

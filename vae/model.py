@@ -189,8 +189,8 @@ class VideoVAE(SharedDevices, SharedRanks, VAEWeights):
             out: `[B, C, T, H, W]` for the whole video, any dtype, strides and device: each piece is
                 written there and is a view of it; on the host in the background, while the device
                 computes the next piece of a tensor. None: new tensors.
-            images: As `out`, `[B, T, H, W, C]`, float or uint8: the pieces are images, clamped to
-                [0, 1] or in 0-255 (see `frames_to_images`).
+            images: As `out`, `[B, T, H, W, C]`, float, uint8 or uint16: the pieces are images,
+                clamped to [0, 1] or in 0-255 or 0-65535 (see `frames_to_images`).
             frames: The frames to decode, such as `range(40, 81)`; `out` or `images` have room for
                 these only, and the rest is not computed. None: all.
 

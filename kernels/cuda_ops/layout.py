@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .. import shapes
-from ..constraints import DTYPES, refuse_overlap, refuse_videos
+from ..constraints import DTYPES, IMAGE_DTYPES, refuse_overlap, refuse_videos
 from ..errors import Refusal
 from .arguments import THREADS, blocks, dense, divisor, items, pack_of, packed, vector, video
 from .runtime import dtype_name, launch, refuse_counts
@@ -19,7 +19,7 @@ def interleave_time(x: Tensor, phases: int, *, out: Tensor | None = None) -> Ten
     refuse_videos(x=x, out=out)
     refuse_overlap(out, x=x)
     out = shapes.new_video(x, shapes.interleaved(x, phases)) if out is None else out
-    _spread(x, (phases, 1, 1), "thwc", out, images=False)
+    _spread(x, (phases, 1, 1), "thwc", out)
     return out
 
 
@@ -90,7 +90,7 @@ def pixel_shuffle_3d(
     refuse_videos(x=x)
     _refuse_target(out, x, DTYPES)
     out = shapes.new_video(x, shapes.shuffled(x, size)) if out is None else out
-    _spread(x, size, order, out, images=False)
+    _spread(x, size, order, out)
     return out
 
 
@@ -100,6 +100,7 @@ def frames_to_images(
     dtype: torch.dtype = torch.float32,
     patch: int = 1,
     order: str = "cthw",
+    bits: int = 16,
     out: Tensor | None = None,
 ) -> Tensor:
     """Convert decoded frames to images.
@@ -109,6 +110,7 @@ def frames_to_images(
         dtype: Dtype of a new result.
         patch: Rows and columns of pixels in the channels.
         order: Order of the channels' indices.
+        bits: Bits of a value in uint16.
         out: `[B * T, H, W, C]` or `[B, T, H, W, C]`, any strides, or None.
 
     Returns:
@@ -118,12 +120,13 @@ def frames_to_images(
         Refusal: A tensor has another device, dtype or layout.
     """
     refuse_videos(frames=frames)
-    _refuse_target(out, frames, (*DTYPES, torch.uint8))
+    _refuse_target(out, frames, IMAGE_DTYPES)
     if out is None:
-        _refuse_dtype(dtype, (*DTYPES, torch.uint8))
+        _refuse_dtype(dtype, IMAGE_DTYPES)
         out = torch.empty(shapes.images(frames, patch), dtype=dtype, device=frames.device)
     apart = out if out.ndim == 5 else out.unflatten(0, (frames.shape[0], frames.shape[2]))
-    _spread(frames, (1, patch, patch), order, apart.movedim(-1, 1), images=True)
+    white = shapes.white(out.dtype, bits)
+    _spread(frames, (1, patch, patch), order, apart.movedim(-1, 1), white)
     return out
 
 
@@ -145,13 +148,11 @@ def average_down(x: Tensor, channels: int, *, times: int, size: int) -> Tensor:
     return out
 
 
-def _spread(
-    x: Tensor, size: tuple[int, int, int], order: str, out: Tensor, *, images: bool
-) -> None:
+def _spread(x: Tensor, size: tuple[int, int, int], order: str, out: Tensor, white: int = 0) -> None:
     """Write blocks of channels as frames, rows and columns, in any dtype and strides.
 
     Arguments as for `pixel_shuffle_3d`; `out` is `[B, C, times * T, high * H, wide * W]`. With
-    `images`, [-1, 1] becomes [0, 1], or 0 to 255 for integers.
+    `white`, [-1, 1] becomes 0 to `white`.
     """
     batch, channels, frames, height, width = out.shape
     parts = dict(zip("cthw", (channels, *size), strict=True))
@@ -160,7 +161,7 @@ def _spread(
         steps[letter], step = step, step * parts[letter]
     strides = tuple(out.stride(dim) for dim in (0, 2, 3, 4, 1))
     pack, same = 1, x.dtype == out.dtype
-    if same and not images and order[-1] == "c" and out.stride(1) == 1:
+    if same and not white and order[-1] == "c" and out.stride(1) == 1:
         moved = ("Pqq", (out.data_ptr(), *strides[:2])), ("Pqq", (out.data_ptr(), *strides[2:4]))
         pack = pack_of(x.dtype, channels, video(x), *moved)
     packs = height * width * channels // pack
@@ -170,11 +171,11 @@ def _spread(
     arguments = packed(
         video(x), ("P", (out.data_ptr(),)), ("qqqqq", strides),
         ("qqqq", tuple(steps[letter] for letter in "cthw")), work.fields, *divisors,
-        ("Iii", (packs, x.shape[1], x.shape[4])),
+        ("Iiif", (packs, x.shape[1], x.shape[4], white)),
     )  # fmt: skip
     launch(
         "spread", "move_packs", x, work.count, (THREADS, 1), arguments,
-        PACK=pack, RESULT=dtype_name(out.dtype), SAME=int(same), IMAGES=int(images),
+        PACK=pack, RESULT=dtype_name(out.dtype), SAME=int(same), IMAGES=int(white > 0),
     )  # fmt: skip
 
 

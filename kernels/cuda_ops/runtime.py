@@ -34,6 +34,7 @@ _NAMES = {
     torch.bfloat16: "bfloat16",
     torch.float16: "half",
     torch.uint8: "uint8",
+    torch.uint16: "uint16",
 }
 
 # Compiled kernels, or the reason why there are none, by device, source and constants.

@@ -219,15 +219,17 @@ def frames_to_images(
     dtype: torch.dtype = torch.float32,
     patch: int = 1,
     order: str = "cthw",
+    bits: int = 16,
     out: Tensor | None = None,
 ) -> Tensor:
     """Convert decoded frames to images.
 
     Args:
         frames: `[B, C, T, H, W]`, channels-last.
-        dtype: float32 or uint8, without `out`.
+        dtype: float32, uint8 or uint16, without `out`.
         patch: Rows and columns of pixels in the channels.
         order: Order of the channels' indices.
+        bits: Bits of a value in uint16.
         out: `[B * T, H, W, C]` or `[B, T, H, W, C]`, dense pixels, or None.
 
     Returns:
@@ -243,16 +245,16 @@ def frames_to_images(
             raise Refusal("out is on another device")
         if not is_dense(out, -3, -2, -1):
             raise Refusal("the pixels of out are not dense")
-    if dtype not in (torch.float32, torch.uint8):
-        raise Refusal(
-            f"images are {str(dtype).removeprefix('torch.')}; native writes float32 and uint8"
-        )
+    if dtype not in (torch.float32, torch.uint8, torch.uint16):
+        name = str(dtype).removeprefix("torch.")
+        raise Refusal(f"images are {name}; native writes float32, uint8 and uint16")
     refuse_videos(frames=frames)
     refuse_overlap(out, frames=frames)
     CPU.load()
     if out is None:
         out = torch.empty(shapes.images(frames, patch), dtype=dtype, device=frames.device)
-    torch.ops.fast_video_vae.frames_to_images.default(frames, patch, order, out)
+    white = shapes.white(dtype, bits)
+    torch.ops.fast_video_vae.frames_to_images.default(frames, patch, order, white, out)
     return out
 
 

@@ -110,6 +110,7 @@ def frames_to_images(
     dtype: torch.dtype = torch.float32,
     patch: int = 1,
     order: str = "cthw",
+    bits: int = 16,
     out: Tensor | None = None,
 ) -> Tensor:
     """Convert some rows at a time, so that the whole video is never held in float32.
@@ -119,6 +120,7 @@ def frames_to_images(
         dtype: Dtype of a new result.
         patch: Rows and columns of pixels in the channels.
         order: Order of the channels' indices.
+        bits: Bits of a value in uint16.
         out: `[B * T, H, W, C]` or `[B, T, H, W, C]`, or None.
 
     Returns:
@@ -128,7 +130,10 @@ def frames_to_images(
     pixels = _blocks_of_pixels(frames, (1, patch, patch), order)[:, :, :, 0].movedim(1, -1)
     if out is None:
         out = torch.empty(shapes.images(frames, patch), dtype=dtype, device=frames.device)
-    target = out if out.ndim == 5 else out.unflatten(0, (batch, length))
+    words, white = out.dtype == torch.uint16, shapes.white(out.dtype, bits)
+    # int16 of the same bits: Apple GPUs have no uint16 before PyTorch 2.9.
+    target = out.view(torch.int16) if words else out
+    target = target if out.ndim == 5 else target.unflatten(0, (batch, length))
     target = target.unflatten(3, (width, patch)).unflatten(2, (height, patch))
     if records(frames, out) and out.is_floating_point():
         target.copy_(((pixels.float() + 1) * 0.5).clamp(0, 1))
@@ -136,8 +141,10 @@ def frames_to_images(
 
     def images(work: Tensor) -> None:
         work.add_(1).mul_(0.5).clamp_(0, 1)
-        if out.dtype == torch.uint8:
-            work.nan_to_num_(0).mul_(255)
+        if white > 1:
+            work.nan_to_num_(0).mul_(white)
+        if words:  # from 2^15 on less 2^16, which is exact
+            work.round_().add_(1 << 15).remainder_(1 << 16).sub_(1 << 15)
 
     map_blocks(images, pixels.detach(), target, wide=torch.float32)
     return out

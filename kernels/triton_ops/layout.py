@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import shapes
-from ..constraints import DTYPES, refuse_overlap, refuse_videos
+from ..constraints import DTYPES, IMAGE_DTYPES, refuse_overlap, refuse_videos
 from ..errors import Refusal
 from .runtime import launch
 from .scalars import narrow
@@ -33,7 +33,7 @@ def interleave_time(x: Tensor, phases: int, *, out: Tensor | None = None) -> Ten
     refuse_videos(x=x, out=out)
     refuse_overlap(out, x=x)
     out = shapes.new_video(x, shapes.interleaved(x, phases)) if out is None else out
-    _write_blocks(x, (phases, 1, 1), "thwc", out, images=False)
+    _write_blocks(x, (phases, 1, 1), "thwc", out)
     return out
 
 
@@ -123,7 +123,7 @@ def pixel_shuffle_3d(
             raise Refusal(f"there is no kernel for out in {str(out.dtype).removeprefix('torch.')}")
     refuse_overlap(out, x=x)
     out = shapes.new_video(x, shapes.shuffled(x, size)) if out is None else out
-    _write_blocks(x, size, order, out, images=False)
+    _write_blocks(x, size, order, out)
     return out
 
 
@@ -133,6 +133,7 @@ def frames_to_images(
     dtype: torch.dtype = torch.float32,
     patch: int = 1,
     order: str = "cthw",
+    bits: int = 16,
     out: Tensor | None = None,
 ) -> Tensor:
     """Convert decoded frames to images.
@@ -142,6 +143,7 @@ def frames_to_images(
         dtype: Dtype of a new result.
         patch: Rows and columns of pixels in the channels.
         order: Order of the channels' indices.
+        bits: Bits of a value in uint16.
         out: `[B * T, H, W, C]` or `[B, T, H, W, C]`, any strides, or None.
 
     Returns:
@@ -154,24 +156,25 @@ def frames_to_images(
         dtype = out.dtype
         if out.device != frames.device:
             raise Refusal("out is on another device")
-    if dtype not in (*DTYPES, torch.uint8):
+    if dtype not in IMAGE_DTYPES:
         raise Refusal(f"there is no kernel for images in {str(dtype).removeprefix('torch.')}")
     refuse_videos(frames=frames)
     refuse_overlap(out, frames=frames)
     if out is None:
         out = torch.empty(shapes.images(frames, patch), dtype=dtype, device=frames.device)
     video = out if out.ndim == 5 else out.unflatten(0, (frames.shape[0], frames.shape[2]))
-    _write_blocks(frames, (1, patch, patch), order, video.movedim(-1, 1), images=True)
+    white = shapes.white(dtype, bits)
+    _write_blocks(frames, (1, patch, patch), order, video.movedim(-1, 1), white)
     return out
 
 
 def _write_blocks(
-    x: Tensor, size: tuple[int, int, int], order: str, out: Tensor, *, images: bool
+    x: Tensor, size: tuple[int, int, int], order: str, out: Tensor, white: int = 0
 ) -> None:
     """Write blocks of channels as frames, rows and columns, in any dtype and strides.
 
     Arguments as for `pixel_shuffle_3d`; `out` is `[B, C, times * T, high * H, wide * W]`. With
-    `images`, [-1, 1] becomes [0, 1], or 0 to 255 for integers.
+    `white`, [-1, 1] becomes 0 to `white`.
     """
     refuse_sizes(out)
     before, height, width = x.shape[1], x.shape[3], x.shape[4]
@@ -212,7 +215,7 @@ def _write_blocks(
         H_STEP=steps["h"],
         W_STEP=steps["w"],
         DENSE=(channels == 1 or channel == 1) and (wide * width == 1 or column == channels),
-        IMAGES=images,
+        WHITE=white,
         BLOCK=block,
     )
 
@@ -303,7 +306,7 @@ def _spread(
     BEFORE: tl.constexpr, CHANNELS: tl.constexpr,
     TIMES: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
     C_STEP: tl.constexpr, T_STEP: tl.constexpr, H_STEP: tl.constexpr, W_STEP: tl.constexpr,
-    DENSE: tl.constexpr, IMAGES: tl.constexpr, BLOCK: tl.constexpr,
+    DENSE: tl.constexpr, WHITE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write a run of the values of `HIGH` rows of the result. All divisors are constants."""
     line = tl.program_id(0) // runs
@@ -325,17 +328,28 @@ def _spread(
     out += video * out_batch + frame.to(tl.int64) * out_frame
     for a in tl.static_range(HIGH):  # pyright: ignore
         v = tl.load(x + a * H_STEP + source, mask=mask, other=0)
-        if IMAGES:
+        if WHITE > 0:
             y = (v.to(tl.float32) + 1) * 0.5
             y = tl.where(y < 0, 0.0, y)
             y = tl.where(y > 1, 1.0, y)
             if out.dtype.element_ty == tl.uint8:
-                v = tl.where(y == y, y * 255, 0.0).to(tl.int32).to(tl.uint8)
+                v = tl.where(y == y, y * WHITE, 0.0).to(tl.int32).to(tl.uint8)
+            elif out.dtype.element_ty == tl.uint16:
+                v = _nearest(tl.where(y == y, y * WHITE, 0.0)).to(tl.uint16)
             else:
                 v = narrow(y, out.dtype.element_ty)
         elif x.dtype.element_ty != out.dtype.element_ty:
             v = narrow(v.to(tl.float32), out.dtype.element_ty)
         tl.store(out + (line * HIGH + a).to(tl.int64) * out_row + target, v, mask=mask)
+
+
+@triton.jit
+def _nearest(y):
+    """Round `y >= 0` to nearest even; a sum with `y` could be fused with the product that it is."""
+    whole = y.to(tl.int32)
+    middle = whole.to(tl.float32) + 0.5
+    up = (y > middle) | ((y == middle) & (whole % 2 == 1))
+    return whole + up.to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["width", "parts", "missing"])

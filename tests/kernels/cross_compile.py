@@ -23,7 +23,8 @@ from triton.compiler import ASTSource
 
 _PACKAGE = "fast_video_vae.kernels.triton_ops"
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()} | {torch.uint8: "u8"}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_NAMES |= {torch.uint8: "u8", torch.uint16: "u16"}
 
 rows, group_norm, layout, attention, convolution, tiles = (
     importlib.import_module(f"{_PACKAGE}.{name}")
@@ -84,7 +85,7 @@ def launches(chip, dtype, channels, length=None):
     layout.interleave_time(video(2 * channels, 4), 2)
     layout.pixel_shuffle_3d(video(8 * channels, 4), (2, 2, 2), "hwtc")
     layout.average_down(x, 2 * channels, times=2, size=2)
-    for kind in (torch.float32, torch.uint8):
+    for kind in (torch.float32, torch.uint8, torch.uint16):
         layout.frames_to_images(video(12, 4), patch=2, order="ctwh", dtype=kind)
         layout.frames_to_images(video(3, 4), dtype=kind)
     return started

@@ -27,7 +27,7 @@ _FILES = {
 # Added to the addresses of `meta` tensors, which begin at 0: a kernel takes 0 for a missing tensor.
 _ADDRESS = 1 << 40
 
-_SIZES = {"float": 4, "bfloat16": 2, "half": 2, "uint8": 1}
+_SIZES = {"float": 4, "bfloat16": 2, "half": 2, "uint8": 1, "uint16": 2}
 
 
 class Traffic(NamedTuple):

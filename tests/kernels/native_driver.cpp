@@ -73,7 +73,7 @@ bool check(Dtype dtype) {
   uint8_t pixels[kCount];
   const Video image{(char*)pixels, 1, kCount, 1, 1, 1, kCount, kCount, 1};
   generic_kernels()->frames_to_images(
-      FramesToImages{dtype, Dtype::uint8, video, image, 1, kCount, {}}, 0, 1);
+      FramesToImages{dtype, Dtype::uint8, video, image, 1, kCount, {}, 255}, 0, 1);
   for (int64_t i = 0; i < kCount; ++i) {
     const double share = fmin(fmax((value(dtype, x, i) + 1) / 2, 0), 1);
     right = close("frames_to_images", i, pixels[i], floor(share * 255), 0) && right;
@@ -81,4 +81,31 @@ bool check(Dtype dtype) {
   return right;
 }
 
-int main() { return check(Dtype::float32) && check(Dtype::bfloat16) ? 0 : 1; }
+// Images of 10, 12 and 16 bits, of float32 numbers around the middles between integers.
+bool check_words() {
+  bool right = true;
+  float x[kCount];
+  uint16_t pixels[kCount];
+  const int64_t bytes = sizeof x;
+  const Video video{(char*)x, 1, kCount, 1, 1, 1, bytes, bytes, 4};
+  const Video image{(char*)pixels, 1, kCount, 1, 1, 1, bytes / 2, bytes / 2, 2};
+  const float whites[] = {1023, 4095, 65535};
+  for (const float white : whites) {
+    for (int64_t step = 0; step < (int64_t)white; ++step) {
+      const double middle = (step + 0.5) / white * 2 - 1;
+      for (int64_t i = 0; i < kCount; ++i) x[i] = (float)(middle + (i - 7) * 0x1p-25);
+      generic_kernels()->frames_to_images(
+          FramesToImages{Dtype::float32, Dtype::uint16, video, image, 1, kCount, {}, white}, 0, 1);
+      for (int64_t i = 0; i < kCount; ++i) {
+        const volatile float product = (x[i] + 1) * 0.5f * white;  // one rounding of its own
+        right = close("16-bit images", i, pixels[i], nearbyint(product), 0) && right;
+      }
+      if (!right) return false;
+    }
+  }
+  return right;
+}
+
+int main() {
+  return check(Dtype::float32) && check(Dtype::bfloat16) && check_words() ? 0 : 1;
+}

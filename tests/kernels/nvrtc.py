@@ -21,6 +21,9 @@ CHIPS = (75, 80, 86, 89, 90, 100, 120)
 # Numbers of a pack of 16 bytes.
 _PACKS = {"float": 4, "bfloat16": 8, "half": 8}
 
+# Dtypes of images only.
+_INTEGERS = ("uint8", "uint16")
+
 _USED = {
     "stack": r"(\d+) bytes stack frame",
     "spilled": r"(\d+) bytes spill stores",
@@ -57,8 +60,8 @@ def _more(source, constants):
         return [{}]
     kinds = [
         {"RESULT": result, "SAME": int(result == constants["DTYPE"]), "IMAGES": images}
-        for result, images in product((*_PACKS, "uint8"), (0, 1))
-        if result != "uint8" or images
+        for result, images in product((*_PACKS, *_INTEGERS), (0, 1))
+        if result not in _INTEGERS or images
     ]
     return [
         kind for kind in kinds if constants["PACK"] == 1 or (kind["SAME"] and not kind["IMAGES"])

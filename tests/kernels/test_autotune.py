@@ -166,7 +166,8 @@ def test_one_trial_serves_videos_of_all_lengths(team):
         return (video(1, 3, frames, 16, 16),), {"out": out}
 
     assert trials(team, "frames_to_images", *map(call, (1, 4, 8))) == 1
-    assert trials(team, "frames_to_images", call(1, torch.uint8), call(4, torch.uint8)) == 1
+    for dtype in (torch.uint8, torch.uint16):
+        assert trials(team, "frames_to_images", call(1, dtype), call(4, dtype)) == 1
 
 
 def test_one_trial_serves_calls_with_and_without_optional_tensors(team):

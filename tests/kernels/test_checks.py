@@ -98,7 +98,15 @@ WRONG = {
     "averages": (kernels.average_down, (v(*X), 5), {"times": 2, "size": 2}, "channels: 5"),
     "patch": (kernels.frames_to_images, (v(*X),), {"patch": 3}, "size: 9 does not divide 8"),
     "images of integers": (
-        kernels.frames_to_images, (v(*X),), {"dtype": torch.int16}, "images are int16",
+        kernels.frames_to_images, (v(*X),), {"dtype": torch.int16},
+        "images are int16; expected a float dtype, uint8 or uint16",
+    ),
+    "images of 8 bits": (
+        kernels.frames_to_images, (v(*X),), {"dtype": torch.uint16, "bits": 8},
+        "bits is 8; expected 10, 12 or 16",
+    ),
+    "bits that are not used": (
+        kernels.frames_to_images, (v(*X),), {"dtype": torch.uint8, "bits": 14}, "bits is 14",
     ),
     "images out": (
         kernels.frames_to_images, (v(*X),), {"out": torch.ones(3, 4, 6, 8)},

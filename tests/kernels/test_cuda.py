@@ -170,15 +170,16 @@ def test_frames_may_be_more_than_2_32_numbers_apart(op):
 def test_moved_and_averaged_frames_may_be_more_than_2_32_numbers_apart():
     x = video(1, 16, 2, 4, 6, dtype=torch.bfloat16)
     source = video(1, 4, 1, 3, 5, dtype=torch.bfloat16, seed=1)
-    calls = {
-        "average_down": ((), {"channels": 16, "times": 1, "size": 2}),
-        "frames_to_images": ((), {"patch": 2}),
-        "interleave_time": ((2,), {}),
-        "merge_phases": ((source, 2), {}),
-        "pixel_shuffle_3d": (((2, 2, 2),), {}),
-    }
+    calls = [
+        ("average_down", (), {"channels": 16, "times": 1, "size": 2}),
+        ("frames_to_images", (), {"patch": 2}),
+        ("frames_to_images", (), {"patch": 2, "dtype": torch.uint16, "bits": 10}),
+        ("interleave_time", (2,), {}),
+        ("merge_phases", (source, 2), {}),
+        ("pixel_shuffle_3d", ((2, 2, 2),), {}),
+    ]
     with use_backend("cuda"):
-        for op, (args, keywords) in calls.items():
+        for op, args, keywords in calls:
             run = getattr(kernels, op)
             assert torch.equal(run(far(x), *args, **keywords), run(x, *args, **keywords)), op
 

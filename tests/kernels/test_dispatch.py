@@ -176,6 +176,7 @@ def test_exact_ops_equal_the_reference_bit_for_bit(backend, channels, dtype):
         ("pixel_shuffle_3d", (wide, (2, 1, 2), "hwtc"), {}),
         ("frames_to_images", (wide,), {"patch": 2, "order": "ctwh"}),
         ("frames_to_images", (wide,), {"patch": 2, "dtype": torch.uint8}),
+        ("frames_to_images", (wide,), {"patch": 2, "dtype": torch.uint16, "bits": 12}),
     ]
     assert {op for op, _, _ in calls} == EXACT
     for op, args, keywords in calls:

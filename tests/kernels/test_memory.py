@@ -118,6 +118,17 @@ def test_misaligned_memory_is_written_correctly(ask, dtype, offset):
             formulas.check(buffer.take(out), *expected, op.__name__)
 
 
+@pytest.mark.parametrize("to", [torch.float32, torch.uint8, torch.uint16])
+def test_misaligned_images_are_written_correctly(ask, to):
+    x = LAYOUTS["misaligned"](video(1, 3, 2, 5, 7))
+    with use_backend("reference"):
+        expected = kernels.frames_to_images(x.clone(), dtype=to)
+    for offset in (1, 3, 63):
+        buffer = Poisoned(*expected.shape, dtype=to, offset=offset)
+        actual = ask(kernels.frames_to_images, x, out=buffer.memory)
+        assert actual is None or torch.equal(buffer.take(actual), expected)
+
+
 @pytest.mark.parametrize("channels", [3, 16, 33, 96])
 @each_dtype
 def test_results_may_overwrite_their_inputs(backend, dtype, channels):
@@ -200,6 +211,9 @@ def test_empty_inputs_have_empty_results(ask, dtype, shape):
         ),
         "frames_to_images": (
             (batch * frames, 2 * height, 2 * width, 2), (x,), {"patch": 2},
+        ),
+        "frames_to_images in 12 bits": (
+            (batch * frames, height, width, 8), (x,), {"dtype": torch.uint16, "bits": 12},
         ),
     }  # fmt: skip
     if height and width:

@@ -17,6 +17,7 @@ from fast_video_vae.tests.kernels.cases import (
     video,
     window,
 )
+from fast_video_vae.tests.products import each_value_once
 
 CHANNELS = (1, 2, 3, 7, 12, 15, 16, 17, 31, 32, 33, 96, 160)
 SIZES = ((1, 1), (3, 5), (4, 4), (1, 17), (7, 9), (8, 8), (5, 13))
@@ -152,42 +153,56 @@ def test_pixel_shuffle_3d_writes_another_dtype_and_any_strides_or_refuses(ask, t
         assert actual is None or torch.equal(buffer.take(actual), expected)
 
 
-def images(frames, to):
-    """Return `clamp((x + 1) / 2, 0, 1)`, channels last, in float32; 8 bits drop the fraction."""
+def images(frames, to, bits=16):
+    """Return `clamp((x + 1) / 2, 0, 1)`, channels last, in float32.
+
+    uint8 drops the fraction; uint16 of `bits` bits rounds the product, to nearest even.
+    """
     y = ((frames.float() + 1) * 0.5).clamp(0, 1).permute(0, 2, 3, 4, 1).flatten(0, 1)
-    return (y.nan_to_num(0) * 255).floor().to(to) if to == torch.uint8 else y.to(to)
+    if to == torch.uint8:
+        return (y.nan_to_num(0) * 255).floor().to(to)
+    if to == torch.uint16:
+        return (y.nan_to_num(0) * (2**bits - 1)).double().round().int().to(to)
+    return y.to(to)
+
+
+# Dtypes of images, and bits of those in uint16.
+INTEGERS = [(torch.uint8, 16), (torch.uint16, 10), (torch.uint16, 12), (torch.uint16, 16)]
+FORMATS = [(torch.float32, 16), *INTEGERS]
+
+each_format = pytest.mark.parametrize(("to", "bits"), FORMATS)
 
 
 @pytest.mark.parametrize("backend", serving("frames_to_images"), indirect=True)
 @each_dtype
-@pytest.mark.parametrize("to", [torch.float32, torch.uint8])
+@each_format
 @pytest.mark.parametrize("size", SIZES)
-def test_frames_to_images_equal_the_formula_bit_for_bit(backend, dtype, to, size):
+def test_frames_to_images_equal_the_formula_bit_for_bit(backend, dtype, to, bits, size):
     for channels, frames, batch in some(backend, product((1, 3, 4, 16), (1, 3), (1, 2)), 5):
         x = video(batch, channels, frames, *size, dtype=dtype)  # a third is out of range
-        expected = images(x, to)
-        fresh = kernels.frames_to_images(x, dtype=to)
+        expected = images(x, to, bits)
+        fresh = kernels.frames_to_images(x, dtype=to, bits=bits)
         assert torch.equal(fresh, expected)
         assert fresh.is_contiguous()
         for joined in (True, False):
             buffer = Poisoned(batch, frames, *size, channels, dtype=to)
             out = buffer.memory.flatten(0, 1) if joined else buffer.memory
-            assert kernels.frames_to_images(x, out=out) is out
+            assert kernels.frames_to_images(x, bits=bits, out=out) is out
             assert torch.equal(buffer.take(out), expected.view(out.shape))
 
 
 @pytest.mark.parametrize("backend", serving("frames_to_images"), indirect=True)
 @each_dtype
-@pytest.mark.parametrize("to", [torch.float32, torch.uint8])
-@pytest.mark.parametrize("order", ["cthw", "ctwh", "hwtc"])
-@pytest.mark.parametrize("patch", [2, 3])
-def test_frames_to_images_unfolds_patches(backend, dtype, to, patch, order):
+@each_value_once(form=FORMATS, order=["cthw", "ctwh", "hwtc"], patch=[2, 3])
+def test_frames_to_images_unfolds_patches(backend, dtype, form, patch, order):
+    to, bits = form
     for channels, (height, width) in some(backend, product((1, 3, 4), SIZES)):
         x = video(2, channels * patch**2, 2, height, width, dtype=dtype)
-        expected = images(shuffled(x, (1, patch, patch), order), to)
+        expected = images(shuffled(x, (1, patch, patch), order), to, bits)
         buffer = Poisoned(*expected.shape, dtype=to)
         out = buffer.memory
-        assert kernels.frames_to_images(x, patch=patch, order=order, out=out) is out
+        options = {"patch": patch, "order": order, "bits": bits, "out": out}
+        assert kernels.frames_to_images(x, **options) is out
         assert torch.equal(buffer.take(out), expected)
 
 
@@ -200,11 +215,11 @@ def test_frames_to_images_of_other_dtypes_or_a_refusal(ask, dtype, to):
         assert actual is None or torch.equal(actual, images(frames, to))
 
 
-@pytest.mark.parametrize("to", [torch.float32, torch.uint8])
-def test_frames_to_images_writes_any_strides_or_refuses(ask, to):
+@pytest.mark.parametrize(("to", "bits"), FORMATS[:3])
+def test_frames_to_images_writes_any_strides_or_refuses(ask, to, bits):
     """Write planes, a part of a wider image, pixels with a fourth number, every other image."""
     x = video(1, 3, 4, 6, 10)
-    expected = images(x, to)
+    expected = images(x, to, bits)
     for shape, view in [
         ((4, 3, 6, 10), lambda memory: memory.permute(0, 2, 3, 1)),
         ((4, 6, 20, 3), lambda memory: memory[:, :, 7:17]),
@@ -213,30 +228,57 @@ def test_frames_to_images_writes_any_strides_or_refuses(ask, to):
     ]:
         buffer = Poisoned(*shape, dtype=to)
         out = view(buffer.memory)
-        actual = ask(kernels.frames_to_images, x, out=out)
+        actual = ask(kernels.frames_to_images, x, bits=bits, out=out)
         assert actual is None or torch.equal(buffer.take(actual), expected), shape
+
+
+def around(steps):
+    """Return float32 numbers around `steps`, float64 values of images, and special numbers."""
+    nearest = (2 * steps - 1).float()
+    x = [nearest]
+    for towards in (-2.0, 2.0):
+        moved = nearest
+        for _ in range(3):
+            moved = moved.nextafter(torch.tensor(towards))
+            x.append(moved)
+    return torch.cat([*x, torch.tensor([torch.nan, torch.inf, -torch.inf, 3e38, -0.0])])
 
 
 @pytest.mark.parametrize("backend", serving("frames_to_images"), indirect=True)
 @each_dtype
-def test_8_bit_images_are_exact_for_all_numbers(backend, dtype):
-    """Test all numbers of a 16-bit dtype, and float32 numbers around each of the 255 steps."""
+@each_format
+def test_images_are_exact_for_all_numbers(backend, dtype, to, bits):
+    """Test all numbers of a 16-bit dtype, and float32 numbers around each of the steps."""
+    white = {torch.float32: 1, torch.uint8: 255}.get(to, 2**bits - 1)
     if dtype == torch.float32:
-        steps = torch.arange(-1, 257, dtype=torch.float64) / 127.5 - 1
-        nearest = steps.float()
-        x = [nearest]
-        for towards in (-2.0, 2.0):
-            moved = nearest
-            for _ in range(3):
-                moved = moved.nextafter(torch.tensor(towards))
-                x.append(moved)
-        x = torch.cat([*x, torch.tensor([torch.nan, torch.inf, -torch.inf, 3e38, -0.0])])
+        first = 0.5 if to == torch.uint16 else 0.0  # rounded in the middle, or dropped
+        x = around((torch.arange(-1, white + 2, dtype=torch.float64) + first) / white)
     else:
         x = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
     x = x.view(1, 1, 1, 1, -1)
-    assert torch.equal(kernels.frames_to_images(x, dtype=torch.uint8), images(x, torch.uint8))
-    floats = kernels.frames_to_images(x)
-    torch.testing.assert_close(floats, images(x, torch.float32), rtol=0, atol=0, equal_nan=True)
+    actual, expected = kernels.frames_to_images(x, dtype=to, bits=bits), images(x, to, bits)
+    if to == torch.float32:
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+    else:
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("backend", serving("frames_to_images"), indirect=True)
+@pytest.mark.parametrize("bits", [10, 12, 16])
+def test_16_bit_images_round_the_rounded_product_half_to_even(backend, bits):
+    """Float32 numbers around 1,024 of the middles; a product in one rounding would differ."""
+    white = 2**bits - 1
+    x = around((torch.arange(0, white + 1, 2**bits // 1024, dtype=torch.float64) + 0.5) / white)
+    x = x.view(1, 1, 1, 1, -1)
+    actual = kernels.frames_to_images(x, dtype=torch.uint16, bits=bits).flatten()
+    image = images(x, torch.float32).flatten().nan_to_num(0)
+    product, exact = (image * white).double(), image.double() * white
+    floor = product.floor()
+    half = product == floor + 0.5
+    expected = torch.where(half, floor + floor % 2, (product + 0.5).floor())
+    assert half.sum() > 100
+    assert (exact.round() != expected).any()
+    assert torch.equal(actual.double(), expected)
 
 
 @pytest.mark.parametrize("backend", serving("frames_to_images"), indirect=True)

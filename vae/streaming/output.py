@@ -29,8 +29,8 @@ class Output:
         config: Configuration of the VAE.
         dtype: Dtype of the pieces without `out` and `images`.
         out: `[B, C, T, H, W]`, any dtype, strides and device, for the frames; or None.
-        images: `[B, T, H, W, C]`, float or uint8, for images in [0, 1] or 0-255; or None. Without
-            either, each piece is a new tensor. Both start at frame `part.origin`.
+        images: `[B, T, H, W, C]`, float, uint8 or uint16, for images in [0, 1], 0-255 or 0-65535;
+            or None. Without either, each piece is a new tensor. Both start at frame `part.origin`.
         part: The wanted frames, and the first one that arrives; None: the whole video.
         attempt: Runs an allocation, such as `Relief.attempt`.
         writer: Writes pieces to `out` or `images` in the background, in memory of the host; None:
@@ -185,7 +185,8 @@ class Output:
     def _placed(self, x: Tensor, target: Tensor, *, settles: bool = False) -> Tensor:
         records = torch.is_grad_enabled() and x.requires_grad
         if self._writer is not None and target.numel() and not records:
-            self._writer.put(self._converted(x, target), target, settles=settles)
+            held = _copied_as_int16(self._converted(x, target))
+            self._writer.put(held, _copied_as_int16(target), settles=settles)
             return target
         with torch.inference_mode(target.is_inference()):  # otherwise it cannot be written to
             if not target.numel():
@@ -197,7 +198,8 @@ class Output:
     def _converted(self, x: Tensor, target: Tensor) -> Tensor:
         """Return `x` in the shape and dtype of `target` `[...]`, on the device of `x`.
 
-        A dtype that the device lacks is that of the copy on the host.
+        A dtype that the device lacks is that of the copy on the host. No device lacks an integer
+        dtype: one without uint16 writes its bits as int16.
         """
         dtype = torch.float32 if lacks(x.device, target.dtype) else target.dtype
         if self._images is None:
@@ -332,6 +334,14 @@ def delivered(
                 yield complete()
         if waiting:
             yield complete()
+
+
+def _copied_as_int16(x: Tensor) -> Tensor:
+    """View uint16 `x` `[...]` as int16, which all devices copy; others as they are.
+
+    Apple GPUs have no uint16 before PyTorch 2.9.
+    """
+    return x.view(torch.int16) if x.dtype == torch.uint16 else x
 
 
 def _fill(frames: Tensor, target: Tensor) -> None:

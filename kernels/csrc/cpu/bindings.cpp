@@ -412,16 +412,23 @@ Video images_of(const Tensor& x, int64_t frames) {
 }
 
 void frames_to_images(const Tensor& frames, int64_t patch, const std::string& order,
-                      const Tensor& out) {
+                      int64_t white, const Tensor& out) {
   FramesToImages op{};
   op.dtype = dtype_of(frames);
-  op.out_dtype = out.scalar_type() == at::kByte ? Dtype::uint8 : dtype_of(out);
+  switch (out.scalar_type()) {
+    case at::ScalarType::Byte: op.out_dtype = Dtype::uint8; break;
+    case at::ScalarType::UInt16: op.out_dtype = Dtype::uint16; break;
+    default: op.out_dtype = dtype_of(out);
+  }
   op.frames = video_of(frames, frames);
   op.out = images_of(out, frames.size(2));
   op.patch = patch;
   op.block = 8192;
+  op.white = static_cast<float>(white);
   const Video& v = op.frames;
-  TORCH_CHECK(op.out_dtype == Dtype::float32 || op.out_dtype == Dtype::uint8);
+  TORCH_CHECK(op.out_dtype == Dtype::float32 || op.out_dtype == Dtype::uint8 ||
+              op.out_dtype == Dtype::uint16);
+  TORCH_CHECK(white > 0 && white <= (op.out_dtype == Dtype::uint16 ? 65535 : 255));
   TORCH_CHECK(patch > 0 && v.channels % (patch * patch) == 0);
   if (out.numel() == 0) return;
   check_size(op.out, v.batch, v.channels / (patch * patch), v.frames, v.height * patch,
@@ -456,7 +463,8 @@ auto nothing(void (*)(Args...)) {
                    "Tensor(a!) out) -> ()")                                              \
   DO(pixel_shuffle_3d, "(Tensor x, int[3] size, str order, Tensor(a!) out) -> ()")       \
   DO(average_down, "(Tensor x, int times, int size, Tensor(a!) out) -> ()")              \
-  DO(frames_to_images, "(Tensor frames, int patch, str order, Tensor(a!) out) -> ()")
+  DO(frames_to_images, "(Tensor frames, int patch, str order, int white, "               \
+                       "Tensor(a!) out) -> ()")
 
 #define FVV_DEFINE(op, schema) m.def(#op schema);
 #define FVV_CPU(op, schema) m.impl(#op, op);

@@ -7,7 +7,7 @@
 
 namespace fast_video_vae {
 
-enum class Dtype { float32, bfloat16, float16, uint8 };
+enum class Dtype { float32, bfloat16, float16, uint8, uint16 };
 
 // Vectors of parameters are padded to a multiple of this, so that whole vectors can be read.
 constexpr int64_t kPadding = 16;
@@ -122,6 +122,7 @@ struct FramesToImages {
   Video frames, out;
   int64_t patch, block;
   Nest nest;
+  float white;  // the value of 1.0 in integers
 };
 
 // The ops, compiled for one instruction set.

@@ -349,18 +349,20 @@ static void average_down(const AverageDown& op, int64_t begin, int64_t end) {
   FVV_BY_DTYPE(op.dtype, average_down_of, op, begin, end);
 }
 
-FVV_INLINE Floats to_image(Floats v, const float*) {
+FVV_INLINE Floats to_image(Floats v, const float*, float) {
   return at_most(at_least((v + 1.0f) * 0.5f, 0.0f), 1.0f);
 }
 
-FVV_INLINE Floats to_image(Floats v, const uint8_t*) {
-  return at_most(positive((v + 1.0f) * 0.5f), 1.0f) * 255.0f;
+// Integers, which `store` rounds.
+template <class I>
+FVV_INLINE Floats to_image(Floats v, const I*, float white) {
+  return at_most(positive((v + 1.0f) * 0.5f), 1.0f) * white;
 }
 
 template <class T, class I>
-FVV_INLINE void to_images(const T* from, I* to, int64_t count) {
+FVV_INLINE void to_images(const T* from, I* to, int64_t count, float white) {
   each_vector(count, [&](int64_t k, auto part) {
-    store(to + k, to_image(load(from + k, part), to), part);
+    store(to + k, to_image(load(from + k, part), to, white), part);
   });
 }
 
@@ -372,7 +374,7 @@ static void frames_to_images_as(const FramesToImages& op, int64_t begin, int64_t
     const int64_t b = task / blocks / frames, t = task / blocks % frames;
     const int64_t first = task % blocks * op.block;
     to_images((const T*)op.frames.at(b, t, first), (I*)op.out.at(b, t, first),
-              lesser(op.block, count - first));
+              lesser(op.block, count - first), op.white);
   }
 }
 
@@ -387,19 +389,22 @@ static void patches_to_images_as(const FramesToImages& op, int64_t begin, int64_
     const T* x = (const T*)op.frames.at(b, t, i * op.frames.width * op.frames.channels);
     for (int64_t h = 0; h < op.patch; ++h) {
       unfold.row(x + h * op.nest.h, row.data, op.frames.width);
-      to_images(row.data, (I*)op.out.at(b, t, (op.patch * i + h) * line), line);
+      to_images(row.data, (I*)op.out.at(b, t, (op.patch * i + h) * line), line, op.white);
     }
   }
 }
 
+template <class T, class I>
+static void frames_to_images_in(const FramesToImages& op, int64_t begin, int64_t end) {
+  if (op.patch > 1) return patches_to_images_as<T, I>(op, begin, end);
+  return frames_to_images_as<T, I>(op, begin, end);
+}
+
 template <class T>
 static void frames_to_images_of(const FramesToImages& op, int64_t begin, int64_t end) {
-  if (op.patch > 1) {
-    if (op.out_dtype == Dtype::uint8) return patches_to_images_as<T, uint8_t>(op, begin, end);
-    return patches_to_images_as<T, float>(op, begin, end);
-  }
-  if (op.out_dtype == Dtype::uint8) return frames_to_images_as<T, uint8_t>(op, begin, end);
-  return frames_to_images_as<T, float>(op, begin, end);
+  if (op.out_dtype == Dtype::uint8) return frames_to_images_in<T, uint8_t>(op, begin, end);
+  if (op.out_dtype == Dtype::uint16) return frames_to_images_in<T, uint16_t>(op, begin, end);
+  return frames_to_images_in<T, float>(op, begin, end);
 }
 
 static void frames_to_images(const FramesToImages& op, int64_t begin, int64_t end) {

@@ -138,12 +138,30 @@ FVV_INLINE void store(Float16* to, Floats v, Whole) {
 #endif
 }
 
+// Drops the fraction.
 FVV_INLINE void store(uint8_t* to, Floats v, Whole) {
   const Ints whole = __builtin_convertvector(v, Ints);
 #if FVV_LANES == 16
   write(to, _mm512_cvtepi32_epi8((__m512i)whole));
 #else
   write(to, __builtin_convertvector(whole, Bytes));
+#endif
+}
+
+// To nearest even, for v >= 0. A sum with `v` could be contracted with the product that `v` is, so
+// it is only compared.
+FVV_INLINE void store(uint16_t* to, Floats v, Whole) {
+#if FVV_LANES == 16
+  write(to, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(v)));
+#elif FVV_LANES == 8
+  const __m256i whole = _mm256_cvtps_epi32(v), packed = _mm256_packus_epi32(whole, whole);
+  write(to, _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
+#else
+  const Ints whole = __builtin_convertvector(v, Ints);
+  const Floats middle = __builtin_convertvector(whole, Floats) + 0.5f;
+  // The bits of positive floats are in their order, so that one more lifts an odd number.
+  const Ints up = (Ints)v + (whole & 1) > (Ints)middle;
+  write(to, __builtin_convertvector(whole - up, Halves));
 #endif
 }
 

@@ -18,6 +18,7 @@ struct Spread {
   Divisor times, high, wide;                 // frames, rows and columns per pixel of `x`
   uint32 count;                              // packs of a frame of `out`
   int before, width;                         // channels and columns of `x`
+  float white;                               // the value of 1.0 in integers
 };
 
 namespace {
@@ -25,12 +26,16 @@ namespace {
 // Packs that a thread reads before it writes.
 constexpr int kEach = 4;
 
-__device__ __forceinline__ void convert(float v, float& to) { to = v; }
-__device__ __forceinline__ void convert(float v, half& to) { narrow(v, to); }
-__device__ __forceinline__ void convert(float v, bfloat16& to) { narrow(v, to); }
+__device__ __forceinline__ void convert(float v, float, float& to) { to = v; }
+__device__ __forceinline__ void convert(float v, float, half& to) { narrow(v, to); }
+__device__ __forceinline__ void convert(float v, float, bfloat16& to) { narrow(v, to); }
 // Drops the fraction, like ComfyUI's saver; NaN is 0.
-__device__ __forceinline__ void convert(float v, uint8& to) {
-  to = static_cast<uint8>(v == v ? static_cast<int>(v * 255.0f) : 0);
+__device__ __forceinline__ void convert(float v, float white, uint8& to) {
+  to = static_cast<uint8>(v == v ? static_cast<int>(v * white) : 0);
+}
+// To nearest even; NaN is 0. A product is never fused with a conversion.
+__device__ __forceinline__ void convert(float v, float white, uint16& to) {
+  to = static_cast<uint16>(v == v ? __float2int_rn(v * white) : 0);
 }
 
 #if FVV_IMAGES
@@ -42,7 +47,7 @@ __device__ __forceinline__ float shaded(float v) {
 }
 #endif
 
-__device__ __forceinline__ PackOf<U, N> converted(const Pack& pack) {
+__device__ __forceinline__ PackOf<U, N> converted(const Pack& pack, float white) {
 #if !FVV_IMAGES && FVV_SAME
   return pack;  // bit for bit
 #else
@@ -53,7 +58,7 @@ __device__ __forceinline__ PackOf<U, N> converted(const Pack& pack) {
 #if FVV_IMAGES
     v = shaded(v);
 #endif
-    convert(v, result.numbers[i]);
+    convert(v, white, result.numbers[i]);
   }
   return result;
 #endif
@@ -87,7 +92,7 @@ FVV_KERNEL move_packs(const Spread op) {
 #pragma unroll
     for (int k = 0; k < kEach; ++k) {
       if (first + k * kThreads >= op.count) break;
-      store(out + target[k], converted(held[k]));
+      store(out + target[k], converted(held[k], op.white));
     }
   }
 }

@@ -176,6 +176,8 @@ inline uint32_t __float_as_uint(float v) {
   return bits;
 }
 
+inline int __float2int_rn(float v) { return static_cast<int>(nearbyintf(v)); }
+
 inline float __int_as_float(int bits) { return __uint_as_float(static_cast<uint32_t>(bits)); }
 
 // Functions that a GPU rounds differently have its largest error here.

@@ -59,7 +59,9 @@ def target_of(vae, latent, dtype, *, images):
     return torch.full((batch, channels, frames, height, width), 77, dtype=dtype)
 
 
-@each_value_once(dtype=[torch.float32, torch.uint8, torch.bfloat16], tile=[None, (64, 64)])
+@each_value_once(
+    dtype=[torch.float32, torch.uint8, torch.bfloat16, torch.uint16], tile=[None, (64, 64)]
+)
 def test_images_are_those_of_a_direct_write(vae, writers, monkeypatch, dtype, tile):
     latent = latent_for(vae, 3, 96, 96)
     options = StreamOptions(1, tile=tile)
