@@ -15,6 +15,8 @@ from torch import Tensor, nn
 # Seconds between previews; each is a message of its own, and at this rate they cost nothing.
 _PREVIEW_SECONDS = 0.5
 
+_WHITE = {torch.uint8: 255, torch.uint16: 65535}
+
 
 class Progress:
     """Progress bar and preview, if `shown`, and interrupt check of one encode or decode.
@@ -35,7 +37,8 @@ class Progress:
 
         Args:
             count: Frames or latents.
-            images: `[T, H, W, C]` in [0, 1] or uint8, of which the last is shown; None: no preview.
+            images: `[T, H, W, C]` in [0, 1], uint8 or uint16, of which the last is shown; None: no
+                preview.
 
         Raises:
             InterruptProcessingException: The user pressed stop. It derives from `BaseException`.
@@ -67,7 +70,7 @@ class Progress:
             return None
         self._previewed = time.monotonic()
         last = images[-1, :, :, :3].cpu().float()
-        unit = last / 255 if images.dtype == torch.uint8 else last
+        unit = last / _WHITE.get(images.dtype, 1)
         picture = latent_preview.preview_to_image(unit, do_scale=False)
         return "JPEG", picture, latent_preview.MAX_PREVIEW_RESOLUTION
 

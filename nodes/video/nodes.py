@@ -18,7 +18,8 @@ from ..host.lazy import Later
 from ..host.progress import Progress
 from ..host.widgets import AUTO, CATEGORY, DTYPES, log_unused, once, timing_output
 from .file_prefix import check_prefix
-from .target import FOLDERS, VideoTarget, frame_range, workflow_tags
+from .inputs import ON, depth_inputs, file_inputs, video_inputs
+from .target import VideoTarget, frame_range, workflow_tags
 
 if TYPE_CHECKING:
     from ...vae import StreamOptions
@@ -27,15 +28,12 @@ if TYPE_CHECKING:
 
 comfy_vae, stream = Later("nodes.vae.comfy_vae"), Later("nodes.video.stream")
 other_vae, timing = Later("nodes.vae.other_vae"), Later("nodes.host.timing")
-sources = Later("nodes.video.source")
-
-# VideoWriter's default: no visible loss on the output of a VAE.
-_QUALITY = 70
+sources, sequences = Later("nodes.video.source"), Later("nodes.video.sequence")
 
 # Most characters of a range of frames; Python does not parse numbers of thousands of digits.
 _LONGEST_RANGE = 60
 
-# Frames of an IMAGE that are converted to bytes at a time.
+# Frames of an IMAGE that are converted at a time.
 _FRAMES = 4
 
 
@@ -60,7 +58,7 @@ class DecodeVideo(io.ComfyNode):
                     tooltip="VAE to use. A VAE that is not fast decodes the whole video before "
                     "writing starts and needs the memory for it.",
                 ),
-                *_file_inputs(),
+                *file_inputs(),
                 io.Audio.Input(
                     "audio",
                     optional=True,
@@ -86,6 +84,7 @@ class DecodeVideo(io.ComfyNode):
                     "whole video; unneeded parts are not decoded.",
                 ),
                 *once(),
+                *depth_inputs(),
             ],
             outputs=[
                 io.Video.Output(
@@ -114,42 +113,41 @@ class DecodeVideo(io.ComfyNode):
         frames: str = "",
         dtype: str = AUTO,
         chunk: int = 0,
+        bit_depth: str = AUTO,
+        dither: str = AUTO,
+        alpha: bool = True,
     ) -> io.NodeOutput:
         """Decode and write at the same time."""
-        target = VideoTarget(_rate(fps), codec, quality, hardware, filename_prefix, save_to)
+        target = VideoTarget(
+            _rate(fps),
+            codec,
+            quality,
+            hardware,
+            filename_prefix,
+            save_to,
+            None if bit_depth == AUTO else int(bit_depth),
+            None if dither == AUTO else dither == ON,
+            alpha,
+        )
         if len(frames) > _LONGEST_RANGE:
             raise ValueError(f"frames is {described(frames)}; expected two numbers, such as 40-80")
         check_prefix(filename_prefix, Path(folder_paths.get_directory_by_type(save_to)))
         latent = comfy_vae.one_video(vae, samples["samples"])
         options = library.StreamOptions(chunk or None, DTYPES.get(dtype))
-        if isinstance(vae, comfy_vae.FastVAE):
-            device = vae.device
-            shape = vae.first_stage_model.config.decoded_shape(latent.shape)
-            _, _, count, height, width = shape
-            target.check_size(height, width)
-            wanted = frame_range(frames, count)
-            pieces = stream.decode_pictures(vae, latent, options, wanted)
-        else:
+        device = vae.device if isinstance(vae, comfy_vae.FastVAE) else None
+        if device is None:
             log_unused(dtype=dtype != AUTO, chunk=chunk != 0)
-            device = None
-            # Errors in these come before the work is done.
-            frame_range(frames, None)
-            target.sound(audio, range(0))
-            target.check_size(*(vae.spacial_compression_decode() * n for n in latent.shape[-2:]))
-            images = other_vae.decoded(vae, latent)
-            if images.ndim not in (4, 5):
-                raise ValueError(
-                    f"vae: its output is {list(images.shape)}; expected images [N, H, W, C]"
-                )
-            images = images.reshape(-1, *images.shape[-3:])
-            count, height, width = images.shape[:3]
-            wanted = frame_range(frames, count)
-            pieces = _pictures(images, wanted)
+            target.sound(audio, range(0))  # its errors come before the work is done
+        pieces, wanted, size = _decoded(vae, latent, target, frames, options)
         sound = target.sound(audio, wanted)
         with timing.span("file", device=device):
-            path, result = target.write(pieces, height, width, sound, workflow_tags(cls.hidden))
-        video = InputImpl.VideoFromFile(str(path))
-        return io.NodeOutput(video, timing.text(), ui=ui.PreviewVideo([result]))
+            path, result = target.write(pieces, *size, sound, workflow_tags(cls.hidden))
+        if path.is_dir():
+            video = sequences.ImageSequence(path, target.fps)
+            shown = ui.SavedImages([result]) if codec == "png" else ui.PreviewText(str(path))
+        else:
+            video, shown = InputImpl.VideoFromFile(str(path)), ui.PreviewVideo([result])
+        return io.NodeOutput(video, timing.text(), ui=shown)
 
 
 class EncodeVideo(io.ComfyNode):
@@ -178,7 +176,7 @@ class EncodeVideo(io.ComfyNode):
                     tooltip="VAE to use. A VAE that is not fast encodes the whole video at once "
                     "and needs the memory for it.",
                 ),
-                *_video_inputs(),
+                *video_inputs(),
                 *once(),
             ],
             outputs=[
@@ -235,98 +233,48 @@ class EncodeVideo(io.ComfyNode):
         return io.NodeOutput({"samples": latent}, float(fit.fps or source.fps), count, sound)
 
 
-def _file_inputs() -> list[io.Input]:
-    return [
-        io.Float.Input(
-            "fps",
-            default=16.0,
-            min=0.01,
-            max=1000.0,
-            step=0.01,
-            tooltip="Frames per second of the file: 16 for Wan 2.1 and Wan 2.2 14B, 24 for Wan "
-            "2.2 5B. A higher value plays the same frames faster.",
-        ),
-        io.Combo.Input(
-            "codec",
-            options=list(media.available_codecs()),
-            default="h264",
-            tooltip="h264 (mp4): plays everywhere. hevc (mp4), av1 (mp4), vp9 (webm): smaller "
-            "files, slower to write. ffv1 (mkv): lossless, about 1 MB per frame of 1280 x 720. "
-            "prores (mov): for editing. All except ffv1 need an even width and height.",
-        ),
-        io.Int.Input(
-            "quality",
-            default=_QUALITY,
-            min=0,
-            max=100,
-            tooltip="Quality in percent. 0: smallest file. 100: best picture. 70: no visible "
-            "loss on the output of a VAE. ffv1 is lossless and ignores it.",
-        ),
-        io.String.Input(
-            "filename_prefix",
-            default="video/fast_vae",
-            tooltip="Folder and start of the file name; a number is appended. %width%, %height%, "
-            "%year% and similar placeholders are replaced.",
-        ),
-        io.Combo.Input(
-            "save_to",
-            options=list(FOLDERS),
-            default=FOLDERS[0],
-            tooltip="output: the file is kept. temp: the file is deleted when ComfyUI restarts, "
-            "for videos that other nodes process further.",
-        ),
-    ]
-
-
-def _video_inputs() -> list[io.Input]:
-    return [
-        io.Float.Input(
-            "fps",
-            default=0.0,
-            min=0.0,
-            max=1000.0,
-            step=0.01,
-            optional=True,
-            tooltip="Frames per second to encode; frames are repeated or skipped, never blended. "
-            "0: every frame of the video, or a constant rate if the frame rate varies.",
-        ),
-        *(
-            io.Int.Input(
-                name,
-                default=0,
-                min=0,
-                max=16384,
-                step=8,
-                optional=True,
-                tooltip=f"{name.capitalize()} in pixels. The video is resized to cover width and "
-                f"height, then center-cropped. 0: from {other} and the aspect ratio; both 0: not "
-                "resized.",
-            )
-            for name, other in (("width", "height"), ("height", "width"))
-        ),
-        io.Int.Input(
-            "max_frames",
-            default=0,
-            min=0,
-            max=1_000_000,
-            optional=True,
-            tooltip="Maximum number of frames to encode, from the start of the video, cut to 4 n "
-            "+ 1: 81 frames give 21 latent frames. 0: all.",
-        ),
-    ]
-
-
 def _rate(fps: float) -> Fraction:
     """Return frames per second as in files: 29.97003 becomes 30000 / 1001."""
     return Fraction(fps).limit_denominator(1001)
 
 
-def _pictures(images: Tensor, wanted: range) -> Iterator[Tensor]:
-    """Yield the bytes of an IMAGE, as ComfyUI's saver writes them, a few frames at a time."""
+def _decoded(
+    vae: Any,  # noqa: ANN401, of ComfyUI
+    latent: Tensor,
+    target: VideoTarget,
+    frames: str,
+    options: "StreamOptions",
+) -> tuple[Iterator[Tensor], range, tuple[int, int]]:
+    """Return pictures for `target`, the wanted frames, and the height and width."""
+    if isinstance(vae, comfy_vae.FastVAE):
+        shape = vae.first_stage_model.config.decoded_shape(latent.shape)
+        _, channels, count, height, width = shape
+        target.check(height, width, channels)
+        wanted = frame_range(frames, count)
+        made = stream.decode_pictures(
+            vae, latent, options, wanted, dtype=target.dtype, alpha=target.alpha
+        )
+        return made, wanted, (height, width)
+    frame_range(frames, None)
+    height, width = (vae.spacial_compression_decode() * side for side in latent.shape[-2:])
+    target.check(height, width)
+    images = other_vae.decoded(vae, latent)
+    if images.ndim not in (4, 5):
+        raise ValueError(f"vae: its output is {list(images.shape)}; expected images [N, H, W, C]")
+    images = images.reshape(-1, *images.shape[-3:])
+    images = images if target.alpha else images[..., :3]
+    count, height, width, channels = images.shape
+    target.check(height, width, channels)
+    wanted = frame_range(frames, count)
+    return _pictures(images, wanted, target.dtype), wanted, (height, width)
+
+
+def _pictures(images: Tensor, wanted: range, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Yield an IMAGE in a dtype of `VideoTarget`, a few frames at a time."""
     progress = Progress(len(wanted))
     for start in wanted[::_FRAMES]:
         part = images[start : min(start + _FRAMES, wanted.stop)]
-        pictures = (part * 255).clamp(0, 255).byte()
+        pictures = media.pictures_as(part, dtype)
         progress.passed(len(pictures), pictures)
         yield pictures
 

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from ...kernels import frames_to_images
-from ...vae import Relief, StreamOptions, rechunk
+from ...vae import Relief, StreamOptions, media, rechunk
 from ..host import timing
 from ..host.oom import Way, give_back, in_turn
 from ..host.progress import Progress
@@ -28,6 +27,9 @@ def decode_pictures(
     latent: Tensor,
     options: StreamOptions = driver.AUTOMATIC,
     frames: range | None = None,
+    *,
+    dtype: torch.dtype = torch.uint8,
+    alpha: bool = True,
 ) -> Iterator[Tensor]:
     """Decode a latent and yield the pictures as soon as they are done.
 
@@ -36,10 +38,11 @@ def decode_pictures(
         latent: `[1, C_latent, t, h, w]`.
         options: Chunk and dtype of this decode.
         frames: The frames to decode; None: all.
+        dtype: uint8, each byte `floor(255 * x)`, as ComfyUI saves an IMAGE; uint16; or float32.
+        alpha: Keep the alpha channel, if the VAE has one.
 
     Yields:
-        `[n, H, W, C]` uint8 on the device of the VAE, each byte `floor(255 * x)`, as ComfyUI saves
-        an IMAGE; `n` varies.
+        `[n, H, W, C]` on the device of the VAE; `n` varies.
 
     Raises:
         ValueError: The latent has another shape or dtype, or is not finite.
@@ -47,7 +50,8 @@ def decode_pictures(
     vae.throw_exception_if_invalid()
     try:
         # In another function, so that its tensors are gone before memory is released.
-        made = _pictures(vae, latent, options, frames)
+        convert = functools.partial(media.as_pictures, dtype=dtype, alpha=alpha)
+        made = _pictures(vae, latent, options, frames, convert)
         yield from timing.drawn("VAE decode", made, driver.label(vae), vae.device)
     finally:
         give_back(vae.device)
@@ -97,12 +101,13 @@ def _pictures(
     latent: Tensor,
     options: StreamOptions,
     frames: range | None,
+    convert: Callable[[Tensor], Tensor],
 ) -> Iterator[Tensor]:
     count = vae.first_stage_model.config.frames(latent.shape[2])
     progress = Progress(count if frames is None else len(frames))
     relief = Relief(vae.device, "a decode", driver.release(vae))
     for piece in driver.decode_pieces(vae, latent, options, frames=frames):
-        pictures = relief.finish(functools.partial(frames_to_images, piece, dtype=torch.uint8))
+        pictures = relief.finish(functools.partial(convert, piece))
         progress.passed(len(pictures), pictures)
         yield pictures
 

@@ -1,14 +1,17 @@
-"""The file of a video in ComfyUI's folders, written by a thread while the frames are decoded."""
+"""The file of a video in ComfyUI's folders, written by a thread while the frames are decoded.
+
+A sequence of images is a folder there.
+"""
 
 import functools
 import json
-import logging
 import re
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
+from functools import cached_property
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import folder_paths
@@ -24,9 +27,7 @@ from ...vae import media
 from ..host.error_text import about
 
 if TYPE_CHECKING:
-    from ...vae.media import Audio
-
-_logger = logging.getLogger(__name__)
+    from ...vae.media import Audio, VideoWriter
 
 FOLDERS = (io.FolderType.output.value, io.FolderType.temp.value)
 
@@ -44,6 +45,9 @@ class VideoTarget:
         hardware: Use a hardware encoder if there is one.
         prefix: Folder and start of the file name.
         folder: One of `FOLDERS`.
+        bit_depth: Bits per component; None: those of the codec.
+        dither: Dither to 8 bits; None: if the codec is lossy.
+        alpha: Keep the alpha channel of frames that have one.
     """
 
     fps: Fraction
@@ -52,11 +56,28 @@ class VideoTarget:
     hardware: bool
     prefix: str
     folder: str
+    bit_depth: int | None = None
+    dither: bool | None = None
+    alpha: bool = True
 
-    def check_size(self, height: int, width: int) -> None:
-        """Raise a `ValueError` if the codec cannot store frames of `height` and `width`."""
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The dtype of pictures that keeps the depth of the file."""
+        return self._writer(Path(self._name("x"))).dtype
+
+    def check(self, height: int, width: int, channels: int = 3) -> None:
+        """Check that the file can be written, before any work is done.
+
+        Args:
+            height: Height of the frames.
+            width: Width of the frames.
+            channels: Channels of the frames.
+
+        Raises:
+            ValueError: The codec cannot store such frames, or there is no encoder for it.
+        """
         with about("codec"):
-            media.check_size(self.codec, height, width)
+            self._writer(Path(self._name("x"))).check(height, width, channels)
 
     def sound(self, audio: dict[str, Any] | None, frames: range) -> "Audio | None":
         """Return the part of an AUDIO during the given frames.
@@ -73,6 +94,8 @@ class VideoTarget:
         """
         if audio is None:
             return None
+        if media.codec_named(self.codec).is_sequence:
+            raise ValueError(f"audio: {self.codec} is a sequence of images, which has no audio")
         waveform, rate = audio["waveform"], int(audio["sample_rate"])
         first, last = (round(frame / self.fps * rate) for frame in (frames.start, frames.stop))
         with about("audio"):
@@ -92,14 +115,15 @@ class VideoTarget:
         closed.
 
         Args:
-            pieces: Pictures `[n, H, W, C]` uint8 on any device.
+            pieces: Pictures `[n, H, W, C]` in `dtype` on any device.
             height: Height of the pictures.
             width: Width of the pictures.
             audio: The sound, or None.
             tags: Metadata by name.
 
         Returns:
-            The path, and the file's entry for the frontend.
+            The path of the file or folder, and the entry of the file, or of the first image, for
+            the frontend.
 
         Raises:
             OSError: The disk is full, or the file is not writable.
@@ -108,21 +132,36 @@ class VideoTarget:
         """
         with closing(pieces):
             path, result = self._new_file(height, width)
-            with media.VideoWriter(
-                path,
-                self.fps,
-                codec=self.codec,
-                quality=self.quality,
-                hardware=self.hardware,
-                audio=audio,
-                metadata=tags,
-            ) as writer:
+            with self._writer(path, audio, tags) as writer:
                 relief = library.Relief(torch.device("cpu"), "a decode")
-                with media.BackgroundWriter(writer.write) as background:
-                    for pictures in _opaque(pieces):
+                with media.BackgroundWriter(writer.write, dtype=self.dtype) as background:
+                    for pictures in pieces:
                         relief.finish(functools.partial(background.put, pictures))
                 throw_exception_if_processing_interrupted()
-        return path, result
+        if writer.codec.is_sequence:
+            first = min(writer.path.iterdir())
+            folder = str(PurePosixPath(result.subfolder, writer.path.name))
+            result = ui.SavedResult(first.name, folder, io.FolderType(self.folder))
+        return writer.path, result
+
+    def _writer(
+        self, path: Path, audio: "Audio | None" = None, tags: dict[str, str] | None = None
+    ) -> "VideoWriter":
+        return media.VideoWriter(
+            path,
+            self.fps,
+            codec=self.codec,
+            quality=self.quality,
+            hardware=self.hardware,
+            audio=audio,
+            metadata=tags,
+            bit_depth=self.bit_depth,
+            dither=self.dither,
+            alpha=self.alpha,
+        )
+
+    def _name(self, stem: str) -> str:
+        return stem + media.codec_named(self.codec).suffix
 
     def _new_file(self, height: int, width: int) -> tuple[Path, ui.SavedResult]:
         """Return an unused name by ComfyUI's numbering."""
@@ -137,7 +176,7 @@ class VideoTarget:
             raise ValueError(
                 f"filename_prefix is {self.prefix!r}; expected a name within the folder"
             ) from error
-        file = f"{name}_{counter:05}_{media.codec_named(self.codec).suffix}"
+        file = self._name(f"{name}_{counter:05}_")
         return Path(folder) / file, ui.SavedResult(file, subfolder, io.FolderType(self.folder))
 
 
@@ -176,13 +215,3 @@ def workflow_tags(hidden: io.HiddenHolder | None) -> dict[str, str]:
     if hidden.prompt is not None:
         tags["prompt"] = hidden.prompt
     return {key: json.dumps(value) for key, value in tags.items()}
-
-
-def _opaque(pieces: Iterator[Tensor]) -> Iterator[Tensor]:
-    """Yield pictures without alpha; a dropped alpha is logged once."""
-    logged = False
-    for pictures in pieces:
-        if pictures.shape[-1] == 4 and not logged:
-            _logger.info("Fast Video VAE: video files have no alpha channel; it is dropped")
-            logged = True
-        yield pictures[..., :3]

@@ -20,10 +20,10 @@ from ..demo import VAE_PATH
 from ..layers.oom import Relief
 from ..media.atomic_file import whole_file
 from ..media.audio import read_audio
-from ..media.codecs import check_size, codec_for
+from ..media.codecs import codec_for
 from ..media.latent_file import load_latent, save_latent
 from ..media.video_reader import read_video
-from ..media.video_writer import VideoWriter, frames_to_uint8
+from ..media.video_writer import VideoWriter
 from .loading import Say, build_kernels, load_named, options_for
 from .progress_bar import ProgressBar
 from .ranks import leads, shared
@@ -90,19 +90,8 @@ def decode(args: argparse.Namespace, say: Say) -> str:
     Raises:
         ValueError: An argument or a file is wrong.
     """
-    codec = args.codec or codec_for(args.output).name
     file = load_latent(args.latents)
-    fps = args.fps or file.fps or LATENT_FPS
-    # A part of the video has its part of the audio.
-    late = args.frames.start / fps if args.frames else Fraction(0)
-    writer = VideoWriter(
-        args.output,
-        fps,
-        codec=codec,
-        quality=args.video_quality,
-        hardware=args.hardware,
-        audio=read_audio(args.audio, late) if args.audio else None,
-    )
+    writer = _writer(args, args.fps or file.fps or LATENT_FPS)
     with writer if leads(args) else nullcontext():
         vae = load_named(args, args.vae, say)
         config = vae.config
@@ -117,12 +106,13 @@ def decode(args: argparse.Namespace, say: Say) -> str:
                 f"frames are {wanted.start}-{wanted.stop - 1}; {args.latents} has 0-{total - 1}"
             )
         scale = config.spatial_compression * config.output_scale
-        check_size(codec, *(scale * side for side in file.latent.shape[3:]))
+        height, width = (scale * side for side in file.latent.shape[3:])
+        writer.check(height, width, config.image_channels)
         options = options_for(args, vae)
         build_kernels(vae.device, say)
         with (
             ProgressBar(args.command, len(wanted), quiet=args.quiet) as progress,
-            BackgroundWriter(writer.write) as background,
+            BackgroundWriter(writer.write, dtype=writer.dtype) as background,
             shared(args, vae),
         ):
             relief = Relief(vae.device, "a decode")
@@ -130,12 +120,31 @@ def decode(args: argparse.Namespace, say: Say) -> str:
             for piece in progress.counted(pieces):
                 if not leads(args):
                     continue
-                pictures = relief.finish(functools.partial(frames_to_uint8, piece))
+                pictures = relief.finish(functools.partial(writer.pictures, piece))
                 relief.finish(functools.partial(background.put, pictures))
     if not leads(args):
         return ""
-    say(f"{codec} encoded by {writer.encoder}")
-    return f"wrote {args.output}: {frames_label(writer.frames)} at {fps_label(writer.fps)} fps"
+    made = writer.encoding
+    name = writer.codec.name
+    say(f"{name} in {made.bit_depth} bits ({made.pixel_format}) encoded by {made.encoder}")
+    return f"wrote {writer.path}: {frames_label(writer.frames)} at {fps_label(writer.fps)} fps"
+
+
+def _writer(args: argparse.Namespace, fps: Fraction) -> VideoWriter:
+    """Return the writer of `decode`."""
+    # A part of the video has its part of the audio.
+    late = args.frames.start / fps if args.frames else Fraction(0)
+    return VideoWriter(
+        args.output,
+        fps,
+        codec=args.codec or codec_for(args.output).name,
+        quality=args.video_quality,
+        hardware=args.hardware,
+        audio=read_audio(args.audio, late) if args.audio else None,
+        bit_depth=args.bit_depth,
+        dither=args.dither,
+        alpha=args.alpha,
+    )
 
 
 def bench(args: argparse.Namespace, say: Say) -> str:

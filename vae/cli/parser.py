@@ -94,15 +94,21 @@ def _encode(add: Add) -> None:
 def _decode(add: Add) -> None:
     add("latents", type=Path, metavar="LATENTS", help="from encode, or saved by ComfyUI")
     add("--vae", type=Path, required=True, metavar="FILE", help="the VAE")
-    text = "x.mp4, .webm, .mkv, .mov"
+    text = "x.mp4, .webm, .mkv, .mov; x.png or .exr: a new folder x with an image per frame"
     add("-o", "--output", type=Path, required=True, metavar="VIDEO", help=text)
     add("--fps", type=_fps, help="such as 24 or 30000/1001; default: the video's, or 16")
     text = "range of frames of the video, counted from 0; default: all"
     add("--frames", type=_frame_range, metavar="40-80", help=text)
     text = "default: h264 for .mp4, vp9 for .webm, ffv1 for .mkv, prores for .mov"
     add("--codec", choices=CODECS, help=text)
-    text = "higher is better and larger; default: 70, no visible loss; ignored by ffv1"
+    text = "higher is better and larger; default: 70, no visible loss; lossless codecs ignore it"
     add("--video-quality", type=_quality, metavar="0-100", help=text)
+    text = "bits per component; default: h264 8, hevc, vp9, av1 and prores 10, ffv1, png and exr 16"
+    add("--bit-depth", type=_bit_depth, metavar="8|10|16", help=text)
+    text = "dither to 8 bits, so that smooth areas have no bands; default: if the codec is lossy"
+    add("--dither", action=argparse.BooleanOptionalAction, help=text)
+    text = "drop the alpha channel of a VAE with four channels"
+    add("--no-alpha", dest="alpha", action="store_false", help=text)
     _add_tile(add)
     _add_devices(add)
     _add_shard(add)
@@ -222,6 +228,13 @@ def _quality(text: str) -> int:
     if not text.isdecimal() or int(text) > 100:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 100")
     return int(text)
+
+
+def _bit_depth(text: str) -> int | None:
+    """Parse bits per component; auto: None."""
+    if text not in ("auto", "8", "10", "16"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not auto, 8, 10 or 16")
+    return None if text == "auto" else int(text)
 
 
 def _seconds(text: str) -> float:

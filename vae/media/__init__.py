@@ -11,10 +11,18 @@ if TYPE_CHECKING:
     from ..background_writer import BackgroundWriter
     from .audio import Audio, read_audio
     from .av_input import open_media
-    from .codecs import CODECS, available_codecs, check_size, codec_for, codec_named
+    from .codecs import (
+        CODECS,
+        available_codecs,
+        check_depth,
+        check_size,
+        codec_for,
+        codec_named,
+    )
     from .latent_file import load_latent, save_latent
+    from .pictures import pictures_as
     from .video_reader import VideoFile, read_video
-    from .video_writer import VideoWriter, frames_to_uint8
+    from .video_writer import VideoWriter, as_pictures, frames_to_uint8
 
 _HOMES = {
     "Audio": "audio",
@@ -22,13 +30,16 @@ _HOMES = {
     "CODECS": "codecs",
     "VideoFile": "video_reader",
     "VideoWriter": "video_writer",
+    "as_pictures": "video_writer",
     "available_codecs": "codecs",
+    "check_depth": "codecs",
     "check_size": "codecs",
     "codec_for": "codecs",
     "codec_named": "codecs",
     "frames_to_uint8": "video_writer",
     "load_latent": "latent_file",
     "open_media": "av_input",
+    "pictures_as": "pictures",
     "read_audio": "audio",
     "read_video": "video_reader",
     "save_latent": "latent_file",

@@ -1,8 +1,9 @@
-"""Files that appear only when they are complete, and the removal of partial ones after a signal."""
+"""Files and folders that appear only when complete, and the removal of partial ones by a signal."""
 
 import errno
 import os
 import secrets
+import shutil
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -11,7 +12,7 @@ from pathlib import Path
 # The errors of a write without room (disk, quota, file size limit), where Python names no file.
 _NO_ROOM = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
 
-# Partial files, which do not have their final name yet. They are removed when the process ends.
+# Partial files and folders, without their final name yet. They are removed when the process ends.
 unfinished: set[Path] = set()
 # Called just before a file takes its final name; from then on the work counts as finished.
 before_naming: list[Callable[[], None]] = []
@@ -33,27 +34,62 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
         ValueError: `path` is a folder or a device.
     """
     path = Path(path)
-    final = path.resolve()  # a symbolic link is kept, and the file that it points to is replaced
-    part = final.with_name(f".{final.name[:40]}.{secrets.token_hex(4)}.part")
-    unfinished.add(part)  # a signal may arrive while the file is created or removed
-    try:
+    with _appearing(path, path.resolve()) as part:
         _check_replaceable(path)
         # Not tempfile: its files are private to the user, and this one follows the umask.
         os.close(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
         yield part
         with part.open("rb+") as file:
             os.fsync(file.fileno())  # some disks report only here that they are full
+
+
+@contextmanager
+def whole_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Fill a folder that appears at `path` only when it is complete.
+
+    Args:
+        path: The final name; an empty folder may be there.
+
+    Yields:
+        The path of an empty folder next to it. When the body ends, it takes the name `path`; when
+        the body raises, it is removed with all files in it.
+
+    Raises:
+        OSError: The folder above is missing or not writable, or the disk is full.
+        ValueError: There is a file at `path`, or a folder that is not empty.
+    """
+    path = Path(path)
+    with _appearing(path, path.resolve()) as part:
+        if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+            raise ValueError(f"{path} exists already; expected the name of a new folder")
+        part.mkdir()
+        yield part
+        with suppress(FileNotFoundError):
+            path.rmdir()  # Windows does not replace a folder
+
+
+@contextmanager
+def _appearing(path: Path, final: Path) -> Iterator[Path]:
+    """Give what the body makes the name `final`, or remove it after an error.
+
+    A symbolic link `path` is kept, and what it points to is replaced.
+    """
+    part = final.with_name(f".{final.name[:40]}.{secrets.token_hex(4)}.part")
+    unfinished.add(part)  # a signal may arrive while it is created or removed
+    try:
+        yield part
         for finish in before_naming:
             finish()
         part.replace(final)
         unfinished.discard(part)
     except BaseException as error:
         with suppress(OSError):  # the first error is the one to raise
-            part.unlink(missing_ok=True)
+            _remove(part)
             unfinished.discard(part)
         if isinstance(error, OSError):
             unnamed = error.filename is None and error.errno in _NO_ROOM
-            if unnamed or error.filename in (str(part), str(final)):
+            named = str(error.filename).startswith(str(part)) or error.filename == str(final)
+            if unnamed or named:
                 raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
@@ -62,8 +98,15 @@ def remove_unfinished() -> None:
     """Remove all partial files after a signal."""
     for path in list(unfinished):
         with suppress(OSError):
-            path.unlink(missing_ok=True)
+            _remove(path)
             unfinished.discard(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _check_replaceable(path: Path) -> None:

@@ -1,9 +1,8 @@
 """Writing of video files with PyAV, frame by frame, in memory that is independent of the length.
 
-YUV formats use the BT.709 matrix in limited range and are tagged so; ffv1 keeps RGB. Values are
-rounded as by ComfyUI's save nodes: `255 * x`, truncated.
+`pictures.py` has colors and depth.
 
-A file appears under its final name only when it is complete (`whole_file`).
+A file or a folder of images appears under its final name only when it is complete (`whole_file`).
 """
 
 import logging
@@ -15,25 +14,33 @@ from pathlib import Path
 from typing import Any, cast
 
 import av
-import numpy
 import torch
 from av.container import OutputContainer
 from av.error import FFmpegError
-from av.video.reformatter import ColorRange, VideoReformatter
 from av.video.stream import VideoStream
 from torch import Tensor
 
 from ...kernels import frames_to_images
-from .atomic_file import whole_file
+from .atomic_file import whole_file, whole_folder
 from .audio import Audio, SoundTrack
-from .av_input import BT709, reason
-from .codecs import check_size, codec_named, container_of, find_encoder, sound_encoder
-from .encoder_options import options_of, pixel_format_of
+from .av_input import reason
+from .codecs import (
+    Encoding,
+    check_depth,
+    check_size,
+    codec_named,
+    container_of,
+    find_encoding,
+    sound_encoder,
+)
+from .encoder_options import options_of
+from .image_folder import ImageFolder
+from .pictures import WHITE, FrameMaker, picture_dtype, tags_of
 from .timestamps import checked_rate
 
 LOG = logging.getLogger(__name__)
-# The only pixel format without chroma.
-RGB = "bgr0"
+# Frames that a ProRes encoder holds; other encoders have threads of their own.
+PRORES_THREADS = 2
 
 
 class VideoWriter:
@@ -42,9 +49,15 @@ class VideoWriter:
     Use it as a context manager; entering it checks that the path is writable. If the body raises,
     nothing is left behind and an older file is kept.
 
+    With a codec of images, `x.png` or `x.exr` stands for a new folder `x` with an image per frame,
+    such as `x/frame_00000.png`.
+
     Attributes:
+        path: The file, or the folder of the images.
         frames: Number of frames written so far.
-        encoder: FFmpeg's name of the encoder.
+        encoding: The encoder, bit depth and pixel format.
+        dtype: Dtype of pictures that keeps the depth of the file: uint8, uint16 or float32.
+        alpha: Keep the alpha channel of frames that have one.
     """
 
     def __init__(
@@ -57,6 +70,9 @@ class VideoWriter:
         hardware: bool = False,
         audio: Audio | None = None,
         metadata: Mapping[str, str] | None = None,
+        bit_depth: int | None = None,
+        dither: bool | None = None,
+        alpha: bool = True,
     ) -> None:
         """Prepare; no file is created yet.
 
@@ -65,36 +81,50 @@ class VideoWriter:
             fps: Frames per second, kept as a fraction.
             codec: One of `CODECS`.
             quality: 0 to 100; higher is better and larger. None: 70, no visible loss on the output
-                of a VAE. ffv1 is lossless and ignores it.
+                of a VAE. Lossless codecs ignore it.
             hardware: Prefer a hardware encoder if one works.
             audio: The audio; it is cut to the length of the video.
             metadata: Tags of the container. Matroska and WebM write their names in capitals.
+            bit_depth: Bits per component. None: 8 for pictures in uint8; else `Codec.bit_depth`, or
+                the most that this build of PyAV has.
+            dither: Dither to 8 bits. None: if the codec is lossy.
+            alpha: Store the alpha channel of frames that have one; else `pictures` drops it.
 
         Raises:
             ValueError: `fps` is not positive, the suffix does not fit the codec, `quality` is out
-                of range, or this build of PyAV cannot encode the codec.
+                of range, the codec has no such depth, or this build of PyAV cannot encode it.
         """
-        self.path = Path(path)
-        self.fps = checked_rate(fps)
-        self.codec = codec_named(codec)
+        self.path, self.fps, self.codec = Path(path), checked_rate(fps), codec_named(codec)
         self._format = container_of(self.codec, self.path)
-        self.encoder = find_encoder(self.codec, hardware)
-        options_of(self.encoder, quality)
-        self.quality = quality
+        self.alpha, self.quality = alpha, quality
+        self._hardware, self._bit_depth = hardware, bit_depth
+        self._shape = torch.Size((0, 0, 3))
+        self.encoding = self._found(bit_depth)
+        self._dither = self.codec.lossy if dither is None else dither
+        options_of(self.encoding.encoder, quality)
         # Empty audio counts as none: some players stop at an empty track.
         self.audio = audio if audio and audio.waveform.shape[1] else None
         self._sound_encoder = sound_encoder(self.codec, self.path) if self.audio else ""
         self.metadata = dict(metadata or {})
+        if self.codec.is_sequence:
+            self.path = self.path.with_suffix("")
         self.frames = 0
         self._stack = ExitStack()
         self._part = self.path
         self._output: tuple[OutputContainer, VideoStream] | None = None
         self._sound: SoundTrack | None = None
-        self._reformatter = VideoReformatter()
+        self._maker: FrameMaker | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of pictures that keeps the depth of the file."""
+        dither = self._dither and self.encoding.bit_depth == 8
+        return picture_dtype(self.encoding.pixel_format, self.encoding.bit_depth, dither)
 
     def __enter__(self) -> "VideoWriter":
+        whole = whole_folder if self.codec.is_sequence else whole_file
         with ExitStack() as stack:
-            self._part = stack.enter_context(whole_file(self.path))
+            self._part = stack.enter_context(whole(self.path))
             stack.push(self._close)
             self._stack = stack.pop_all()
         return self
@@ -102,77 +132,135 @@ class VideoWriter:
     def __exit__(self, *error: Any) -> None:  # noqa: ANN401, as ExitStack takes them
         self._stack.__exit__(*error)
 
+    def check(self, height: int, width: int, channels: int = 3) -> None:
+        """Check that frames can be stored, before any work is done.
+
+        Args:
+            height: Height in pixels.
+            width: Width in pixels.
+            channels: 3, or 4 with alpha, of the decoded frames.
+
+        Raises:
+            ValueError: A side is odd where chroma is halved, or is too small; or the codec has no
+                alpha channel.
+        """
+        check_size(self.codec.name, height, width)
+        check_depth(self.codec.name, None, alpha=self.alpha and channels == 4)
+
+    def pictures(self, frames: Tensor) -> Tensor:
+        """Convert decoded frames to pictures for `write`.
+
+        Args:
+            frames: `[1, C, T, H, W]` in about [-1, 1], any float dtype; C is 3, or 4 with alpha.
+
+        Returns:
+            `[T, H, W, C]` in `dtype`, on the device of `frames`; without an alpha channel that is
+            not kept.
+
+        Raises:
+            ValueError: The batch size is not 1, or C is not 3 or 4.
+        """
+        return as_pictures(frames, self.dtype, alpha=self.alpha)
+
     def write(self, frames: Tensor) -> None:
         """Append frames.
 
         Args:
-            frames: `[T, H, W, 3]` uint8 RGB; H and W are fixed by the first call, see `check_size`.
+            frames: `[T, H, W, 3]` RGB, or `[T, H, W, 4]` with alpha; uint8, uint16 in 0-65535, or
+                a float dtype in [0, 1]. The first call fixes H, W and alpha, see `check`.
 
         Raises:
             ValueError: The shape or dtype is wrong, or the encoder failed.
             OSError: The disk is full or failed.
         """
-        if frames.ndim != 4 or frames.shape[-1] != 3 or frames.dtype != torch.uint8:
+        known = frames.is_floating_point() or frames.dtype in WHITE
+        if frames.ndim != 4 or frames.shape[-1] not in (3, 4) or not known:
             raise ValueError(
-                f"frames are {list(frames.shape)} {frames.dtype}; expected [T, H, W, 3] uint8"
+                f"frames are {list(frames.shape)} {frames.dtype}; expected [T, H, W, 3 or 4] "
+                "uint8, uint16 or float"
             )
-        height, width = frames.shape[1:3]
         if self._output is None:
-            check_size(self.codec.name, height, width)
+            self.check(*frames.shape[1:])
         with _errors_name(self.path):
             if self._output is None:
-                self._output = self._opened(height, width)
+                self._shape = frames.shape[1:]
+                self._output = self._opened(frames.dtype)
             container, stream = self._output
-            if (height, width) != (stream.height, stream.width):
+            if frames.shape[1:] != self._shape:
                 raise ValueError(
-                    f"frames are {width}x{height}; expected {stream.width}x{stream.height}"
+                    f"frames are {_size(frames.shape[1:])}; expected {_size(self._shape)}"
                 )
-            for picture in frames.cpu().contiguous().numpy():
-                container.mux(stream.encode(self._frame(picture)))
+            make = cast(FrameMaker, self._maker)
+            for picture in frames.cpu().contiguous():
+                container.mux(stream.encode(make(picture, self.frames)))
                 self.frames += 1
                 if self._sound:
                     self._sound.write_until(self.frames / self.fps)
 
-    def _opened(self, height: int, width: int) -> tuple[OutputContainer, VideoStream]:
+    def _found(self, bit_depth: int | None, *, hardware: bool = True) -> Encoding:
+        return find_encoding(
+            self.codec,
+            bit_depth=bit_depth,
+            alpha=self._shape[2] == 4,
+            hardware=hardware and self._hardware,
+        )
+
+    def _opened(self, dtype: torch.dtype) -> tuple[OutputContainer, VideoStream]:
         """Open the encoder and the file with all of its streams."""
+        depth = self._bit_depth
+        if depth is None and dtype == torch.uint8 and 8 in self.codec.formats:
+            depth = 8
+        self.encoding = self._found(depth)
         try:
-            return self._opened_with(self.encoder, height, width)
+            return self._opened_with()
         except FFmpegError:
             # Hardware limits the size and the number of videos at a time.
-            software = find_encoder(self.codec)
-            if self.encoder == software:
+            software, failed = self._found(depth, hardware=False), self.encoding.encoder
+            if failed == software.encoder:
                 raise
-            LOG.info("Fast Video VAE: %s failed at %dx%d; using software", self.encoder, width,
-                     height)  # fmt: skip
-            self.encoder = software
-            return self._opened_with(software, height, width)
+            text = "Fast Video VAE: %s failed at %s; using software"
+            LOG.info(text, failed, _size(self._shape))
+            self.encoding = software
+            return self._opened_with()
 
-    def _opened_with(
-        self, encoder: str, height: int, width: int
-    ) -> tuple[OutputContainer, VideoStream]:
+    def _opened_with(self) -> tuple[OutputContainer, VideoStream]:
+        encoder, pixels = self.encoding.encoder, self.encoding.pixel_format
         if encoder == "libsvtav1":
             # SVT-AV1 logs its settings to stderr, controlled only by this variable; 1: errors only.
             os.environ.setdefault("SVT_LOG", "1")
-        container = av.open(f"file:{self._part}", "w", format=self._format, options=self._flags())
+        self._maker = FrameMaker(
+            self.codec.name, pixels, self.encoding.bit_depth, self._dither, self.fps
+        )
+        container = self._container()
         with ExitStack() as stack:
             stack.callback(container.close)
-            options = options_of(encoder, self.quality)
+            options = options_of(encoder, self.quality, pixels)
             added = container.add_stream(encoder, rate=self.fps, options=options)
             stream = cast(VideoStream, added)
-            stream.height, stream.width = height, width
-            stream.pix_fmt = pixels = pixel_format_of(encoder)
-            context = stream.codec_context
+            stream.height, stream.width = self._shape[:2]
+            stream.pix_fmt = pixels
+            # An image sequence has the encoder itself as its stream.
+            context = cast(av.VideoCodecContext, getattr(stream, "codec_context", stream))
             if self.codec.name == "hevc" and self._format in ("mp4", "mov"):
                 context.codec_tag = "hvc1"  # required by Apple's players
-            if pixels != RGB:
-                context.colorspace = context.color_primaries = context.color_trc = BT709
-                context.color_range = ColorRange.MPEG
+            if encoder.startswith("prores"):
+                # The next frame is converted while one is encoded.
+                context.thread_type, context.thread_count = "FRAME", PRORES_THREADS
+            for name, value in tags_of(self.codec.name, pixels).items():
+                setattr(context, name, value)
             context.open()
             if self.audio:
                 self._sound = SoundTrack(self.audio, container, self._sound_encoder)
-            container.metadata.update(self.metadata)
+            if not self.codec.is_sequence:
+                container.metadata.update(self.metadata)
             stack.pop_all()
         return container, stream
+
+    def _container(self) -> OutputContainer:
+        if self.codec.is_sequence:
+            images = ImageFolder(self._part, self.codec.suffix, self.metadata)
+            return cast(OutputContainer, images)
+        return av.open(f"file:{self._part}", "w", format=self._format, options=self._flags())
 
     def _flags(self) -> dict[str, str]:
         if self._format not in ("mp4", "mov"):
@@ -180,24 +268,6 @@ class VideoWriter:
         # faststart moves the index to the front, so that a browser can play while it loads. Without
         # the other flag only tags that mp4 defines are kept.
         return {"movflags": "faststart+use_metadata_tags" if self.metadata else "faststart"}
-
-    def _frame(self, picture: numpy.ndarray) -> av.VideoFrame:
-        """Convert `[H, W, 3]` to a frame in the encoder's format with its time."""
-        rgb = av.VideoFrame.from_ndarray(picture, format="rgb24")
-        pixels = pixel_format_of(self.encoder)
-        if pixels == RGB:
-            frame = self._reformatter.reformat(rgb, format=pixels)
-        else:
-            frame = self._reformatter.reformat(
-                rgb, format=pixels, dst_colorspace=BT709, dst_color_range=ColorRange.MPEG
-            )
-            # Some encoders use the tags of the frame. PyAV before 17 lacks them; players assume the
-            # same.
-            with suppress(AttributeError):
-                frame.color_primaries = frame.color_trc = BT709
-        frame.pts = self.frames
-        frame.time_base = 1 / self.fps
-        return frame
 
     def _close(self, kind: type[BaseException] | None, *_: object) -> None:
         """Finish or discard the file; runs before `whole_file` renames or removes it."""
@@ -220,12 +290,31 @@ class VideoWriter:
                 self._sound.close()
 
 
-def frames_to_uint8(frames: Tensor) -> Tensor:
-    """Convert decoded frames to pictures as ComfyUI's save nodes do: clamp, scale, truncate.
+def as_pictures(frames: Tensor, dtype: torch.dtype, *, alpha: bool = False) -> Tensor:
+    """Convert decoded frames to pictures.
 
     Args:
-        frames: `[1, C, T, H, W]` in about [-1, 1], any float dtype; C is 3, or 4 with an alpha
-            channel, which is dropped because mp4 has none.
+        frames: `[1, C, T, H, W]` in about [-1, 1], any float dtype; C is 3, or 4 with alpha.
+        dtype: uint8, each byte `floor(255 * x)` as in ComfyUI's save nodes; uint16, rounded; or
+            float32 in [0, 1].
+        alpha: Keep the alpha channel, if there is one.
+
+    Returns:
+        `[T, H, W, C]`, on the device of `frames`.
+
+    Raises:
+        ValueError: The batch size is not 1, or C is not 3 or 4.
+    """
+    if frames.ndim != 5 or frames.shape[0] != 1 or frames.shape[1] not in (3, 4):
+        raise ValueError(f"frames are {list(frames.shape)}; expected [1, 3 or 4, T, H, W]")
+    return frames_to_images(frames if alpha else frames[:, :3], dtype=dtype)
+
+
+def frames_to_uint8(frames: Tensor) -> Tensor:
+    """Convert decoded frames `[1, 3 or 4, T, H, W]` to 8-bit pictures `[T, H, W, 3]`.
+
+    Args:
+        frames: As in `as_pictures`; alpha is dropped.
 
     Returns:
         `[T, H, W, 3]` uint8 on the device of `frames`.
@@ -233,9 +322,12 @@ def frames_to_uint8(frames: Tensor) -> Tensor:
     Raises:
         ValueError: The batch size is not 1, or C is not 3 or 4.
     """
-    if frames.ndim != 5 or frames.shape[0] != 1 or frames.shape[1] not in (3, 4):
-        raise ValueError(f"frames are {list(frames.shape)}; expected [1, 3 or 4, T, H, W]")
-    return frames_to_images(frames[:, :3], dtype=torch.uint8)
+    return as_pictures(frames, torch.uint8)
+
+
+def _size(shape: tuple[int, ...]) -> str:
+    """Return the text of a shape `(H, W, C)`."""
+    return f"{shape[1]}x{shape[0]}" + (" with alpha" if shape[2] == 4 else "")
 
 
 @contextmanager

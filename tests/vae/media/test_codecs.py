@@ -16,9 +16,11 @@ from fast_video_vae.vae.media import (
     read_video,
 )
 
-PAIRS = [(name, suffix) for name in CODECS for suffix in codec_named(name).suffixes]
+VIDEOS = [name for name in CODECS if not codec_named(name).is_sequence]
+PAIRS = [(name, suffix) for name in VIDEOS for suffix in codec_named(name).suffixes]
 # Least PSNR in dB for `moving_clip`. PyAV's wheels include an encoder for each codec.
-LEAST_DB = {"h264": 42, "hevc": 42, "vp9": 40, "av1": 42, "ffv1": torch.inf, "prores": 45}
+LEAST_DB = {"h264": 42, "hevc": 42, "vp9": 40, "av1": 42, "prores": 45, "prores4444": 45}
+PIXELS = {"ffv1": "bgr0", "prores": "yuv422p10le", "prores4444": "yuv444p12le"}
 
 
 def textured(frames, height=96, width=128):
@@ -31,7 +33,8 @@ def textured(frames, height=96, width=128):
 
 
 def test_every_codec_is_found_by_its_name():
-    assert CODECS == ("h264", "hevc", "vp9", "av1", "ffv1", "prores")
+    videos = ("h264", "hevc", "vp9", "av1", "ffv1", "prores", "prores4444")
+    assert (*videos, "png", "exr") == CODECS
     assert set(available_codecs()) <= set(CODECS)
     for name in CODECS:
         assert codec_named(name).name == name
@@ -55,13 +58,13 @@ def test_every_codec_round_trips(tmp_path, capfd, codec, suffix):
         assert psnr(back, frames) > LEAST_DB[codec]
     with av.open(str(path)) as container:
         context = container.streams.video[0].codec_context
-        assert context.name == {"av1": "libdav1d"}.get(codec, codec)
-        assert context.pix_fmt == {"ffv1": "bgr0", "prores": "yuv422p10le"}.get(codec, "yuv420p")
-        if codec != "ffv1":
-            first = next(container.decode(video=0))
-            tags = (context.colorspace, context.color_primaries, context.color_trc)
-            assert tags == (1, 1, 1)
-            assert first.color_range == 1
+        assert context.name == {"av1": "libdav1d", "prores4444": "prores"}.get(codec, codec)
+        assert context.pix_fmt == PIXELS.get(codec, "yuv420p")
+        next(container.decode(video=0))
+        rgb, transfer = codec == "ffv1", 1 if "prores" in codec else 13
+        tags = (context.colorspace, context.color_primaries, context.color_trc)
+        assert tags == (0 if rgb else 1, 1, transfer)
+        assert context.color_range == (2 if rgb else 1)
 
 
 @pytest.mark.parametrize(

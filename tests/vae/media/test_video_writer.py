@@ -49,9 +49,10 @@ def test_written_colors_are_bt709(tmp_path, color):
     [
         ([], "no frames were written"),
         ([moving_clip(2), moving_clip(2, 32)], "frames are 64x32; expected 64x48"),
-        ([torch.zeros(1, 32, 32, 4, dtype=torch.uint8)], r"\[1, 32, 32, 4\]"),
+        ([torch.zeros(1, 32, 32, 4, dtype=torch.uint8)], "h264 stores no alpha channel"),
+        ([torch.zeros(1, 32, 32, 5, dtype=torch.uint8)], r"\[1, 32, 32, 5\]"),
         ([torch.zeros(32, 32, 3, dtype=torch.uint8)], r"\[32, 32, 3\]"),
-        ([torch.zeros(1, 32, 32, 3)], "float32; expected"),
+        ([torch.zeros(1, 32, 32, 3, dtype=torch.int16)], "int16; expected"),
     ],
 )
 def test_missing_or_invalid_frames_are_refused(tmp_path, pieces, message):
@@ -134,7 +135,8 @@ def test_frames_of_another_shape_are_refused(shape):
     [
         ("a.mp4", {"fps": 0}, "fps is 0"),
         ("a.mp4", {"fps": -1.5}, "fps is -1.5"),
-        ("a.png", {}, "a.png is not a video file; expected a name such as"),
+        ("a.gif", {}, "a.gif is not a video file; expected a name such as"),
+        ("a.png", {}, "a.png is not a file for h264; expected .mp4 or .mov"),
         ("a.webm", {"codec": "h264"}, "a.webm is not a file for h264; expected .mp4 or .mov"),
         ("a.mp4", {"codec": "ffv1"}, "a.mp4 is not a file for ffv1; expected .mkv"),
         ("a.mp4", {"codec": "prores"}, "expected .mov or .mkv"),

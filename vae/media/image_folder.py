@@ -1,0 +1,91 @@
+"""Writing of a sequence of images: a folder with a file per frame, encoded with PyAV.
+
+It has the methods of PyAV's output container that `VideoWriter` uses.
+"""
+
+import zlib
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import cast
+
+import av
+from av.packet import Packet
+
+# The name of the image of a frame; FFmpeg and editors read it as frame_%05d.
+NAME = "frame_{:05}{}"
+PNG = b"\x89PNG\r\n\x1a\n"
+# Bytes of the signature and the first chunk of a PNG file.
+_PNG_START = len(PNG) + 25
+
+
+class ImageFolder:
+    """A folder of images.
+
+    Args:
+        folder: The folder, which exists.
+        suffix: `.png` or `.exr`.
+        metadata: Texts for the first image; EXR holds none.
+    """
+
+    def __init__(self, folder: Path, suffix: str, metadata: Mapping[str, str]) -> None:
+        self._folder, self._suffix = folder, suffix
+        self._metadata = dict(metadata)
+        self._written = 0
+
+    def __enter__(self) -> "ImageFolder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def add_stream(
+        self, encoder: str, rate: Fraction, options: Mapping[str, str]
+    ) -> av.VideoCodecContext:
+        """Return the encoder of the images, which is not open yet.
+
+        Args:
+            encoder: FFmpeg's name of the encoder.
+            rate: Frames per second.
+            options: Options of the encoder.
+
+        Returns:
+            The encoder.
+        """
+        context = cast(av.VideoCodecContext, av.CodecContext.create(encoder, "w"))
+        context.time_base, context.framerate, context.options = 1 / rate, rate, dict(options)
+        # Each image on a core of its own.
+        context.thread_type, context.thread_count = "FRAME", 0
+        return context
+
+    def mux(self, packets: Iterable[Packet]) -> None:
+        """Write images, one per packet.
+
+        Args:
+            packets: Whole images in order.
+
+        Raises:
+            OSError: The disk is full or failed.
+        """
+        for packet in packets:
+            data = bytes(packet)
+            if not self._written and self._suffix == ".png":
+                data = _with_texts(data, self._metadata)
+            path = self._folder / NAME.format(self._written, self._suffix)
+            path.write_bytes(data)
+            self._written += 1
+
+    def close(self) -> None:
+        """Do nothing: every image is complete when it is written."""
+
+
+def _with_texts(image: bytes, texts: Mapping[str, str]) -> bytes:
+    """Return a PNG with text chunks, as in the PNG specification, section 11.3.3."""
+    chunks = []
+    for key, value in texts.items():
+        # ComfyUI reads tEXt, which is Latin-1; JSON can escape all other characters.
+        text = value.encode("latin-1", "backslashreplace")
+        data = b"tEXt" + key.encode("latin-1", "replace")[:79] + b"\0" + text
+        size, crc = len(data) - 4, zlib.crc32(data)
+        chunks.append(size.to_bytes(4, "big") + data + crc.to_bytes(4, "big"))
+    return image[:_PNG_START] + b"".join(chunks) + image[_PNG_START:]

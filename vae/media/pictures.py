@@ -1,0 +1,201 @@
+"""Pictures of a video as frames of an encoder: depth, dither, color conversion and tags.
+
+Video formats get the BT.709 matrix in limited range; RGB formats keep the values. Both are tagged
+with the transfer function of sRGB, as the frames of a VAE are pictures for a display. ProRes has no
+code for it and is tagged BT.709. EXR holds linear light by convention.
+
+Eight bits are dithered in order, with the 8 x 8 matrix of B. E. Bayer, "An optimum method for
+two-level rendition of continuous-tone pictures" (1973): by swscale with the color conversion, and
+here for RGB.
+"""
+
+from contextlib import suppress
+from fractions import Fraction
+
+import av
+import numpy
+import torch
+from av.video.reformatter import ColorRange, VideoReformatter
+from torch import Tensor
+
+from .av_input import BICUBIC, BT709, EXACT
+
+# Code points of ISO/IEC 23091-2: the matrix of RGB, and the transfer function of sRGB.
+IDENTITY, SRGB = 0, 13
+# The largest value of a picture by dtype.
+WHITE = {torch.uint8: 255, torch.uint16: 65535}
+_FLOATS = ("gbrpf32le", "gbrapf32le")
+
+
+def pictures_as(pictures: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert pictures to another dtype.
+
+    Args:
+        pictures: `[T, H, W, C]` uint8, uint16 in 0-65535, or a float dtype in [0, 1].
+        dtype: uint8, which drops fractions as ComfyUI's save nodes do; uint16, rounded; or float32.
+
+    Returns:
+        The pictures.
+    """
+    if pictures.dtype == dtype:
+        return pictures
+    if pictures.dtype == torch.uint8 and dtype == torch.uint16:
+        return (pictures.int() * 257).to(dtype)
+    if pictures.dtype == torch.uint16 and dtype == torch.uint8:
+        return (pictures.int() * 255).div(65535, rounding_mode="floor").to(dtype)
+    unit = pictures.float().div_(WHITE.get(pictures.dtype, 1)).nan_to_num_(0).clamp_(0, 1)
+    if dtype not in WHITE:
+        return unit.to(dtype)
+    scaled = unit.mul_(WHITE[dtype])
+    return (scaled if dtype == torch.uint8 else scaled.round_()).int().to(dtype)
+
+
+def dithered(picture: numpy.ndarray) -> numpy.ndarray:
+    """Reduce a picture to 8 bits by ordered dithering; values that 8 bits hold stay as they are.
+
+    Args:
+        picture: `[H, W, C]` uint16.
+
+    Returns:
+        `[H, W, C]` uint8, on average `255 / 65535` times the picture over 8 x 8 pixels.
+    """
+    height, width = picture.shape[:2]
+    tiles = -(-height // 8), -(-width // 8)
+    threshold = numpy.tile(_thresholds(), tiles)[:height, :width, None]
+    return ((picture.astype(numpy.int32) * 255 + threshold) // 65535).astype(numpy.uint8)
+
+
+def linear(pictures: Tensor) -> Tensor:
+    """Return the linear light of pictures by IEC 61966-2-1; alpha is kept.
+
+    Args:
+        pictures: `[T, H, W, C]` float32 in [0, 1].
+
+    Returns:
+        The same shape, in [0, 1].
+    """
+    colors, alpha = pictures[..., :3], pictures[..., 3:]
+    light = ((colors + 0.055) / 1.055).pow(2.4)
+    light = torch.where(colors <= 0.04045, colors / 12.92, light)
+    return torch.cat([light, alpha], dim=-1)
+
+
+def picture_dtype(pixel_format: str, bit_depth: int, dither: bool) -> torch.dtype:
+    """Return the dtype of pictures that a pixel format needs.
+
+    Args:
+        pixel_format: FFmpeg's name.
+        bit_depth: Bits per component.
+        dither: 8 bits are dithered.
+
+    Returns:
+        float32, uint16, or uint8.
+    """
+    if pixel_format in _FLOATS:
+        return torch.float32
+    return torch.uint16 if bit_depth > 8 or dither else torch.uint8
+
+
+def tags_of(codec: str, pixel_format: str) -> dict[str, int]:
+    """Return the color tags of frames, by the names of their attributes in PyAV.
+
+    Args:
+        codec: One of `CODECS`.
+        pixel_format: FFmpeg's name of the format of the frames.
+
+    Returns:
+        Code points of ISO/IEC 23091-2, and the color range.
+    """
+    is_yuv = pixel_format.startswith(("yuv", "nv12", "p010"))
+    return {
+        "colorspace": BT709 if is_yuv else IDENTITY,
+        "color_primaries": BT709,
+        "color_trc": BT709 if codec.startswith("prores") else SRGB,
+        "color_range": ColorRange.MPEG if is_yuv else ColorRange.JPEG,
+    }
+
+
+class FrameMaker:
+    """Makes frames of one pixel format from pictures.
+
+    Args:
+        codec: One of `CODECS`.
+        pixel_format: FFmpeg's name.
+        bit_depth: Bits per component of the format.
+        dither: Dither to 8 bits.
+        fps: Frames per second.
+    """
+
+    def __init__(
+        self, codec: str, pixel_format: str, bit_depth: int, dither: bool, fps: Fraction
+    ) -> None:
+        self.tags = tags_of(codec, pixel_format)
+        self._format, self._bit_depth, self._fps = pixel_format, bit_depth, fps
+        self._is_yuv = self.tags["colorspace"] == BT709
+        self._dither = dither
+        self._dtype = picture_dtype(pixel_format, bit_depth, dither)
+        self._reformatter = VideoReformatter()
+
+    def __call__(self, picture: Tensor, index: int) -> av.VideoFrame:
+        """Return a frame of the video.
+
+        Args:
+            picture: `[H, W, C]`, as in `pictures_as`.
+            index: Its number.
+
+        Returns:
+            The frame with tags and time.
+        """
+        # Eight bits have nothing to dither.
+        shallow = self._bit_depth == 8 and picture.dtype == torch.uint8
+        pixels = pictures_as(picture, torch.uint8 if shallow else self._dtype)
+        if self._format in _FLOATS:
+            rgb = linear(pixels).numpy()
+            frame = av.VideoFrame.from_ndarray(rgb, format=self._format)
+        elif self._is_yuv:
+            frame = self._video(pixels.numpy())
+        else:
+            frame = self._exact(pixels.numpy())
+        # Some encoders use the tags of the frame. PyAV before 17 lacks them; players assume BT.709.
+        for name, value in self.tags.items():
+            with suppress(AttributeError):
+                setattr(frame, name, value)
+        frame.pts, frame.time_base = index, 1 / self._fps
+        return frame
+
+    def _video(self, pixels: numpy.ndarray) -> av.VideoFrame:
+        # From 16 to 8 bits swscale dithers.
+        return self._reformatter.reformat(
+            av.VideoFrame.from_ndarray(pixels, format=_name(pixels)),
+            format=self._format,
+            dst_colorspace=BT709,
+            dst_color_range=ColorRange.MPEG,
+            interpolation=BICUBIC | (EXACT if pixels.dtype == numpy.uint16 else 0),
+        )
+
+    def _exact(self, pixels: numpy.ndarray) -> av.VideoFrame:
+        """Move RGB values to another layout; swscale changes none of them at the same depth."""
+        if pixels.dtype == numpy.uint16 and self._bit_depth == 8:
+            pixels = dithered(pixels)
+        elif pixels.dtype == numpy.uint16 and self._bit_depth < 16:
+            # swscale drops the lower bits.
+            top = (1 << self._bit_depth) - 1
+            wide = (pixels.astype(numpy.int32) * top + 32767) // 65535
+            pixels = (wide << (16 - self._bit_depth)).astype(numpy.uint16)
+        frame = av.VideoFrame.from_ndarray(pixels, format=_name(pixels))
+        return self._reformatter.reformat(frame, format=self._format)
+
+
+def _name(pixels: numpy.ndarray) -> str:
+    """Return FFmpeg's name of the format of `[H, W, C]` uint8 or uint16."""
+    if pixels.dtype == numpy.uint8:
+        return "rgba" if pixels.shape[-1] == 4 else "rgb24"
+    return "rgba64le" if pixels.shape[-1] == 4 else "rgb48le"
+
+
+def _thresholds() -> numpy.ndarray:
+    """Return the matrix of Bayer, `[8, 8]`, as parts of 65535."""
+    ranks = numpy.zeros((1, 1), numpy.int32)
+    for _ in range(3):
+        ranks = numpy.block([[4 * ranks, 4 * ranks + 2], [4 * ranks + 3, 4 * ranks + 1]])
+    return (2 * ranks + 1) * 65535 // 128
