@@ -41,7 +41,7 @@ _ENCODERS = {
     "libx265": _Encoder(
         ("crf",),
         (51, 16, 1),
-        {"preset": "fast", "x265-params": "log-level=error:aq-mode=3:aq-strength=1.5"},
+        {"preset": "fast", "x265-params": "log-level=error:aq-mode=3:aq-strength=2"},
         whole=False,
     ),
     # Without b=0 the CRF is only an upper limit to a bit rate.

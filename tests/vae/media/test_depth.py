@@ -1,0 +1,329 @@
+"""The depth of written files: a gradient through every codec and back, dither, alpha, and tags.
+
+The oracle reads the planes that PyAV decodes and inverts the formulas in float64: BT.709 in limited
+range for YUV (ITU-R BT.709-6, section 3), the sRGB curve for EXR (IEC 61966-2-1).
+"""
+
+import time
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from fast_video_vae.tests.builders import refused
+from fast_video_vae.tests.videos import av, write
+from fast_video_vae.vae.media import (
+    CODECS,
+    VideoWriter,
+    as_pictures,
+    available_codecs,
+    codec_named,
+    pictures_as,
+)
+from fast_video_vae.vae.media.pictures import FrameMaker, dithered
+
+HEIGHT, WIDTH, FRAMES = 96, 832, 6
+STEP = 0.25 / 255  # of a component in [0, 1] per pixel
+SIXTEEN = torch.uint16
+
+
+def gradient(axis="x", frames=FRAMES, height=HEIGHT, width=WIDTH):
+    """A gray gradient of 1 / 4 of an 8-bit level per pixel, `[T, H, W, 3]` float64."""
+    y, x = np.mgrid[:height, :width]
+    along = {"x": x, "y": y + 300.0, "xy": (x + y) / 2**0.5}[axis] * STEP
+    return np.broadcast_to(along[None, ..., None], (frames, height, width, 3))
+
+
+def decoder_output(pictures):
+    """Frames of a decoder, `[1, 3, T, H, W]` in [-1, 1]."""
+    return torch.from_numpy(pictures * 2 - 1).float().movedim(-1, 0)[None]
+
+
+def planes(frame):
+    """The planes of a frame in float64."""
+    kind = {"f32le": "<f4", "f16le": "<f2"}.get(frame.format.name[-5:])
+    bits = frame.format.components[0].bits
+    name = kind or ("u1" if bits == 8 else ">u2" if frame.format.name.endswith("be") else "<u2")
+    found = []
+    for plane in frame.planes:
+        rows = np.frombuffer(plane, name).reshape(plane.height, -1)
+        packed = len(frame.planes) == 1
+        count = plane.width * (len(frame.format.components) if packed else 1)
+        if frame.format.name == "bgr0":
+            count = plane.width * 4
+        found.append(rows[:, :count].astype(np.float64))
+    return found
+
+
+def rgb(frame):
+    """`[H, W, C]` float64 in [0, 1] from the planes of a frame; EXR as sRGB."""
+    name, bits = frame.format.name, frame.format.components[0].bits
+    found = planes(frame)
+    if name.startswith(("gbrp", "gbrap")):
+        colors = [found[2], found[0], found[1], *found[3:]]
+        values = np.stack(colors, -1)
+        if "f" in name[4:]:
+            light = values[..., :3]
+            low = light <= 0.0031308
+            curve = 1.055 * np.maximum(light, 0.0031308) ** (1 / 2.4) - 0.055
+            return np.concatenate([np.where(low, 12.92 * light, curve), values[..., 3:]], -1)
+        return values / (2**bits - 1)
+    if name.startswith(("rgb", "bgr")):
+        packed = found[0].reshape(frame.height, frame.width, -1)
+        order = [2, 1, 0] if name == "bgr0" else [2, 1, 0, 3] if name == "bgra" else slice(None)
+        return packed[..., order] / (2**bits - 1)
+    scale = 2 ** (bits - 8)
+    y = (found[0] - 16 * scale) / (219 * scale)
+    cb, cr = ((plane - 128 * scale) / (224 * scale) for plane in found[1:3])
+    rows, columns = y.shape[0] // cb.shape[0], y.shape[1] // cb.shape[1]
+    cb, cr = (np.repeat(np.repeat(each, rows, 0), columns, 1) for each in (cb, cr))
+    red, blue = y + 1.5748 * cr, y + 1.8556 * cb
+    green = (y - 0.2126 * red - 0.0722 * blue) / 0.7152
+    alpha = [found[3] / (2**bits - 1)] if len(found) > 3 else []
+    return np.stack([red, green, blue, *alpha], -1)
+
+
+def images(path):
+    """The files of a video: itself, or the images of a folder."""
+    return [path] if path.is_file() else sorted(path.with_suffix("").iterdir())
+
+
+def read(path):
+    """All frames of a file or folder, `[T, H, W, C]` float64 in [0, 1]."""
+    found = []
+    for file in images(path):
+        with av.open(str(file)) as container:
+            found += [rgb(frame) for frame in container.decode(video=0)]
+    return np.stack(found)
+
+
+def written(tmp_path, codec, pictures, **options):
+    """The path of a file of decoded frames, through the conversion and the writer of a decode."""
+    path = tmp_path / f"a{codec_named(codec).suffix}"
+    with VideoWriter(path, 24, codec=codec, **options) as writer:
+        for piece in torch.from_numpy(pictures.copy()).split(4):
+            writer.write(writer.pictures(decoder_output(piece.numpy())))
+    return path
+
+
+def blocks(error):
+    """Means over 16 x 16 blocks of `[T, H, W, C]`."""
+    frames, height, width, channels = error.shape
+    cut = error[:, : height // 16 * 16, : width // 16 * 16]
+    return cut.reshape(frames, height // 16, 16, width // 16, 16, channels).mean(axis=(2, 4))
+
+
+def widest_band(values):
+    """The longest run of equal 8-bit values along `[H, W]`, in pixels."""
+    changes = np.diff(np.rint(values * 255), axis=1) != 0
+    edges = [np.flatnonzero(np.r_[True, row, True]) for row in changes]
+    return max(np.diff(each).max() for each in edges)
+
+
+@pytest.mark.parametrize(
+    ("codec", "most", "levels"),
+    [
+        ("ffv1", 1 / 65535, 800),
+        ("png", 1 / 65535, 800),
+        ("exr", 2**-11, 700),  # half floats; the curve of sRGB flattens their steps
+        ("prores", 1.5 / 1023, 256),
+        ("prores4444", 1.5 / 1023, 256),
+        ("hevc", 1.5 / 1023, 256),
+    ],
+)
+def test_a_gradient_keeps_its_depth(tmp_path, codec, most, levels):
+    expected = gradient()
+    path = written(tmp_path, codec, expected)
+    result = read(path)
+    assert result.shape == expected.shape
+    assert np.abs(result - expected).max() <= most
+    assert len(np.unique(result[0, ..., 1])) > levels
+
+
+@pytest.mark.parametrize("axis", ["x", "y", "xy"])
+@pytest.mark.parametrize("codec", ["h264", "hevc", "vp9", "ffv1", "png"])
+def test_dither_keeps_the_mean_and_leaves_no_band(tmp_path, codec, axis):
+    expected = gradient(axis)
+    result = read(written(tmp_path, codec, expected, bit_depth=8, dither=True))
+    levels = (result - expected) * 255
+    assert np.abs(blocks(levels)).mean() <= 0.05
+    assert np.abs(blocks(levels)).max() <= 0.1
+    if axis == "x":
+        assert widest_band(result[-1, ..., 1]) <= 8
+
+
+def test_dither_is_on_by_default_for_lossy_files_of_eight_bits_only():
+    for codec in available_codecs():
+        suffix = codec_named(codec).suffix
+        for depth in codec_named(codec).formats:
+            try:
+                writer = VideoWriter(f"a{suffix}", 24, codec=codec, bit_depth=depth)
+            except ValueError:
+                continue  # this build of PyAV lacks the depth
+            lossless_8 = depth == 8 and not codec_named(codec).lossy
+            assert writer.dtype == (
+                torch.float32 if codec == "exr" else torch.uint8 if lossless_8 else SIXTEEN
+            )
+    assert VideoWriter("a.mp4", 24, dither=False).dtype == torch.uint8
+    assert VideoWriter("a.mkv", 24, codec="ffv1", bit_depth=8, dither=True).dtype == SIXTEEN
+
+
+def test_dither_is_exact_where_eight_bits_suffice():
+    bytes_ = np.arange(256, dtype=np.uint16).reshape(16, 16, 1)
+    assert (dithered(bytes_ * 257) == bytes_).all()
+    flat = np.full((16, 16, 3), 257 * 10 + 128, np.uint16)
+    assert dithered(flat).mean() == pytest.approx((257 * 10 + 128) / 257, abs=0.05)
+
+
+@pytest.mark.parametrize("bits", [8, 10, 16])
+@pytest.mark.parametrize("channels", [3, 4])
+def test_ffv1_stores_every_value_of_its_depth(tmp_path, bits, channels):
+    top = 2**bits - 1
+    values = np.random.default_rng(0).integers(0, top + 1, (2, 33, 37, channels))
+    pictures = torch.from_numpy(np.rint(values * (65535 / top)).astype(np.int32)).to(SIXTEEN)
+    path = tmp_path / "a.mkv"
+    with VideoWriter(path, 24, codec="ffv1", bit_depth=bits) as writer:
+        writer.write(pictures)
+    assert (np.rint(read(path) * top) == values).all()
+
+
+@pytest.mark.parametrize("codec", ["prores4444", "ffv1", "png", "exr"])
+def test_alpha_is_kept(tmp_path, codec):
+    ramp = np.linspace(0, 1, WIDTH)[None, None, :, None]
+    expected = np.concatenate([gradient(), np.broadcast_to(ramp, (FRAMES, HEIGHT, WIDTH, 1))], -1)
+    result = read(written(tmp_path, codec, expected))
+    assert result.shape == expected.shape
+    assert np.abs(result - expected).max() <= (1.6 / 1023 if "prores" in codec else 2**-11)
+
+
+def test_alpha_is_dropped_on_request(tmp_path):
+    expected = np.concatenate([gradient(), gradient()[..., :1]], -1)
+    result = read(written(tmp_path, "ffv1", expected, alpha=False))
+    assert result.shape[-1] == 3
+    assert np.abs(result - expected[..., :3]).max() <= 1 / 65535
+
+
+TAGS = {
+    "h264": ("yuv420p", 1, 13, 1), "hevc": ("yuv420p10le", 1, 13, 1),
+    "av1": ("yuv420p10le", 1, 13, 1), "ffv1": ("gbrp16le", 0, 13, 2),
+    "prores": ("yuv422p10le", 1, 1, 1), "prores4444": ("yuv444p12le", 1, 1, 1),
+    "png": ("rgb48be", 0, 13, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("codec", TAGS)
+def test_formats_and_color_tags(tmp_path, codec):
+    path = written(tmp_path, codec, gradient(frames=2))
+    with av.open(str(images(path)[0])) as container:
+        frame = next(container.decode(video=0))
+        context = container.streams.video[0].codec_context
+        for each in (frame, context):
+            found = (each.colorspace, each.color_trc, each.color_range)
+            assert found == TAGS[codec][1:]
+            assert each.color_primaries == 1
+        assert frame.format.name == TAGS[codec][0]
+
+
+def test_exr_is_tagged_as_linear_half_floats(tmp_path):
+    with av.open(str(images(written(tmp_path, "exr", gradient(frames=1)))[0])) as container:
+        frame = next(container.decode(video=0))
+    assert frame.format.name == "gbrpf16le"
+    assert frame.color_trc == 8  # linear
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"codec": "h264", "bit_depth": 16}, "bit depth is 16; h264 stores 8 or 10 bits"),
+        ({"codec": "prores", "bit_depth": 8}, "bit depth is 8; prores stores 10 bits"),
+        ({"codec": "hevc", "bit_depth": 12}, "bit depth is 12; hevc stores 8 or 10"),
+        ({"codec": "exr", "bit_depth": 8}, "exr stores 16 bits"),
+    ],
+)
+def test_a_depth_that_the_codec_lacks_is_refused(tmp_path, options, message):
+    suffix = codec_named(options["codec"]).suffix
+    with refused(message):
+        VideoWriter(tmp_path / f"a{suffix}", 24, **options)
+
+
+def test_a_depth_that_the_build_lacks_is_refused_and_not_chosen(monkeypatch):
+    from fast_video_vae.vae.media import codecs
+
+    monkeypatch.setattr(codecs, "_pixel_formats", lambda name: ("yuv420p",))
+    assert VideoWriter("a.mp4", 24, codec="hevc").encoding.bit_depth == 8
+    with refused("bit depth is 10; libx265 of this build of PyAV stores 8 bits per component"):
+        VideoWriter("a.mp4", 24, codec="hevc", bit_depth=10)
+
+
+@pytest.mark.parametrize("codec", [c for c in CODECS if not codec_named(c).alpha_formats])
+def test_alpha_is_refused_where_there_is_none(tmp_path, codec):
+    name = tmp_path / f"a{codec_named(codec).suffix}"
+    message = f"{codec} stores no alpha channel; expected one of ffv1, prores4444, png, exr"
+    with refused(message):
+        VideoWriter(name, 24, codec=codec).check(64, 64, 4)
+    VideoWriter(name, 24, codec=codec, alpha=False).check(64, 64, 4)
+
+
+def test_a_folder_of_images_is_whole_or_absent(tmp_path):
+    pictures = torch.from_numpy(gradient(frames=3).copy())
+    path = write(tmp_path / "shot.png", pictures, codec="png", metadata={"prompt": '{"a": "ü"}'})
+    names = [file.name for file in sorted((tmp_path / "shot").iterdir())]
+    assert names == [f"frame_{n:05}.png" for n in range(3)]
+    with pytest.importorskip("PIL.Image").open(tmp_path / "shot" / names[0]) as image:
+        assert image.text == {"prompt": '{"a": "ü"}'}
+    with refused("shot exists already; expected the name of a new folder"):
+        write(path, pictures, codec="png")
+    (tmp_path / "empty").mkdir()
+    write(tmp_path / "empty.png", pictures, codec="png")
+
+    def failing():
+        with VideoWriter(tmp_path / "lost.exr", 24, codec="exr") as writer:
+            writer.write(pictures)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        failing()
+    assert {each.name for each in tmp_path.iterdir()} == {"shot", "empty"}
+
+
+def test_pictures_are_converted_as_the_decoder_does():
+    frames = torch.empty(1, 3, 2, 9, 7).uniform_(-1.2, 1.2)
+    floats = as_pictures(frames, torch.float32)
+    assert torch.equal(pictures_as(floats, torch.uint8), as_pictures(frames, torch.uint8))
+    assert torch.equal(pictures_as(floats, SIXTEEN).int(), as_pictures(frames, SIXTEEN).int())
+    eight = as_pictures(frames, torch.uint8)
+    assert torch.equal(pictures_as(pictures_as(eight, SIXTEEN), torch.uint8), eight)
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(("codec", "pixels"), [("hevc", "yuv420p10le"), ("prores", "yuv422p10le")])
+def test_ten_bits_take_as_long_as_the_encoder(tmp_path, codec, pixels):
+    noise = torch.rand(4, 720, 1280, 3, generator=torch.Generator().manual_seed(0)) * 0.05
+    pictures = pictures_as(noise + torch.linspace(0, 0.9, 1280)[:, None], SIXTEEN)
+    rounds = 6
+
+    def ours(index):
+        with VideoWriter(tmp_path / f"{index}{codec_named(codec).suffix}", 24, codec=codec) as file:
+            for _ in range(rounds):
+                file.write(pictures)
+
+    def alone(index):
+        make = FrameMaker(codec, pixels, 10, False, Fraction(24))
+        frames = [make(picture, 0) for picture in pictures]
+        begin = time.perf_counter()
+        with VideoWriter(tmp_path / f"{index}{codec_named(codec).suffix}", 24, codec=codec) as file:
+            file._shape = pictures.shape[1:]
+            container, stream = file._output = file._opened(pictures.dtype)
+            for n in range(rounds * len(frames)):
+                frames[n % 4].pts = n
+                container.mux(stream.encode(frames[n % 4]))
+        return time.perf_counter() - begin
+
+    ratios = []
+    for index in range(4):
+        encoder = alone(f"alone{index}")
+        begin = time.perf_counter()
+        ours(f"ours{index}")
+        ratios.append((time.perf_counter() - begin) / encoder)
+    assert min(ratios) <= 1.05, ratios
