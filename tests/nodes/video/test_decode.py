@@ -43,7 +43,7 @@ def is_empty(folder):
 @pytest.mark.parametrize("chunk", [0, 1, 3, -1])
 def test_a_lossless_file_has_the_bytes_of_the_image(fast, output, chunk):
     latent = latents(5)
-    video = decode(fast, latent, codec="ffv1", chunk=chunk)
+    video = decode(fast, latent, codec="ffv1", bit_depth="8", chunk=chunk)
     assert torch.equal(frames_of(video), as_saved(image(fast, latent)))
     assert video.get_frame_rate() == 16
 
@@ -89,7 +89,7 @@ def test_higher_quality_gives_a_larger_file(demo, output):
 )
 def test_a_range_of_frames_includes_both_ends(fast, output, text, shown):
     whole = as_saved(image(fast, latents(5)))
-    video = decode(fast, latents(5), codec="ffv1", frames=text)
+    video = decode(fast, latents(5), codec="ffv1", bit_depth="8", frames=text)
     assert torch.equal(frames_of(video), whole[shown.start : shown.stop])
 
 
@@ -153,7 +153,7 @@ def test_the_workflow_is_stored_as_by_save_video(fast, output, monkeypatch):
 def test_audio_matches_the_frames_and_ends_with_the_video(fast, output):
     sound = tone(3)
     for frames, start, seconds in (("", 0, 17 / 16), ("8-15", 8 / 16, 8 / 16)):
-        found = components(decode(fast, latents(5), codec="ffv1", audio=sound, frames=frames))[1]
+        found = components(decode(fast, latents(5), codec="ffv1", bit_depth="8", audio=sound, frames=frames))[1]
         expected = sound["waveform"][..., round(start * 44100) :][..., : round(seconds * 44100)]
         assert found["sample_rate"] == 44100
         assert torch.allclose(found["waveform"], expected, atol=2**-15)
@@ -177,21 +177,19 @@ def test_save_video_accepts_the_video(demo, output, codec, format_name):
 
 
 @pytest.mark.parametrize("text", ["", "1-2"])
-def test_an_alpha_channel_is_dropped_and_logged(picture_vae, output, caplog, text):
+def test_an_alpha_channel_is_dropped_on_request(picture_vae, output, text):
     latent = torch.randn(3, 64, 4, 4, generator=torch.Generator().manual_seed(0))
-    with caplog.at_level(logging.INFO):
-        video = decode(picture_vae, latent, codec="ffv1", frames=text)
+    video = decode(picture_vae, latent, codec="ffv1", bit_depth="8", frames=text, alpha=False)
     expected = image(picture_vae, latent)
     assert expected.shape == (3, 64, 64, 4)
     first = int(text[0]) if text else 0
     assert torch.equal(frames_of(video), as_saved(expected)[first:, ..., :3])
-    assert caplog.text.count("alpha") == 1
 
 
 def test_frames_of_another_vae_are_written(stock, output, caplog):
     latent = latents(5)
     with caplog.at_level(logging.INFO):
-        video = decode(stock, latent, codec="ffv1", chunk=2, frames="3-5")
+        video = decode(stock, latent, codec="ffv1", bit_depth="8", chunk=2, frames="3-5")
     assert torch.equal(frames_of(video), as_saved(image(stock, latent))[3:6])
     assert "unused: chunk" in caplog.text
 
@@ -205,6 +203,9 @@ def test_frames_of_another_vae_are_written(stock, output, caplog):
             {"latent": latents(2, height=1, width=1), "codec": "hevc"},
             "codec: frames are 8x8; hevc needs at least",
         ),
+        ({"bit_depth": "16"}, "codec: bit depth is 16; h264 stores 8 or 10 bits per component"),
+        ({"codec": "prores", "bit_depth": "8"}, "codec: bit depth is 8; prores stores 10 bits"),
+        ({"codec": "png", "audio": tone(1)}, "audio: png is a sequence of images"),
         ({"frames": "x"}, "frames is 'x'"),
         ({"audio": {"waveform": torch.zeros(5), "sample_rate": 8000}}, "audio: "),
         ({"audio": tone(1, channels=3)}, "audio: .*3 channels"),
@@ -246,7 +247,7 @@ def test_an_interrupt_leaves_no_file_and_the_next_run_succeeds(
             decode(fast, latent, chunk=1)
     assert is_empty(output)
     assert "fast-video-vae-writer" not in [thread.name for thread in threading.enumerate()]
-    video = decode(fast, latent, codec="ffv1", chunk=1)
+    video = decode(fast, latent, codec="ffv1", bit_depth="8", chunk=1)
     assert torch.equal(frames_of(video), as_saved(image(fast, latent)))
 
 
@@ -257,8 +258,8 @@ def test_a_full_disk_is_an_error_without_a_file(fast, output):
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
     try:
         with pytest.raises(OSError, match=r"fast_vae_00001_\.mkv"):
-            decode(fast, latent, codec="ffv1")
+            decode(fast, latent, codec="ffv1", bit_depth="8")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert is_empty(output)
-    assert len(frames_of(decode(fast, latent, codec="ffv1"))) == 33
+    assert len(frames_of(decode(fast, latent, codec="ffv1", bit_depth="8"))) == 33

@@ -1,0 +1,80 @@
+"""Latents to files of more than 8 bits, with alpha, and to folders of images."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fast_video_vae.tests.builders import refused
+from fast_video_vae.tests.nodes.vae.pairs import latents
+from fast_video_vae.tests.nodes.video.clips import components, decode, encode, image
+from fast_video_vae.tests.videos import av
+from fast_video_vae.vae.media import pictures_as
+
+pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
+
+
+@pytest.fixture
+def layered():
+    """Latents of pictures with alpha."""
+    return torch.randn(3, 64, 4, 4, generator=torch.Generator().manual_seed(0))
+
+
+def deep(path):
+    """The values of every frame of a file, as `[T, H, W, C]` uint16."""
+    with av.open(str(path)) as container:
+        name = "rgba64le" if "a" in container.streams.video[0].pix_fmt else "rgb48le"
+        found = [frame.to_ndarray(format=name) for frame in container.decode(video=0)]
+    return torch.from_numpy(np.stack(found).astype(np.int32))
+
+
+def expected_of(images):
+    """The same of an IMAGE."""
+    return pictures_as(images, torch.uint16).int()
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_lossless_file_has_sixteen_bits_of_the_image(fast, stock, output, is_ours):
+    vae, latent = fast if is_ours else stock, latents(3)
+    video = decode(vae, latent, codec="ffv1")
+    assert torch.equal(deep(video.get_stream_source()), expected_of(image(vae, latent)))
+    assert video.get_bit_depth() == 16
+
+
+def test_alpha_is_kept(picture_vae, layered, output):
+    video = decode(picture_vae, layered, codec="ffv1")
+    assert torch.equal(deep(video.get_stream_source()), expected_of(image(picture_vae, layered)))
+
+
+def test_alpha_is_refused_where_there_is_none(picture_vae, layered, output, monkeypatch):
+    monkeypatch.setattr("fast_video_vae.nodes.vae.pieces.load", pytest.fail)
+    with refused("^codec: h264 stores no alpha channel; expected one of ffv1, prores4444, png"):
+        decode(picture_vae, layered)
+
+
+@pytest.mark.parametrize(
+    ("codec", "pixels"),
+    [("hevc", "yuv420p10le"), ("h264", "yuv420p"), ("prores", "yuv422p10le")],
+)
+def test_auto_is_the_depth_of_the_codec(fast, output, codec, pixels):
+    video = decode(fast, latents(2, height=8, width=8), codec=codec)
+    with av.open(video.get_stream_source()) as container:
+        assert container.streams.video[0].pix_fmt == pixels
+
+
+@pytest.mark.parametrize("codec", ["png", "exr"])
+def test_a_sequence_of_images_is_a_video_too(fast, output, codec):
+    latent = latents(2, height=8, width=8)
+    expected = image(fast, latent)
+    video = decode(fast, latent, codec=codec, filename_prefix="shots/one", fps=24)
+    folder = output / "shots" / "one_00001_"
+    assert [path.name for path in sorted(folder.iterdir())] == [
+        f"frame_{n:05}.{codec}" for n in range(len(expected))
+    ]
+    images, _, fps = components(video)
+    assert (fps, video.get_frame_count(), video.get_dimensions()) == (24, len(expected), (64, 64))
+    assert (images - expected).abs().max() <= (1 / 65535 if codec == "png" else 2**-11)
+    again = decode(fast, latent, codec=codec, filename_prefix="shots/one", fps=24)
+    assert Path(again.paths[0]).parent.name == "one_00002_"
+    assert (encode(fast, video)[0] - encode(fast, again)[0]).abs().max() == 0
