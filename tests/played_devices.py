@@ -145,6 +145,8 @@ class Device(TorchFunctionMode):
 
     def _refuse_dtypes(self, result, placed):
         dtypes = {each.dtype for each in _tensors(result)} if placed else set()
+        if torch.uint16 in dtypes:
+            self.faults.append("few devices compute in uint16")
         if torch.float64 in dtypes and self.kind == "apple":
             raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
         if torch.float64 in dtypes and self.kind == "intel" and not self.float64:

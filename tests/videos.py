@@ -2,6 +2,7 @@
 
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 
@@ -70,6 +71,36 @@ def write_with(
     return path
 
 
+def write_planes(path, codec, pix_fmt, pictures, options=None, prepare=None, full=False, matrix=2):
+    """Write pictures in a format of more than 8 bits with PyAV directly.
+
+    `pictures` are lists of planes `[H, W]` or `[H, W, values]` of the numbers that the file has.
+    """
+    container = {".png": "image2", ".exr": "image2", ".mkv": "matroska"}.get(path.suffix)
+    order = ">" if pix_fmt.endswith("be") else "<"
+    dtype = order + ("f4" if "f32" in pix_fmt else "u2")
+    height, width = pictures[0][0].shape[:2]
+    with av.open(str(path), "w", format=container) as output:
+        stream = output.add_stream(codec, rate=24, options=options or {})
+        stream.width, stream.height, stream.pix_fmt = width, height, pix_fmt
+        stream.codec_context.colorspace = matrix
+        stream.codec_context.color_range = 2 if full else 1
+        if prepare:
+            prepare(stream)
+        for index, planes in enumerate(pictures):
+            frame = av.VideoFrame(width, height, pix_fmt)
+            frame.pts, frame.time_base = index, Fraction(1, 24)
+            frame.colorspace, frame.color_range = matrix, 2 if full else 1
+            for plane, values in zip(frame.planes, planes, strict=True):
+                rows = np.zeros((plane.height, plane.line_size), np.uint8)
+                data = np.ascontiguousarray(values.reshape(plane.height, -1), dtype).view(np.uint8)
+                rows[:, : data.shape[1]] = data
+                plane.update(rows.tobytes())
+            output.mux(stream.encode(frame))
+        output.mux(stream.encode(None))
+    return path
+
+
 def write(path, frames, fps=24, **options):
     """Write `[T, H, W, 3]` with `VideoWriter`."""
     with VideoWriter(path, fps, **options) as writer:
@@ -78,9 +109,9 @@ def write(path, frames, fps=24, **options):
 
 
 def stacked(video):
-    """Every frame of a video or of a file, `[T, H, W, 3]`."""
+    """Every frame of a video or of a file, `[T, H, W, 3]` uint8."""
     video = video if hasattr(video, "frames") else read_video(video)
-    return torch.stack(list(video.frames()))
+    return torch.stack(list(video.frames(dtype=torch.uint8)))
 
 
 def psnr(result, source):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..kernels import TrialBudget, trials
 from .layers.oom import Relief
+from .layers.workspace import plain
 from .models.base import Network
 from .models.config import VAEConfig
 from .models.patchify import fold_pixels
@@ -72,9 +73,9 @@ class VideoVAE(SharedDevices, SharedRanks, VAEWeights):
         """Encode a video, chunk by chunk.
 
         Args:
-            frames: `[B, C, T, H, W]` in [-1, 1], any float dtype, or uint8 in 0-255; `H` and `W`
-                are multiples of 8. Only `4 n + 1` frames of `T` are used; the rest is dropped with
-                a warning.
+            frames: `[B, C, T, H, W]` in [-1, 1], any float dtype, or uint8 in 0-255, or uint16 in
+                0-65535; `H` and `W` are multiples of 8. Only `4 n + 1` frames of `T` are used; the
+                rest is dropped with a warning.
             chunk: Latents per step; -1: all. None: chosen from size and memory.
 
         Returns:
@@ -148,7 +149,7 @@ class VideoVAE(SharedDevices, SharedRanks, VAEWeights):
         with self.preparing():
             encoder = self.encoding()
             computed = self.agreed(compute_dtype(dtype, self.device))
-            source = checked(pieces, self.check_frames)
+            source = map(plain, checked(pieces, self.check_frames))
 
         def mean_of(x: Tensor) -> Tensor:
             mean = x[:, :latents] if self.conv1 is None else self.conv1(x, outputs=slice(latents))

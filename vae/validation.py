@@ -121,9 +121,10 @@ def check_frames(frames: Tensor, config: VAEConfig, *, values: bool = True) -> N
         ValueError: Their shape, dtype or values cannot be encoded.
     """
     check_tensor(frames, "frames", config.image_channels)
-    if not frames.is_floating_point() and frames.dtype != torch.uint8:
+    if not frames.is_floating_point() and frames.dtype not in (torch.uint8, torch.uint16):
         raise ValueError(
-            f"frames are {dtype_name(frames.dtype)}; expected a float dtype in [-1, 1] or uint8"
+            f"frames are {dtype_name(frames.dtype)}; "
+            "expected a float dtype in [-1, 1], uint8 or uint16"
         )
     step = config.spatial_compression
     if frames.shape[3] % step or frames.shape[4] % step:

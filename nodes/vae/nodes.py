@@ -274,7 +274,7 @@ class DemoClip(io.ComfyNode):
     @classmethod
     def execute(cls) -> io.NodeOutput:
         """Read the clip."""
-        frames = torch.stack(list(media.read_video(library.CLIP_PATH).frames()))
+        frames = torch.stack(list(media.read_video(library.CLIP_PATH).frames(dtype=torch.uint8)))
         return io.NodeOutput(frames.float() / 255, InputImpl.VideoFromFile(str(library.CLIP_PATH)))
 
 

@@ -25,6 +25,9 @@ _logger = logging.getLogger(__name__)
 # Frames of a piece: those of a latent. A longer piece would not be faster.
 _FRAMES = 4
 
+# Value of white in pixels of integers.
+_WHITE = {torch.uint8: 255, torch.uint16: 65535}
+
 Sound = dict[str, Any]
 
 
@@ -89,8 +92,16 @@ def shape_of(size: tuple[int, int], width: int, height: int) -> tuple[int, int] 
 
 
 def as_images(piece: Tensor) -> Tensor:
-    """Convert `piece` `[1, C, t, H, W]`, uint8 or float in [-1, 1], to an IMAGE `[t, H, W, C]`."""
-    unit = piece.float() / 255 if piece.dtype == torch.uint8 else (piece + 1) / 2
+    """Convert a piece of a video to an IMAGE.
+
+    Args:
+        piece: `[1, C, t, H, W]`, uint8 in 0-255, uint16 in 0-65535, or float in [-1, 1].
+
+    Returns:
+        `[t, H, W, C]` float in [0, 1].
+    """
+    white = _WHITE.get(piece.dtype)
+    unit = (piece + 1) / 2 if white is None else piece.float() / white
     return unit[0].movedim(0, -1)
 
 
@@ -98,7 +109,7 @@ def with_channels(piece: Tensor, channels: int) -> Tensor:
     """Return `piece` `[1, C, t, H, W]` with `channels` channels; a missing alpha is opaque."""
     if piece.shape[1] >= channels:
         return piece[:, :channels]
-    opaque = torch.full_like(piece[:, :1], 255 if piece.dtype == torch.uint8 else 1)
+    opaque = torch.full_like(piece[:, :1], _WHITE.get(piece.dtype, 1))
     return torch.cat([piece, opaque], dim=1)
 
 
@@ -110,7 +121,7 @@ class FileSource:
 
     Attributes:
         fps: Frames per second.
-        size: Height and width in pixels.
+        size: Height and width in square pixels, upright.
     """
 
     def __init__(self, video: Input.Video) -> None:
@@ -128,7 +139,7 @@ class FileSource:
             fit: The requested form.
 
         Yields:
-            `[1, C, t, H, W]` each, uint8 or float in [-1, 1].
+            `[1, C, t, H, W]` each, uint8 in 0-255, or uint16 in 0-65535 for more than 8 bits.
 
         Raises:
             ValueError: The picture is too small, or no frame can be read.

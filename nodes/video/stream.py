@@ -67,9 +67,9 @@ def encode_video(
 
     Args:
         vae: The VAE.
-        pieces: Returns the video from its start: `[1, C, t, H, W]` each, any `t >= 1`, uint8 or
-            float in [-1, 1]. It is called again if memory ran out and the stream could not recover.
-            Frames after the last `4 n + 1` are dropped with a log line.
+        pieces: Returns the video from its start: `[1, C, t, H, W]` each, any `t >= 1`, uint8,
+            uint16, or float in [-1, 1]. It is called again if memory ran out and the stream could
+            not recover. Frames after the last `4 n + 1` are dropped with a log line.
         count_estimate: Number of frames for the progress bar; None: unknown.
         options: Chunk and dtype of this encode.
 

@@ -74,6 +74,17 @@ def test_frames_and_latents_are_those_of_the_cpu(kind, family, frames, tile, pla
     assert not device.faults
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16])
+@pytest.mark.parametrize("kind", ["nvidia", "apple"])
+def test_whole_numbers_are_converted_on_the_device(kind, dtype, play):
+    plain, white = loaded("wan2.1"), torch.iinfo(dtype).max
+    pixels = ((pixels_for(plain, 5) + 1) / 2 * white).int().to(dtype)
+    latent = plain.encode(pixels.float() / white * 2 - 1)
+    device = play(kind)
+    near(loaded("wan2.1", TYPES[kind]).encode(pixels), latent)
+    assert not device.faults
+
+
 @each_value_once(kind=KINDS, dtype=[torch.bfloat16, torch.float16], budget_s=[3.0, 0.0])
 def test_16_bits_are_computed_where_conv3d_is_missing(kind, dtype, budget_s, play, monkeypatch):
     # With an empty budget no trial finds out that it is.

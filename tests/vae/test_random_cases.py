@@ -22,6 +22,10 @@ from fast_video_vae.tests.vae.families import STATES, WAN, close
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.planning import candidates, tiling
 
+# Dtypes of frames; None: float32. The value of white in those of whole numbers.
+DTYPES = [None, torch.uint8, torch.uint16]
+WHITE = {torch.uint8: 255, torch.uint16: 65535}
+
 # The same cases on every machine, without a time limit per case.
 same = functools.partial(settings, derandomize=True, deadline=None)
 
@@ -49,7 +53,7 @@ class Case:
         wanted: First and last frame of a decode; None: all.
         target: Destination of a decode: `new`, `out`, `images` or `bytes`.
         static: Frame from which on the clip is static.
-        uint8: The frames are uint8.
+        dtype: The frames are uint8 or uint16; None: float32.
     """
 
     family: str
@@ -64,7 +68,7 @@ class Case:
     wanted: tuple[int, int] | None = None
     target: str = "new"
     static: int = 0
-    uint8: bool = False
+    dtype: torch.dtype | None = None
 
     @property
     def vae(self):
@@ -103,7 +107,9 @@ def clip(case):
     generator = torch.Generator().manual_seed(sum(shape))
     frames = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
     frames[:, :, case.static :] = frames[:, :, min(case.static, case.length - 1), None]
-    return frames if case.uint8 else frames / 127.5 - 1
+    if case.dtype == torch.uint16:
+        return (frames.int() * 257).to(torch.uint16)
+    return frames if case.dtype else frames / 127.5 - 1
 
 
 @st.composite
@@ -128,7 +134,7 @@ def cases(draw, *, decode):
     }
     if not decode:
         static = draw(st.integers(0, length))
-        return Case(**case, static=static, uint8=draw(st.booleans()))
+        return Case(**case, static=static, dtype=draw(st.sampled_from(DTYPES)))
     frame = st.integers(0, 4 * length - 4)
     wanted = draw(st.none() | st.tuples(frame, frame).map(sorted).map(tuple))
     target = draw(st.sampled_from(["new", "out", "images", "bytes"]))
@@ -214,7 +220,7 @@ def check_encode(case):
     frames, (vae, peer) = clip(case), vae_and_peer(case.family)
     dropped = (case.length - 1) % 4
     used = frames[:, :, : case.length - dropped]
-    expected = peer.encode(used / 127.5 - 1 if case.uint8 else used)
+    expected = peer.encode(used.float() / WHITE[case.dtype] * 2 - 1 if case.dtype else used)
     with cut_there(case), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         got = torch.cat([*vae.encode_stream(case.pieces(frames), case.options)], dim=2)

@@ -70,7 +70,10 @@ class RoundTrip:
         kept: deque[Tensor] = deque()  # source frames that are not decoded yet
 
         def source() -> Iterator[Tensor]:
-            pieces = self.video.pieces(multiple=config.spatial_compression, **self.stretch)
+            # The result is compared in 8 bits.
+            pieces = self.video.pieces(
+                multiple=config.spatial_compression, dtype=torch.uint8, **self.stretch
+            )
             for piece in pieces:
                 kept.extend(piece[0].permute(1, 2, 3, 0))
                 yield with_channels(piece, config.image_channels)
@@ -125,10 +128,10 @@ class TimedIterator:
 
 
 def with_channels(pictures: Tensor, channels: int) -> Tensor:
-    """Append opaque alpha to `pictures`, `[B, 3, t, H, W]` uint8, if `channels` is 4."""
+    """Append opaque alpha to `pictures` `[B, 3, t, H, W]`, uint8 or uint16, if `channels` is 4."""
     if channels == pictures.shape[1]:
         return pictures
-    opaque = torch.full_like(pictures[:, :1], 255)
+    opaque = torch.full_like(pictures[:, :1], torch.iinfo(pictures.dtype).max)
     return torch.cat([pictures, opaque], dim=1)
 
 

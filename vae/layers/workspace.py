@@ -132,9 +132,33 @@ def _video_of(block: Tensor, shape: tuple[int, ...] | torch.Size, like: Tensor) 
     return pool.view(batch, frames, height, width, channels).permute(0, 4, 1, 2, 3)
 
 
+def plain(frames: Tensor) -> Tensor:
+    """Return frames in a dtype that every device has.
+
+    PyTorch copies, compares and computes int16 on every device, but uint16 on few.
+
+    Args:
+        frames: `[B, C, T, H, W]`.
+
+    Returns:
+        `[B, C, T, H, W]`: `frames`, or a view of uint16 as int16 with the same bits.
+    """
+    return frames.view(torch.int16) if frames.dtype == torch.uint16 else frames
+
+
 def to_unit(frames: Tensor) -> Tensor:
-    """Convert uint8 `frames` `[B, C, T, H, W]` in 0-255 to float32 in [-1, 1]."""
-    return frames.float().div_(127.5).sub_(1)
+    """Convert integers to float32 in [-1, 1].
+
+    Args:
+        frames: `[B, C, T, H, W]`, uint8 in 0-255, or int16 with the bits of uint16 in 0-65535.
+
+    Returns:
+        `[B, C, T, H, W]`: `frames` / 127.5 - 1, or / 32767.5 - 1 for 16 bits.
+    """
+    if frames.dtype == torch.uint8:
+        return frames.float().div_(127.5).sub_(1)
+    # With the highest bit flipped the value of int16 is that of uint16 less 32768.
+    return frames.bitwise_xor(-0x8000).float().add_(0.5).div_(32767.5)
 
 
 def canonical(x: Tensor) -> Tensor:

@@ -1,9 +1,4 @@
-"""Decoding of a video file with PyAV; every problem of a file becomes an error of one line.
-
-Colours follow the matrix and range tags of the file as in FFmpeg, which assumes BT.601 without
-tags. swscale runs with accurate rounding and interpolated chroma, at most 1 level off; its default
-is up to 2 levels off, always downwards.
-"""
+"""Decoding of a video file with PyAV; every problem of a file becomes an error of one line."""
 
 import os
 import stat
@@ -13,23 +8,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import av
-import torch
 from av.container import InputContainer
 from av.error import FFmpegError
 from av.packet import Packet
 from av.stream import Disposition
-from av.video.reformatter import ColorRange, VideoReformatter
 from av.video.stream import VideoStream
-from torch import Tensor
 
 from ...kernels import line, shown
 
-# Flags of swscale from libswscale/swscale.h; not every PyAV names all of them. First the scaler:
-# for chroma always, for luma when the size changes.
-BICUBIC, AREA, LANCZOS = 0x4, 0x20, 0x200
-# Full chroma interpolation in and out, and accurate rounding. Without the first, the chroma of two
-# pixels is repeated; the last makes the result equal on every CPU.
-EXACT = 0x2000 | 0x4000 | 0x40000
 # BT.709 in ISO/IEC 23091-2, for matrix, primaries and transfer.
 BT709 = 1
 BT601 = 5
@@ -220,57 +206,6 @@ def announced_seconds(stream: VideoStream) -> float:
     except ValueError:
         return 0.0
     return 3600 * hours + 60 * minutes + seconds
-
-
-class Upright:
-    """Converts frames to upright RGB of one size."""
-
-    def __init__(self, path: Path, height: int, width: int, scaler: int = BICUBIC) -> None:
-        """Set the output size.
-
-        Args:
-            path: The file, for errors.
-            height: Height in pixels, upright.
-            width: Width in pixels, upright.
-            scaler: Flag of swscale for resizing. One object serves one thread.
-        """
-        self._path = path
-        self._size = (height, width)
-        self._flags = scaler | EXACT
-        self._reformatter = VideoReformatter()
-
-    def __call__(self, frame: av.VideoFrame) -> Tensor:
-        """Convert `frame` to `[height, width, 3]` uint8.
-
-        Raises:
-            ValueError: FFmpeg cannot convert it.
-        """
-        with faults_name(self._path, "has a frame that cannot be converted"):
-            return self._converted(frame)
-
-    def _converted(self, frame: av.VideoFrame) -> Tensor:
-        turns = quarter_turns(frame)
-        height, width = self._size[::-1] if turns % 2 else self._size
-        # The size may change within a stream; as in FFmpeg, the size of the first frame is used.
-        rgb = self._reformatter.reformat(
-            frame,
-            width=width,
-            height=height,
-            format="rgb24",
-            interpolation=self._flags,
-            src_color_range=frame.color_range,
-            dst_color_range=ColorRange.JPEG,
-            # RGB has no matrix, but PyAV before 17 applies the frame's matrix only if the two
-            # differ.
-            dst_colorspace=BT601 if frame.colorspace == BT709 else BT709,
-        )
-        picture = torch.from_numpy(rgb.to_ndarray())
-        return torch.rot90(picture, turns) if turns else picture
-
-
-def quarter_turns(frame: av.VideoFrame) -> int:
-    """Return the anticlockwise turns of 90 degrees that make `frame` upright, by its tag."""
-    return round(frame.rotation / 90) % 4
 
 
 def reason(error: BaseException) -> str:

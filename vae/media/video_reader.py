@@ -17,18 +17,14 @@ from av.video.stream import VideoStream
 from torch import Tensor
 
 from .av_input import (
-    AREA,
-    BICUBIC,
     FAULTS,
-    LANCZOS,
     MISSING_SECONDS,
     MISSING_SHARE,
-    Upright,
+    MOST_PIXELS,
     announced_seconds,
     decoded,
     faults_name,
     opened,
-    quarter_turns,
 )
 from .cadence import PacketTimes, cadence, indexed_times, is_near
 from .timestamps import (
@@ -43,6 +39,7 @@ from .timestamps import (
     in_step,
     timed,
 )
+from .upright import Upright, bit_depth, pixel_ratio, quarter_turns, scaler_for
 
 LOG = logging.getLogger(__name__)
 # Rate of a file without a frame rate and a duration.
@@ -55,8 +52,8 @@ class VideoFile:
 
     Attributes:
         path: The file; of an open file, its name in errors.
-        height: Height in pixels, upright.
-        width: Width in pixels, upright.
+        height: Height in square pixels, upright.
+        width: Width in square pixels, upright.
         fps: Frames per second of `pieces`.
         estimated_frames: Number of frames at that rate by the declared duration; None: unknown.
         origin: Time of the first frame by the clock of the file, in seconds.
@@ -64,6 +61,9 @@ class VideoFile:
         varies: The frame rate is not constant; None: the frames have no times.
         announced_fps: Declared frames per second, which may be wrong; None: not declared.
         seconds: Declared duration; 0 if not declared.
+        bit_depth: Bits per component, such as 8, 10, 12 or 16; floats count as 16.
+        stored_size: Upright height and width in pixels of the file, which may not be square; None:
+            they are.
     """
 
     path: Path
@@ -76,24 +76,33 @@ class VideoFile:
     varies: bool | None = None
     announced_fps: Fraction | None = None
     seconds: float = 0.0
+    bit_depth: int = 8
+    stored_size: tuple[int, int] | None = None
 
-    def frames(self, start: float = 0.0, duration: float | None = None) -> Iterator[Tensor]:
+    def frames(
+        self,
+        start: float = 0.0,
+        duration: float | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Iterator[Tensor]:
         """Decode the file or a range of it.
 
         Args:
             start: Seconds after the first frame of the file; frames before it are skipped from the
                 key frame before it on.
             duration: Seconds; frames at `start + duration` or later are left out. None: all.
+            dtype: `torch.uint8`: convert to 8 bits. None: uint8 for a file of 8 bits, uint16 for a
+                file of more.
 
         Returns:
-            Frames, `[H, W, 3]` uint8 RGB, upright. The range is exact to 0.6 ms, because Matroska
-            rounds times to 1 ms.
+            Frames, `[H, W, 3]` RGB, upright, with square pixels: uint8 in 0-255, or uint16 in
+            0-65535. The range is exact to 0.6 ms, because Matroska rounds times to 1 ms.
 
         Raises:
             ValueError: The file is broken or truncated, or has no frame at `start`.
         """
         begin, seconds = self._stretch(start, duration)
-        upright = Upright(self.path, self.height, self.width)
+        upright = self._upright(self.height, self.width, dtype)
         return (upright(item.frame) for item in self._timed(begin, seconds))
 
     def pieces(
@@ -106,6 +115,7 @@ class VideoFile:
         start: float = 0.0,
         duration: float | None = None,
         limit: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Iterator[Tensor]:
         """Decode the file in pieces, as `VideoVAE.encode_stream` takes them.
 
@@ -122,9 +132,10 @@ class VideoFile:
             start: Seconds after the first frame of the file, as in `frames`.
             duration: Seconds, as in `frames`.
             limit: Most frames in all. None: no limit.
+            dtype: As in `frames`.
 
         Returns:
-            Pieces, `[1, 3, t, H, W]` uint8.
+            Pieces, `[1, 3, t, H, W]`, uint8 in 0-255 or uint16 in 0-65535.
 
         Raises:
             ValueError: An argument is out of range, the picture is smaller than `multiple`, the
@@ -134,7 +145,7 @@ class VideoFile:
             raise ValueError(f"frames are {frames}, limited to {limit}; expected at least 1")
         begin, seconds = self._stretch(start, duration)
         rate = None if fps is None else checked_rate(fps)
-        convert = self._fitted(*self.cropped_size(multiple, size), size)
+        convert = self._fitted(*self.cropped_size(multiple, size), size, dtype)
 
         def pictures() -> Iterator[Tensor]:
             for frame, count in self._at(rate, begin, seconds):
@@ -233,16 +244,22 @@ class VideoFile:
         return Fraction(start), None if duration is None else Fraction(duration)
 
     def _fitted(
-        self, height: int, width: int, size: tuple[int, int] | None
+        self, height: int, width: int, size: tuple[int, int] | None, dtype: torch.dtype | None
     ) -> Callable[[av.VideoFrame], Tensor]:
         """Return the conversion of a frame to `size`, cropped to `[height, width, 3]`."""
         full = (self.height, self.width) if size is None else self._covering(*size)
-        scaler = BICUBIC
-        if full != (self.height, self.width):
-            scaler = AREA if full[0] < self.height else LANCZOS
-        upright = Upright(self.path, *full, scaler)
+        upright = self._upright(*full, dtype)
         top, left = (full[0] - height) // 2, (full[1] - width) // 2
         return lambda frame: upright(frame)[top : top + height, left : left + width]
+
+    def _upright(self, height: int, width: int, dtype: torch.dtype | None) -> Upright:
+        """Return the conversion of a frame to `[height, width, 3]`."""
+        if dtype not in (None, torch.uint8):
+            raise ValueError(f"dtype is {dtype}; expected torch.uint8, or None for all bits")
+        shown = self.height, self.width
+        scaler = scaler_for((height, width), shown, self.stored_size or shown)
+        deep = dtype is None and self.bit_depth > 8
+        return Upright(self.path, height, width, scaler, deep=deep)
 
     def _covering(self, height: int, width: int) -> tuple[int, int]:
         """Return the smallest size with the aspect ratio of the video that covers another."""
@@ -333,9 +350,7 @@ def read_video(source: str | os.PathLike[str] | BinaryIO) -> VideoFile:
         first = next(decoded(path, iter(sample), stream), None)
         if first is None:
             raise ValueError(f"{path} has no frame that can be decoded; expected a video")
-        height, width = first.height, first.width
-        if quarter_turns(first) % 2:
-            height, width = width, height
+        (height, width), stored = _sizes(path, first, pixel_ratio(stream))
         times = sample.times()
         # PyAV 19 has its own number type here; an unknown rate is false.
         announced = [Fraction(rate) for rate in (stream.average_rate, stream.guessed_rate) if rate]
@@ -353,7 +368,28 @@ def read_video(source: str | os.PathLike[str] | BinaryIO) -> VideoFile:
         if first.pts is not None and first.time_base:
             origin = first.pts * first.time_base
     rate, most = next(iter(announced), None), max(seconds, whole)
-    return VideoFile(path, height, width, fps, count, origin, file, varies, rate, most)
+    depth = bit_depth(first)
+    return VideoFile(
+        path, height, width, fps, count, origin, file, varies, rate, most, depth, stored
+    )
+
+
+def _sizes(
+    path: Path, first: av.VideoFrame, ratio: Fraction
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return height and width, upright, in square pixels and in those of the file."""
+    height, width = first.height, first.width
+    shown = max(1, round(width * ratio))
+    if height * shown > MOST_PIXELS:
+        raise ValueError(
+            f"{path} is {shown}x{height} in square pixels; expected at most {MOST_PIXELS:,}"
+        )
+    if ratio != 1:
+        LOG.info("Fast Video VAE: %s has pixels of %d:%d; its width is scaled from %d to %d",
+                 path.name, *ratio.as_integer_ratio(), width, shown)  # fmt: skip
+    if quarter_turns(first) % 2:
+        return (shown, height), (width, height)
+    return (height, shown), (height, width)
 
 
 def _runs(pictures: Iterator[Tensor], frames: int) -> Iterator[Tensor]:

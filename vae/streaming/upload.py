@@ -48,14 +48,15 @@ class Upload:
         """Upload a chunk.
 
         Args:
-            pixels: `[B, C, T, H, W]`, a float dtype or uint8 in 0-255, in any memory layout.
+            pixels: `[B, C, T, H, W]`, a float dtype, uint8 in 0-255, or int16 with the bits of
+                uint16 in 0-65535; in any memory layout.
 
         Returns:
             `[B, C, T, H, W]` in [-1, 1], channels-last, in the dtype of the computation.
         """
         x = self._moved(pixels)
         bad: Tensor | None = None
-        if x.dtype == torch.uint8:
+        if x.dtype in (torch.uint8, torch.int16):
             x = to_unit(x)
         else:
             bad = not_finite(x) if self._checks else None

@@ -3,7 +3,7 @@
 import torch
 
 from fast_video_vae.tests.nodes.vae.pairs import node, ours, relative_error, v3_node
-from fast_video_vae.tests.videos import stacked, write
+from fast_video_vae.tests.videos import stacked, write, write_planes
 
 
 def decode(vae, latent, **options):
@@ -55,6 +55,24 @@ def written(frames, path, **options):
     from comfy_api.latest import InputImpl
 
     return InputImpl.VideoFromFile(str(write(path, frames, 16, codec="ffv1", **options)))
+
+
+def deep(frames, height=64, width=64):
+    """Moving content `[N, H, W, 3]` float32 in [0, 1], each value a number of 16 bits."""
+    time = torch.arange(frames).view(-1, 1, 1, 1)
+    y, x = torch.arange(height).view(1, -1, 1, 1), torch.arange(width).view(1, 1, -1, 1)
+    phase = torch.tensor([0.0, 2.0, 4.0])
+    unit = torch.sin(x / 90 + y / 130 + time / 30 + phase) * 0.4 + 0.5
+    return (unit * 65535).round() / 65535
+
+
+def deep_file(images, path, codec="ffv1", **options):
+    """A VIDEO that is a file of 16 bits per component of these images `[N, H, W, 3]`."""
+    from comfy_api.latest import InputImpl
+
+    numbers = (images * 65535).round().int().numpy()
+    pictures = [[picture[..., channel] for channel in (1, 2, 0)] for picture in numbers]
+    return InputImpl.VideoFromFile(str(write_planes(path, codec, "gbrp16le", pictures, **options)))
 
 
 def held(frames):

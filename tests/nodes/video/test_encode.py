@@ -1,6 +1,7 @@
 """Video files to latents: against ComfyUI's own nodes, and in case of errors."""
 
 import logging
+from fractions import Fraction
 
 import pytest
 import torch
@@ -10,12 +11,15 @@ from fast_video_vae.tests.nodes.vae.pairs import clip, relative_error, stopped_a
 from fast_video_vae.tests.nodes.video.clips import (
     assert_encoded,
     components,
+    deep,
+    deep_file,
     encode,
     held,
     smooth,
     tone,
     written,
 )
+from fast_video_vae.tests.videos import write_with
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
 
@@ -154,6 +158,41 @@ def test_another_vae_encodes_with_its_own_method(stock, tmp_path, caplog):
     assert torch.equal(samples, stock.encode(pictures.float() / 255))
     assert (fps, count) == (16, 17)
     assert "unused: chunk" in caplog.text
+
+
+def test_a_file_of_16_bits_is_encoded_in_full_depth(fast, tmp_path):
+    images = deep(9)
+    samples, *_ = encode(fast, deep_file(images, tmp_path / "x.mkv"))
+    assert_encoded(samples, fast, images)
+    rounded = (images * 255).round().byte()
+    small, *_ = encode(fast, written(rounded, tmp_path / "small.mkv"))
+    assert relative_error(small, samples) > 1e-3
+
+
+def test_an_image_vae_encodes_16_bits_as_opaque(picture_vae, tmp_path):
+    images = deep(2)
+    samples, *_ = encode(picture_vae, deep_file(images, tmp_path / "x.mkv"))
+    assert_encoded(samples, picture_vae, images)
+
+
+def test_another_vae_gets_an_image_of_full_depth(stock, tmp_path):
+    images = deep(5)
+    samples, *_ = encode(stock, deep_file(images, tmp_path / "x.mkv"))
+    assert torch.equal(samples, stock.encode(images))
+
+
+@pytest.mark.parametrize(("width", "height"), [(0, 0), (0, 32), (64, 64)])
+def test_pixels_that_are_not_square_are_shown_as_intended(fast, tmp_path, width, height):
+    from comfy_api.latest import InputImpl
+
+    def prepare(stream):
+        stream.codec_context.sample_aspect_ratio = Fraction(4, 3)
+
+    path = write_with(tmp_path / "x.mp4", smooth(5, 64, 72), "mp4", prepare=prepare)
+    samples, *_ = encode(fast, InputImpl.VideoFromFile(str(path)), width=width, height=height)
+    # It is shown with a width of 96.
+    expected = {(0, 0): (64, 96), (0, 32): (32, 48), (64, 64): (64, 64)}[width, height]
+    assert samples.shape[-2:] == (expected[0] // 8, expected[1] // 8)
 
 
 def test_a_file_that_is_not_a_video_is_a_one_line_error(fast, tmp_path):

@@ -54,6 +54,11 @@ def convert(
         return joined(stream(x, StreamOptions(chunk), **given)).cpu(), dict(vae.shards.counts)
 
 
+def encode_deep(group, *, family, bits):
+    """Encode frames of uint16, given as int16 because PyTorch does not pickle uint16."""
+    return convert(group, family=family, x=bits.view(torch.uint16), encode=True)[0]
+
+
 def sharers(group):
     """The ranks on the device of this one."""
     with sharded("wan2.1", group) as vae:

@@ -103,6 +103,14 @@ def test_a_single_frame_equals_one_process(pool, family, encode):
     check(pool, 2, family, x, encode=encode)
 
 
+def test_frames_of_16_bits_equal_one_process(pool):
+    x = input_of(vae_of("wan2.1", torch.float64), True, (5, 3))
+    deep = ((x + 1) / 2 * 65535).int().to(torch.uint16)
+    expected = whole(vae_of("wan2.1", torch.float64), True, deep)
+    for actual in pool.run(tasks.encode_deep, 2, family="wan2.1", bits=deep.view(torch.int16)):
+        assert relative_error(actual, expected) <= CLOSE[torch.float64]
+
+
 @pytest.mark.parametrize(
     "frames", [range(5), range(6, 11), range(12, 13)], ids=["start", "middle", "last"]
 )

@@ -22,7 +22,10 @@ NO_RANGE = None
 def pixels_of(dtype, layout, frames=5):
     """Pixels `[1, 3, T, 6, 10]` of a `dtype`, in one of the layouts that users have."""
     x = random_frames(1, 3, frames, 6, 10)
-    x = ((x + 1) * 127).to(dtype) if dtype == torch.uint8 else x.to(dtype)
+    if dtype == torch.int16:  # the bits of uint16
+        x = ((x + 1) * 32767).int().to(torch.uint16).view(torch.int16)
+    else:
+        x = ((x + 1) * 127).to(dtype) if dtype == torch.uint8 else x.to(dtype)
     images = x.permute(0, 2, 3, 4, 1).contiguous()
     return {
         "dense": x,
@@ -34,7 +37,7 @@ def pixels_of(dtype, layout, frames=5):
 
 
 LAYOUTS = ["dense", "images", "channels-last", "every second frame", "four channels"]
-DTYPES = [torch.uint8, torch.float32, torch.bfloat16, torch.float16, torch.float64]
+DTYPES = [torch.uint8, torch.int16, torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
 @pytest.fixture
@@ -55,6 +58,8 @@ def test_pixels_arrive_as_they_are(gpu, dtype, layout):
         before = pixels.clone()
         x = given(pixels)
         unit = pixels.float() / 127.5 - 1 if dtype == torch.uint8 else pixels
+        if dtype == torch.int16:
+            unit = (pixels.view(torch.uint16).double() / 32767.5 - 1).float()
         assert torch.equal(x, unit.to(torch.bfloat16))
         assert x.is_contiguous(memory_format=torch.channels_last_3d)
         assert sent[-1].dtype == dtype

@@ -1,0 +1,244 @@
+"""Reading files of more than 8 bits: exact RGB, the formula of BT.709, rotation, EXR."""
+
+import numpy as np
+import pytest
+import torch
+
+from fast_video_vae.tests.builders import refused
+from fast_video_vae.tests.videos import WEIGHTS, av, write_planes
+from fast_video_vae.vae.media import read_video
+
+HEIGHT, WIDTH = 32, 48
+# The error of YUV in levels of 10 bits: half a level of rounding, and a little for swscale.
+YUV_ERROR = 0.6
+# For a file of one frame x265 invents wrong times if it may use B-frames.
+LOSSLESS = {"x265-params": "lossless=1:bframes=0:log-level=none"}
+
+
+def numbers(bits, *shape, low=0, high=None, seed=0):
+    """Random numbers of `bits`, with the smallest and the largest."""
+    high = (1 << bits) - 1 if high is None else high
+    found = np.random.default_rng(seed).integers(low, high + 1, shape)
+    found.flat[:2] = low, high
+    return found
+
+
+def first_frame(path, **options):
+    return next(read_video(path).frames(**options))
+
+
+def wide(picture):
+    """The numbers of a uint16 tensor."""
+    assert picture.dtype == torch.uint16
+    return picture.numpy().astype(np.float64)
+
+
+def rgb_of(y, cb, cr, bits, matrix=1, full=False):
+    """The formula of ITU-R BT.709, BT.601 and BT.2020 for numbers of `bits`: RGB in [0, 1]."""
+    red, blue = WEIGHTS[matrix]
+    step, most = 1 << (bits - 8), (1 << bits) - 1
+    black, luma, chroma = (0, most, most) if full else (16 * step, 219 * step, 224 * step)
+    y, cb, cr = (y - black) / luma, (cb - 128 * step) / chroma, (cr - 128 * step) / chroma
+    r, b = y + (2 - 2 * red) * cr, y + (2 - 2 * blue) * cb
+    g = (y - red * r - blue * b) / (1 - red - blue)
+    return np.clip(np.stack([r, g, b], axis=-1), 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "codec", "pix_fmt", "bits"),
+    [
+        ("mkv", "ffv1", "gbrp16le", 16),
+        ("mkv", "ffv1", "rgb48le", 16),
+        ("mkv", "ffv1", "gbrp12le", 12),
+        ("mkv", "ffv1", "gbrp10le", 10),
+        ("mkv", "ffv1", "gray16le", 16),
+        ("mkv", "ffv1", "gray10le", 10),
+        ("png", "png", "rgb48be", 16),
+        ("png", "png", "rgba64be", 16),  # transparent pixels have colors too
+        ("png", "png", "gray16be", 16),
+    ],
+)
+def test_lossless_rgb_is_the_nearest_number_of_16_bits(tmp_path, suffix, codec, pix_fmt, bits):
+    pictures = [numbers(bits, HEIGHT, WIDTH, 4, seed=seed) for seed in range(2)]
+    order = {"gbr": [[1], [2], [0]], "rgb": [[0, 1, 2]], "gra": [[0]]}[pix_fmt[:3]]
+    order = [[0, 1, 2, 3]] if "rgba" in pix_fmt else order
+    shown = [0, 0, 0] if pix_fmt[:3] == "gra" else [0, 1, 2]
+    planes = [[picture[..., channels] for channels in order] for picture in pictures]
+    planes = planes[:1] if suffix == "png" else planes
+    video = read_video(write_planes(tmp_path / f"a.{suffix}", codec, pix_fmt, planes, full=True))
+    assert video.bit_depth == bits
+    frames = list(video.frames())
+    assert len(frames) == len(planes)
+    for frame, picture in zip(frames, pictures, strict=False):
+        exact = picture[..., shown] * 65535 / ((1 << bits) - 1)
+        error = np.abs(wide(frame) - exact).max()
+        assert error == 0 if bits == 16 else error < 1
+    (piece,) = video.pieces()
+    assert torch.equal(piece.view(torch.int16)[0, :, 0], frames[0].view(torch.int16).movedim(2, 0))
+
+
+@pytest.mark.parametrize(
+    ("pix_fmt", "matrix", "full"),
+    [
+        ("yuv444p10le", 1, False),
+        ("yuv444p10le", 1, True),
+        ("yuv444p10le", 9, False),
+        ("yuv444p10le", 6, True),
+        ("yuva444p10le", 1, False),
+        ("yuva444p12le", 1, True),
+        ("yuv444p12le", 1, False),
+        ("yuv444p16le", 1, False),
+        ("yuv444p16le", 1, True),
+    ],
+)
+def test_yuv_follows_the_formula_over_its_range(tmp_path, pix_fmt, matrix, full):
+    bits = int(pix_fmt[-4:-2])
+    step = 1 << (bits - 8)
+    luma = numbers(bits, 128, 160)
+    near = {"low": 108 * step, "high": 148 * step}  # most colors of any luma are in range
+    chroma = [numbers(bits, 128, 160, seed=seed, **near) for seed in (1, 2)]
+    alpha = [numbers(bits, 128, 160)] * pix_fmt.startswith("yuva")
+    path = tmp_path / "a.mkv"
+    planes = [[luma, *chroma, *alpha]]
+    write_planes(path, "ffv1", pix_fmt, planes, matrix=matrix, full=full)
+    exact = rgb_of(luma, *chroma, bits, matrix, full)
+    found = wide(first_frame(path)) / 65535
+    assert np.abs(found - exact).max() * 1023 <= YUV_ERROR
+
+
+@pytest.mark.parametrize(
+    ("name", "codec", "pix_fmt", "options"),
+    [
+        ("a.mp4", "hevc", "yuv420p10le", LOSSLESS),
+        ("a.mov", "prores_ks", "yuv422p10le", {}),
+    ],
+)
+@pytest.mark.parametrize("full", [False, True])
+def test_subsampled_files_follow_the_formula(tmp_path, name, codec, pix_fmt, options, full):
+    luma = np.linspace(64, 940, 128).round().astype(int)[None].repeat(64, axis=0)
+    across = 64 if "420" in pix_fmt or "422" in pix_fmt else 128
+    chroma = [np.full((32 if "420" in pix_fmt else 64, across), value) for value in (480, 540)]
+    path = tmp_path / name
+    write_planes(path, codec, pix_fmt, [[luma, *chroma]], options, matrix=1, full=full)
+    with av.open(str(path)) as container:
+        decoded = next(container.decode(video=0))
+        is_full = int(decoded.color_range) == 2
+        planes = [
+            np.frombuffer(plane, "<u2").reshape(plane.height, -1)[:, : plane.width]
+            for plane in decoded.planes
+        ]
+    assert is_full == (full and codec != "prores_ks")  # ProRes has no tag for it
+    y, cb, cr = (plane.astype(int) for plane in planes)
+    assert np.ptp(cb) == np.ptp(cr) == 0  # so that no interpolation matters
+    exact = rgb_of(y, cb[0, 0], cr[0, 0], 10, full=is_full)
+    video = read_video(path)
+    assert video.bit_depth == 10
+    found = wide(next(video.frames())) / 65535
+    assert np.abs(found - exact).max() * 1023 <= YUV_ERROR
+
+
+def test_a_smooth_gradient_keeps_more_than_256_levels(tmp_path):
+    # A quarter of a level of 8 bits per pixel.
+    luma = (64 + np.arange(1020) / 4 / 255 * 876).round().astype(int)[None].repeat(16, axis=0)
+    gray = np.full((8, 510), 512)
+    path = tmp_path / "a.mp4"
+    write_planes(path, "hevc", "yuv420p10le", [[luma, gray, gray]], LOSSLESS, matrix=1)
+    levels = wide(first_frame(path))[0, :, 1]
+    assert (np.diff(levels) >= 0).all()
+    assert len(set(levels)) == len(set(luma[0])) > 800
+    assert len(set(first_frame(path, dtype=torch.uint8)[0, :, 1].tolist())) <= 256
+
+
+@pytest.mark.skipif(
+    not hasattr(av.VideoStream, "set_display_rotation"), reason="PyAV before 17 writes no rotation"
+)
+@pytest.mark.parametrize("degrees", [90, 180, -90])
+def test_rotated_files_of_10_bits_are_read_upright(tmp_path, degrees):
+    planes = [numbers(10, HEIGHT, WIDTH, seed=seed) for seed in range(3)]
+    paths = [tmp_path / "plain.mp4", tmp_path / "turned.mp4"]
+    turned = {"prepare": lambda stream: stream.set_display_rotation(degrees)}
+    for path, options in zip(paths, [{}, turned], strict=True):
+        write_planes(path, "hevc", "yuv444p10le", [planes], LOSSLESS, **options)
+    plain, upright = map(first_frame, paths)
+    video = read_video(paths[1])
+    assert (video.height, video.width) == upright.shape[:2]
+    assert np.array_equal(wide(upright), np.rot90(wide(plain), degrees // 90))
+    # A crop to multiples of 16 changes no pixel.
+    (piece,) = video.pieces(multiple=16)
+    assert np.array_equal(wide(piece[0, :, 0].permute(1, 2, 0)), wide(upright))
+
+
+@pytest.mark.parametrize(
+    ("pix_fmt", "slack"),
+    [("gbrp16le", 4), ("gbrp10le", 4), ("yuv444p10le", 64), ("gray10le", 4), ("rgb48le", 4)],
+)
+@pytest.mark.parametrize("size", [(16, 24), (48, 80)])
+def test_a_resize_keeps_black_and_white(tmp_path, pix_fmt, slack, size):
+    bits = 16 if "16" in pix_fmt or "48" in pix_fmt else 10
+    most = (1 << bits) - 1
+    black, white, middle = (64, 940, 512) if "yuv" in pix_fmt else (0, most, None)
+    picture = np.full((HEIGHT, WIDTH), black)
+    picture[:, WIDTH // 2 :] = white
+    count = {"gra": 1, "rgb": 1}.get(pix_fmt[:3], 3)
+    planes = [picture] * count
+    if middle:
+        planes = [picture, *[np.full_like(picture, middle)] * 2]
+    if pix_fmt == "rgb48le":
+        planes = [np.stack([picture] * 3, axis=-1)]
+    video = read_video(write_planes(tmp_path / "a.mkv", "ffv1", pix_fmt, [planes]))
+    (piece,) = video.pieces(size=size)
+    found = wide(piece[0, :, 0])
+    assert np.abs(found[:, :, 0] - 0).max() <= slack
+    assert np.abs(found[:, :, -1] - 65535).max() <= slack
+
+
+def test_8_bits_can_be_requested(tmp_path):
+    planes = [numbers(10, HEIGHT, WIDTH, seed=seed) for seed in range(3)]
+    path = write_planes(tmp_path / "a.mkv", "ffv1", "gbrp10le", [planes])
+    deep, small = (first_frame(path, dtype=dtype) for dtype in (None, torch.uint8))
+    assert small.dtype == torch.uint8
+    assert np.abs(wide(deep) / 257 - small.numpy()).max() < 1.5  # swscale dithers
+    video = read_video(path)
+    (piece,) = video.pieces(dtype=torch.uint8)
+    assert torch.equal(piece[0, :, 0].permute(1, 2, 0), small)
+    for read in (video.frames, video.pieces):
+        with refused("dtype is torch.float32; expected torch.uint8, or None"):
+            list(read(dtype=torch.float32))
+
+
+def test_a_stream_that_changes_to_8_bits_keeps_its_dtype(tmp_path):
+    picture = numbers(8, HEIGHT, WIDTH, 3)
+    parts = []
+    for codec, pix_fmt, values in (("png", "rgb48be", picture * 257), ("png", "rgb24", picture)):
+        path = tmp_path / f"{pix_fmt}.png"
+        if pix_fmt == "rgb48be":
+            write_planes(path, codec, pix_fmt, [[values]])
+        else:
+            av.VideoFrame.from_ndarray(values.astype(np.uint8), format=pix_fmt).save(str(path))
+        parts.append(path.read_bytes())
+    joined = tmp_path / "a.png"  # read as one stream of two pictures
+    joined.write_bytes(b"".join(parts))
+    frames = list(read_video(joined).frames())
+    assert len(frames) == 2
+    for frame in frames:
+        assert np.array_equal(wide(frame), picture * 257.0)
+
+
+@pytest.mark.parametrize("kind", ["float", "half"])
+@pytest.mark.parametrize("pix_fmt", ["gbrpf32le", "gbrapf32le", "grayf32le"])
+def test_exr_gets_the_curve_of_srgb(tmp_path, pix_fmt, kind):
+    light = (np.random.default_rng(0).random((HEIGHT, WIDTH, 3)) * 1.2 - 0.1).astype(np.float32)
+    light[0, :4] = np.array([0, 0.0031308, 1, np.nan], np.float32)[:, None]
+    if kind == "half":
+        light = light.astype(np.float16).astype(np.float32)
+    order = {"gbrp": [1, 2, 0], "gbra": [1, 2, 0, 0], "gray": [0]}[pix_fmt[:4]]
+    path = tmp_path / "a.exr"
+    write_planes(path, "exr", pix_fmt, [[light[..., index] for index in order]], {"format": kind})
+    shown = light[..., [0, 0, 0] if pix_fmt[:4] == "gray" else [0, 1, 2]]
+    shown = np.clip(np.nan_to_num(shown.astype(np.float64)), 0, 1)
+    curve = np.where(shown <= 0.0031308, 12.92 * shown, 1.055 * shown ** (1 / 2.4) - 0.055)
+    video = read_video(path)
+    assert video.bit_depth == 16
+    assert np.abs(wide(next(video.frames())) - curve * 65535).max() <= 0.6
+    small = next(video.frames(dtype=torch.uint8))
+    assert np.abs(small.numpy() - curve * 255).max() <= 0.51

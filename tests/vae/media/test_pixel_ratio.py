@@ -1,0 +1,140 @@
+"""Files with pixels that are not square are read as they are shown."""
+
+import logging
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from fast_video_vae.tests.builders import refused
+from fast_video_vae.tests.videos import (
+    av,
+    moving_clip,
+    pieces_of,
+    stacked,
+    write_planes,
+    write_with,
+)
+from fast_video_vae.vae.media import read_video, video_reader
+
+# Ratio, stored height and width, and the width that is shown.
+SHAPES = [
+    (Fraction(8, 9), 48, 72, 64),  # NTSC, 4:3
+    (Fraction(32, 27), 48, 72, 85),  # NTSC, 16:9; 85.33
+    (Fraction(4, 3), 54, 72, 96),  # HDV
+    (Fraction(8, 9), 33, 45, 40),  # odd
+    (Fraction(32, 27), 31, 51, 60),  # odd; 60.44
+]
+ROTATES = hasattr(av.VideoStream, "set_display_rotation")
+
+
+def shape_file(path, ratio, planes, degrees=0):
+    """Write a file of 10 bits with a pixel aspect ratio and a rotation."""
+
+    def prepare(stream):
+        stream.codec_context.sample_aspect_ratio = ratio
+        if degrees:
+            stream.set_display_rotation(degrees)
+
+    return write_planes(path, "prores_ks", "yuv444p10le", [planes], prepare=prepare)
+
+
+def waves(height, width):
+    """A gray picture in [0, 1], the same at every size."""
+    y, x = (np.arange(height) + 0.5) / height, (np.arange(width) + 0.5) / width
+    return 0.5 + 0.2 * np.sin(2 * np.pi * x) + 0.2 * np.cos(2 * np.pi * y)[:, None]
+
+
+def planes_of(gray):
+    return [64 + gray * 876, *[np.full(gray.shape, 512)] * 2]
+
+
+@pytest.mark.parametrize("degrees", [0, 90, 180, -90])
+@pytest.mark.parametrize(("ratio", "height", "width", "shown"), SHAPES)
+def test_the_width_is_scaled_before_the_rotation(
+    tmp_path, caplog, ratio, height, width, shown, degrees
+):
+    if degrees and not ROTATES:
+        pytest.skip("PyAV before 17 writes no rotation")
+    path = shape_file(tmp_path / "a.mov", ratio, planes_of(waves(height, width)), degrees)
+    with caplog.at_level(logging.INFO):
+        video = read_video(path)
+    assert caplog.text.count("its width is scaled") == 1
+    assert f"pixels of {ratio.numerator}:{ratio.denominator}" in caplog.text
+    exact = np.rot90(waves(height, shown), degrees // 90)
+    assert (video.height, video.width) == exact.shape
+    frame = next(video.frames())
+    assert frame.shape == (*exact.shape, 3)
+    # Resampling of a wave of 40 pixels or more, and the edge.
+    assert np.abs(frame[..., 1].numpy() / 65535 - exact).max() <= 0.01
+    top, left = (side % 8 // 2 for side in exact.shape)
+    (piece,) = video.pieces(multiple=8)
+    assert piece.shape[3:] == video.cropped_size(8)
+    assert piece.shape[3:] == tuple(side - side % 8 for side in exact.shape)
+    cropped = frame[top : top + piece.shape[3], left : left + piece.shape[4]]
+    assert torch.equal(piece[0, :, 0].view(torch.int16), cropped.movedim(2, 0).view(torch.int16))
+
+
+@pytest.mark.parametrize(
+    ("size", "covers"),
+    [
+        ((24, 32), (24, 32)),  # half of what is shown
+        ((48, 48), (48, 64)),  # only cropped
+        ((96, 64), (96, 128)),  # larger
+        ((40, 70), (52, 70)),  # one side smaller, the other larger than stored
+        ((31, 41), (31, 41)),  # odd
+    ],
+)
+@pytest.mark.parametrize("degrees", [0, 90])
+def test_another_size_is_covered_at_the_aspect_ratio_that_is_shown(tmp_path, size, covers, degrees):
+    if degrees and not ROTATES:
+        pytest.skip("PyAV before 17 writes no rotation")
+    path = shape_file(tmp_path / "a.mov", Fraction(8, 9), planes_of(waves(48, 72)), degrees)
+    size, covers = (size[::-1], covers[::-1]) if degrees else (size, covers)
+    (piece,) = read_video(path).pieces(size=size)
+    assert piece.shape[3:] == size
+    whole = np.rot90(waves(*(covers[::-1] if degrees else covers)), degrees // 90)
+    top, left = (covers[0] - size[0]) // 2, (covers[1] - size[1]) // 2
+    exact = whole[top : top + size[0], left : left + size[1]]
+    assert np.abs(piece[0, 1, 0].numpy() / 65535 - exact).max() <= 0.015
+
+
+@pytest.mark.parametrize("ratio", [None, Fraction(1), Fraction(40), Fraction(1, 30)])
+def test_square_unknown_and_absurd_ratios_change_no_pixel(tmp_path, caplog, ratio):
+    def prepare(stream):
+        if ratio is not None:
+            stream.codec_context.sample_aspect_ratio = ratio
+
+    frames = moving_clip(2)
+    paths = [tmp_path / name for name in ("plain.mp4", "ratio.mp4")]
+    for path, options in zip(paths, [{}, {"prepare": prepare}], strict=True):
+        write_with(path, frames, "mp4", **options)
+    with caplog.at_level(logging.DEBUG, logger="fast_video_vae"):
+        plain, video = map(read_video, paths)
+    assert (video.height, video.width, video.bit_depth) == (48, 64, 8)
+    assert torch.equal(stacked(video), stacked(plain))
+    for size in ((24, 40), (96, 64)):
+        assert torch.equal(pieces_of(video, size=size), pieces_of(plain, size=size))
+    absurd = ratio is not None and ratio != 1
+    assert caplog.text.count("is ignored") == absurd
+    assert "its width is scaled" not in caplog.text
+
+
+def test_a_file_of_8_bits_is_scaled_too(tmp_path):
+    def prepare(stream):
+        stream.codec_context.sample_aspect_ratio = Fraction(4, 3)
+
+    gray = (waves(48, 48) * 255).round().astype(np.uint8)
+    frames = torch.from_numpy(np.stack([gray] * 3, axis=-1))[None]
+    path = write_with(tmp_path / "a.mp4", frames, "mp4", options={}, prepare=prepare)
+    (frame,) = read_video(path).frames()
+    assert frame.dtype == torch.uint8
+    assert np.abs(frame[..., 1].numpy() / 255 - waves(48, 64)).max() <= 0.04  # h264 is lossy
+
+
+def test_a_picture_that_grows_too_large_is_refused(tmp_path, monkeypatch):
+    path = shape_file(tmp_path / "a.mov", Fraction(10), planes_of(waves(16, 32)))
+    monkeypatch.setattr(video_reader, "MOST_PIXELS", 16 * 320 - 1)
+    with refused(r"a\.mov is 320x16 in square pixels; expected at most"):
+        read_video(path)
