@@ -20,7 +20,8 @@ import torch
 from av.video.reformatter import ColorRange, VideoReformatter
 from torch import Tensor
 
-from .av_input import BICUBIC, BT709, EXACT
+from .av_input import BT709
+from .upright import BICUBIC, EXACT
 
 # Code points of ISO/IEC 23091-2: the matrix of RGB, and the transfer function of sRGB.
 IDENTITY, SRGB = 0, 13

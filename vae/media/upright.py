@@ -81,8 +81,8 @@ class Upright:
 
     def _converted(self, frame: av.VideoFrame, height: int, width: int) -> np.ndarray:
         if _FLOAT.search(frame.format.name):
-            frame = _displayed(frame, deep=self._deep)
-        deep = self._deep and bit_depth(frame) > 8
+            frame = _displayed(frame)
+        deep = bit_depth(frame) > 8
         span = frame.color_range
         if deep and _is_gray(frame):
             span = ColorRange.JPEG  # as FFmpeg 8 does; FFmpeg 7 follows the tag
@@ -101,7 +101,10 @@ class Upright:
         ).to_ndarray()
         if deep:
             resized = (frame.width, frame.height) != (width, height)
-            return _filled(rgb, _filled_bits(frame, resized=resized))
+            rgb = _filled(rgb, _filled_bits(frame, resized=resized))
+            if self._deep:
+                return rgb
+            return ((rgb.astype(np.int32) * 255 + 32767) // 65535).astype(np.uint8)
         # A frame of 8 bits in a stream of more.
         return rgb.astype(np.uint16) * np.uint16(257) if self._deep else rgb
 
@@ -167,8 +170,8 @@ def _filled(picture: np.ndarray, bits: int) -> np.ndarray:
     return picture
 
 
-def _displayed(frame: av.VideoFrame, *, deep: bool) -> av.VideoFrame:
-    """Convert floats of linear light with the primaries of BT.709 to integers for a display."""
+def _displayed(frame: av.VideoFrame) -> av.VideoFrame:
+    """Convert floats of linear light with the primaries of BT.709 to 16 bits for a display."""
     name = frame.format.name
     planes: tuple[Any, ...] = frame.planes  # buffers, which their type does not declare
     order = ">" if frame.format.is_big_endian else "<"
@@ -188,7 +191,5 @@ def _displayed(frame: av.VideoFrame, *, deep: bool) -> av.VideoFrame:
     if int(getattr(frame, "color_trc", 0)) in _LINEAR:
         curve = 1.055 * light ** (1 / 2.4) - 0.055
         light = torch.where(light <= 0.0031308, 12.92 * light, curve)
-    levels = (light * (65535 if deep else 255)).round_().numpy()
-    if deep:
-        return av.VideoFrame.from_ndarray(levels.astype(np.uint16), format="rgb48le")
-    return av.VideoFrame.from_ndarray(levels.astype(np.uint8), format="rgb24")
+    levels = (light * 65535).round_().numpy()
+    return av.VideoFrame.from_ndarray(levels.astype(np.uint16), format="rgb48le")

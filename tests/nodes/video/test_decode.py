@@ -153,7 +153,9 @@ def test_the_workflow_is_stored_as_by_save_video(fast, output, monkeypatch):
 def test_audio_matches_the_frames_and_ends_with_the_video(fast, output):
     sound = tone(3)
     for frames, start, seconds in (("", 0, 17 / 16), ("8-15", 8 / 16, 8 / 16)):
-        found = components(decode(fast, latents(5), codec="ffv1", bit_depth="8", audio=sound, frames=frames))[1]
+        found = components(
+            decode(fast, latents(5), codec="ffv1", bit_depth="8", audio=sound, frames=frames)
+        )[1]
         expected = sound["waveform"][..., round(start * 44100) :][..., : round(seconds * 44100)]
         assert found["sample_rate"] == 44100
         assert torch.allclose(found["waveform"], expected, atol=2**-15)

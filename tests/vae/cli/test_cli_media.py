@@ -15,7 +15,13 @@ import av  # noqa: E402
 
 from fast_video_vae.tests.videos import moving_clip, psnr, stacked, write, write_clip, write_with  # noqa: E402
 from fast_video_vae.vae import load_vae  # noqa: E402
-from fast_video_vae.vae.media import Audio, frames_to_uint8, read_audio, read_video  # noqa: E402
+from fast_video_vae.vae.media import (  # noqa: E402
+    Audio,
+    as_pictures,
+    frames_to_uint8,
+    read_audio,
+    read_video,
+)
 
 
 @pytest.fixture
@@ -35,7 +41,7 @@ def decoded(vae_path, latents):
 @pytest.mark.parametrize(
     ("name", "options", "codec"),
     [
-        ("a.mkv", [], "ffv1"),
+        ("a.mkv", ["--bit-depth", "8"], "ffv1"),
         ("a.mp4", ["--codec", "av1", "--video-quality", "90"], "av1"),
         ("a.mp4", ["--hardware"], "h264"),
         pytest.param("a.mp4", [], "h264", marks=pytest.mark.slow),
@@ -61,6 +67,23 @@ def test_decode_writes_the_format_of_the_name_or_codec(
         assert psnr(stacked(movie), expected) > 22  # noise; most formats halve its colours
 
 
+def test_decode_writes_the_depth_of_the_options(tmp_path, done, vae_path, latents):
+    vae = load_vae(vae_path, dtype=torch.float32)
+    with safe_open(latents, "pt") as file:
+        frames = vae.decode(file.get_tensor("latent"))
+    expected = as_pictures(frames, torch.uint16).int()
+    lines = done("decode", latents, "-o", tmp_path / "a.mkv")
+    assert lines[-2] == "ffv1 in 16 bits (gbrp16le) encoded by ffv1"
+    found = torch.stack(list(read_video(tmp_path / "a.mkv").frames())).int()
+    assert (found - expected).abs().max() <= 1
+    lines = done("decode", latents, "-o", tmp_path / "a.png", "--no-dither")
+    assert lines[-1] == f"wrote {tmp_path / 'a'}: 13 frames at 16 fps"
+    picture = next(read_video(tmp_path / "a" / "frame_00003.png").frames())
+    assert (picture.int() - expected[3]).abs().max() <= 1
+    done("decode", latents, "-o", tmp_path / "b.mp4", "--codec", "hevc", "--bit-depth", "auto")
+    assert read_video(tmp_path / "b.mp4").bit_depth == 10
+
+
 @pytest.mark.parametrize(
     ("text", "expected", "chunk"),
     [
@@ -73,7 +96,8 @@ def test_decode_writes_the_format_of_the_name_or_codec(
 )
 def test_decode_takes_a_range_of_frames(tmp_path, done, vae_path, latents, text, expected, chunk):
     movie = tmp_path / "a.mkv"
-    lines = done("decode", latents, "-o", movie, "--frames", text, "--chunk", chunk)
+    options = ["--frames", text, "--chunk", chunk, "--bit-depth", 8]
+    lines = done("decode", latents, "-o", movie, *options)
     count = f"{len(expected)} frame{'s' * (len(expected) > 1)}"
     assert lines[-1] == f"wrote {movie}: {count} at 16 fps"
     wanted = decoded(vae_path, latents)[expected.start : expected.stop]

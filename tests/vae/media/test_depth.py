@@ -296,6 +296,7 @@ def test_pictures_are_converted_as_the_decoder_does():
     assert torch.equal(pictures_as(pictures_as(eight, SIXTEEN), torch.uint8), eight)
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.parametrize(("codec", "pixels"), [("hevc", "yuv420p10le"), ("prores", "yuv422p10le")])
 def test_ten_bits_take_as_long_as_the_encoder(tmp_path, codec, pixels):

@@ -339,7 +339,8 @@ def test_a_file_has_every_frame_once(run, tmp_path, monkeypatch):
     weights, latents, movie = (tmp_path / name for name in ("vae.pt", "l.safetensors", "a.mkv"))
     torch.save(vae.state_dict(), weights)
     save_file({"latent": latent}, latents)
-    code, texts, errors = run("decode", latents, "-o", movie, "--chunk", 1, "--vae", weights)
+    options = ["--chunk", 1, "--bit-depth", 8, "--vae", weights]
+    code, texts, errors = run("decode", latents, "-o", movie, *options)
     assert code == 0, errors
     assert texts[-1] == f"wrote {movie}: 21 frames at 16 fps"
     expected = frames_to_uint8(mixed(vae, latent, 3))
