@@ -60,11 +60,11 @@ def test_every_codec_round_trips(tmp_path, capfd, codec, suffix):
         context = container.streams.video[0].codec_context
         assert context.name == {"av1": "libdav1d", "prores4444": "prores"}.get(codec, codec)
         assert context.pix_fmt == PIXELS.get(codec, "yuv420p")
-        next(container.decode(video=0))
+        first = next(container.decode(video=0))
         rgb, transfer = codec == "ffv1", 1 if "prores" in codec else 13
         tags = (context.colorspace, context.color_primaries, context.color_trc)
         assert tags == (0 if rgb else 1, 1, transfer)
-        assert context.color_range == (2 if rgb else 1)
+        assert first.color_range == (2 if rgb else 1)
 
 
 @pytest.mark.parametrize(
