@@ -50,8 +50,7 @@ def decode_pictures(
     vae.throw_exception_if_invalid()
     try:
         # In another function, so that its tensors are gone before memory is released.
-        convert = functools.partial(media.as_pictures, dtype=dtype, alpha=alpha)
-        made = _pictures(vae, latent, options, frames, convert)
+        made = _pictures(vae, latent, options, frames, dtype, alpha)
         yield from timing.drawn("VAE decode", made, driver.label(vae), vae.device)
     finally:
         give_back(vae.device)
@@ -101,15 +100,18 @@ def _pictures(
     latent: Tensor,
     options: StreamOptions,
     frames: range | None,
-    convert: Callable[[Tensor], Tensor],
+    dtype: torch.dtype,
+    alpha: bool,
 ) -> Iterator[Tensor]:
+    convert = functools.partial(media.as_pictures, dtype=dtype, alpha=alpha)
     count = vae.first_stage_model.config.frames(latent.shape[2])
     progress = Progress(count if frames is None else len(frames))
     relief = Relief(vae.device, "a decode", driver.release(vae))
     for piece in driver.decode_pieces(vae, latent, options, frames=frames):
-        pictures = relief.finish(functools.partial(convert, piece))
-        progress.passed(len(pictures), pictures)
-        yield pictures
+        for part in media.parts_of(piece, dtype):
+            pictures = relief.finish(functools.partial(convert, part))
+            progress.passed(len(pictures), pictures)
+            yield pictures
 
 
 def _means(

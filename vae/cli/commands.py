@@ -23,7 +23,7 @@ from ..media.audio import read_audio
 from ..media.codecs import codec_for
 from ..media.latent_file import load_latent, save_latent
 from ..media.video_reader import read_video
-from ..media.video_writer import VideoWriter
+from ..media.video_writer import VideoWriter, parts_of
 from .loading import Say, build_kernels, load_named, options_for
 from .progress_bar import ProgressBar
 from .ranks import leads, shared
@@ -120,8 +120,9 @@ def decode(args: argparse.Namespace, say: Say) -> str:
             for piece in progress.counted(pieces):
                 if not leads(args):
                     continue
-                pictures = relief.finish(functools.partial(writer.pictures, piece))
-                relief.finish(functools.partial(background.put, pictures))
+                for part in parts_of(piece, writer.dtype):
+                    pictures = relief.finish(functools.partial(writer.pictures, part))
+                    relief.finish(functools.partial(background.put, pictures))
     if not leads(args):
         return ""
     made = writer.encoding

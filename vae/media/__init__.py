@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .latent_file import load_latent, save_latent
     from .pictures import pictures_as
     from .video_reader import VideoFile, read_video
-    from .video_writer import VideoWriter, as_pictures, frames_to_uint8
+    from .video_writer import VideoWriter, as_pictures, frames_to_uint8, parts_of
 
 _HOMES = {
     "Audio": "audio",
@@ -39,6 +39,7 @@ _HOMES = {
     "frames_to_uint8": "video_writer",
     "load_latent": "latent_file",
     "open_media": "av_input",
+    "parts_of": "video_writer",
     "pictures_as": "pictures",
     "read_audio": "audio",
     "read_video": "video_reader",

@@ -13,6 +13,7 @@ with the matrix of Bayer it is within 0.24 (2026-11).
 from contextlib import suppress
 from fractions import Fraction
 from functools import lru_cache
+from typing import Any
 
 import av
 import numpy
@@ -167,16 +168,20 @@ class FrameMaker:
         return frame
 
     def _video(self, pixels: numpy.ndarray) -> av.VideoFrame:
-        if pixels.dtype == numpy.uint16:
+        frame = av.VideoFrame.from_ndarray(pixels, format=_name(pixels))
+        deep = pixels.dtype == numpy.uint16
+        if deep:
             # The white of swscale is 255 * 256, except of alpha. From 16 to 8 bits it dithers.
-            pixels = pixels.copy()
-            pixels[..., :3] -= pixels[..., :3] >> 8
+            plane: Any = frame.planes[0]  # a buffer, which its type does not declare
+            values = numpy.frombuffer(plane, numpy.uint16)
+            values = values.reshape(-1, 4)[:, :3] if pixels.shape[-1] == 4 else values
+            values -= values >> 8
         return self._reformatter.reformat(
-            av.VideoFrame.from_ndarray(pixels, format=_name(pixels)),
+            frame,
             format=self._format,
             dst_colorspace=BT709,
             dst_color_range=ColorRange.MPEG,
-            interpolation=BICUBIC | (EXACT if pixels.dtype == numpy.uint16 else 0),
+            interpolation=BICUBIC | (EXACT if deep else 0),
         )
 
     def _exact(self, pixels: numpy.ndarray) -> av.VideoFrame:

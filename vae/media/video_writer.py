@@ -310,6 +310,19 @@ def as_pictures(frames: Tensor, dtype: torch.dtype, *, alpha: bool = False) -> T
     return frames_to_images(frames if alpha else frames[:, :3], dtype=dtype)
 
 
+def parts_of(frames: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Divide frames, so that the pictures of a part take no more memory than all of them in uint8.
+
+    Args:
+        frames: `[B, C, T, H, W]`.
+        dtype: Dtype of the pictures.
+
+    Returns:
+        Parts in order, of at least one frame each.
+    """
+    return frames.split(max(1, frames.shape[2] // dtype.itemsize), dim=2)
+
+
 def frames_to_uint8(frames: Tensor) -> Tensor:
     """Convert decoded frames `[1, 3 or 4, T, H, W]` to 8-bit pictures `[T, H, W, 3]`.
 
