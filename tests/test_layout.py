@@ -30,7 +30,7 @@ _MODEL = f"{_STREAMING} vae/sharding vae/weights.py vae/model.py"
 _CHECKPOINT = f"{_MODEL} vae/checkpoint_io vae/checkpoint.py"
 _BENCH = f"{_CHECKPOINT} vae/bench"
 _HOST = "kernels lora vae nodes/host"
-_SUBJECTS = f"{_HOST} nodes/vae nodes/lora nodes/text"
+_SUBJECTS = f"{_HOST} nodes/vae nodes/lora nodes/text nodes/preview"
 MAY_IMPORT = {
     "__init__.py": "nodes",
     "kernels": "",
@@ -59,6 +59,7 @@ MAY_IMPORT = {
     "nodes/vae": _HOST,
     "nodes/lora": _HOST,
     "nodes/text": _HOST,
+    "nodes/preview": _HOST,
     "nodes/video": _SUBJECTS,
     "nodes/sampling": _SUBJECTS,
     "nodes/benchmark": _SUBJECTS,

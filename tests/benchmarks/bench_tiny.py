@@ -1,11 +1,13 @@
 """Seconds of a tiny decoder, of ComfyUI's, and of this pack's full decode, of the same latent.
 
 `python tests/benchmarks/bench_tiny.py` decodes 17 frames of 480 x 832 with random weights in the
-layouts of `taew2_1` and of Wan 2.1, all in turn, and appends a JSON row per dtype and implementation
-to `results.jsonl`. `--without-full --size 81x480x832` times the tiny decoders of a whole clip.
+layouts of `taew2_1` and of Wan 2.1, all in turn, and appends a JSON row per dtype and
+implementation to `results.jsonl`. `--without-full --size 81x480x832` times the tiny decoders of a
+whole clip.
 """
 
 import argparse
+import functools
 import logging
 import runpy
 import sys
@@ -73,7 +75,7 @@ def main() -> None:
         for size in args.size:
             frames, height, width = map(int, size.split("x"))
             latent = random_input("decode", "wan2.1", frames, height, width).to(device)
-            calls = {key: (lambda run=run: run(latent)) for key, run in runs.items()}
+            calls = {key: functools.partial(run, latent) for key, run in runs.items()}
             with torch.inference_mode():
                 seconds = timing.in_turn(calls, args.rounds)
             seconds = {key: each[1:] for key, each in seconds.items()}

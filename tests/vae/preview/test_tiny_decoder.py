@@ -124,6 +124,7 @@ def test_memory_does_not_grow_with_the_length(load):
                 del piece
         peaks.append(counter.peak)
     assert peaks[1] <= 1.02 * peaks[0]
+    assert peaks[1] <= decoder.peak_bytes((1, 16, 12, 8, 8), 1) <= 1.5 * peaks[1]
 
 
 def test_wrong_arguments_are_refused_before_work(load):
