@@ -185,7 +185,9 @@ def _source(model: ModelPatcher, latent: Tensor) -> Callable[[Tensor], numpy.nda
         return _Colors(latent_format)
     try:
         decoder = preview.load_tiny_decoder(path_of(name), device, dtype_on(device))
-    except (ValueError, OSError) as error:
+    except Exception as error:
+        if not (isinstance(error, ValueError | OSError) or is_out_of_memory(error)):
+            raise
         _logger.warning("Fast Video VAE: no tiny decoder for previews: %s", error)
         return _Colors(latent_format)
     return _TinyFrames(decoder, latent_format)

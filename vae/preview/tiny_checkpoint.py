@@ -11,10 +11,10 @@ and not in its tensors. The sources:
   `lighttaew2_2` expect raw latents.
 - ComfyUI (comfy/sd.py of 0.33, at "decoder.22.bias"), which does not see the name: for 16 channels
   it takes a file in float16 for one of taehv and applies the latent format of HunyuanVideo to it,
-  and any other file for `lighttaew2_1`, with raw latents. A `taew2_1` is in float16, and the factor
-  of HunyuanVideo, 0.477, is not Wan's normalisation: channels differ by 3 times in scale, and in
-  mean, so its VAE Decode shows other colors. For 48 channels it passes raw latents to every file;
-  its preview while sampling passes normalised ones to every file.
+  and any other file for `lighttaew2_1`, with raw latents. For HunyuanVideo's own file, `taehv`,
+  that is right. For a `taew2_1` in float16 it is not: the factor of that format, 0.477, is not
+  Wan's normalisation, whose channels differ by 3 times in scale, and in mean. For 48 channels it
+  passes raw latents to every file; its preview while sampling passes normalised ones to every file.
 
 The rule here: a name that starts with "light" means raw latents, and one that starts with "taew"
 normalised ones. Any other name: by dtype as in ComfyUI, but with Wan's normalisation for float16.
