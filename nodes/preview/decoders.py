@@ -53,13 +53,12 @@ def tiny_model(name: str) -> TinyModel:
     return _loaded(path, found.st_mtime_ns, found.st_size)
 
 
-def decoded(name: str, latent: Tensor, preview_frames: bool = True) -> Tensor:
+def decoded(name: str, latent: Tensor) -> Tensor:
     """Decode latents to an IMAGE with a tiny decoder, with progress bar and retries.
 
     Args:
         name: File in models/vae_approx.
         latent: `[B, C, t, h, w]`, raw.
-        preview_frames: Show frames on the node while it runs.
 
     Returns:
         `[B * (4 t - 3), H, W, 3]`, float32 in [0, 1], on the output device.
@@ -87,7 +86,7 @@ def decoded(name: str, latent: Tensor, preview_frames: bool = True) -> Tensor:
                 part = images[at : at + piece.shape[2]]
                 part.copy_(piece[0].movedim(0, -1)).clamp_(0, 1)
                 at += len(part)
-                progress.passed(len(part), part if preview_frames else None)
+                progress.passed(len(part), part)
         return images
 
     ways = [way for way in _WAYS if device.type != "cpu" or not way.on_host]

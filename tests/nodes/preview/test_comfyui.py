@@ -1,13 +1,25 @@
-"""Tiny decoders next to ComfyUI's own: the same frames from the same weights."""
+"""Previews in a real ComfyUI: the frames of its own tiny decoder, and the node in its server."""
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from fast_video_vae.tests.nodes.server import Workflow
 from fast_video_vae.tests.tiny import random_tiny
 from fast_video_vae.vae.preview import load_tiny_decoder
 
 pytestmark = pytest.mark.comfyui
+
+
+def test_the_node_shows_an_animation_in_a_running_comfyui(server):
+    workflow = Workflow()
+    options = {"decoder": "auto", "fps": 16.0}
+    shown = workflow.add("FastVAE_PreviewLatent", samples=workflow.latent(64, 9), **options)
+    result = server.run(workflow)[shown[0]]
+    (file,) = server.files(result)
+    assert result["animated"] == [True]
+    assert file.parent.name == "temp"
+    assert file.read_bytes()[8:12] == b"WEBP"
 
 
 @pytest.mark.parametrize("channels", [16, 48])
