@@ -5,6 +5,7 @@ from comfy_api.latest import ComfyExtension, io
 from .benchmark.nodes import Benchmark
 from .lora.nodes import ApplyLora, LoraStack
 from .mlp.nodes import FuseMLP
+from .preview.nodes import PreviewLatent
 from .sampling.nodes import WanSampler
 from .text.nodes import TextEncode
 from .vae.nodes import Accelerate, Decode, DemoClip, Encode, Load
@@ -24,6 +25,7 @@ class FastVideoVAEExtension(ComfyExtension):
             Decode,
             EncodeVideo,
             DecodeVideo,
+            PreviewLatent,
             DemoClip,
             LoraStack,
             ApplyLora,

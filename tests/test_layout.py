@@ -30,12 +30,13 @@ _MODEL = f"{_STREAMING} vae/sharding vae/weights.py vae/model.py"
 _CHECKPOINT = f"{_MODEL} vae/checkpoint_io vae/checkpoint.py"
 _BENCH = f"{_CHECKPOINT} vae/bench"
 _HOST = "kernels lora vae nodes/host"
-_SUBJECTS = f"{_HOST} nodes/vae nodes/lora nodes/text"
+_SUBJECTS = f"{_HOST} nodes/vae nodes/lora nodes/text nodes/preview"
 MAY_IMPORT = {
     "__init__.py": "nodes",
     "kernels": "",
     "lora": "kernels",
-    "vae": f"{_BENCH} vae/media vae/demo",  # vae/__init__.py, which has the public names
+    # vae/__init__.py, which has the public names
+    "vae": f"{_BENCH} vae/media vae/preview vae/demo",
     "vae/layers": _LAYERS,
     "vae/models": _LAYERS,
     "vae/validation.py": "vae/models/config.py",
@@ -49,6 +50,7 @@ MAY_IMPORT = {
     "vae/checkpoint.py": f"{_MODEL} vae/checkpoint_io",
     "vae/checkpoint_io": "kernels",
     "vae/media": f"kernels {_WRITER}",
+    "vae/preview": f"{_MODELS} vae/checkpoint_io vae/validation.py vae/streaming/precision.py",
     "vae/bench": _CHECKPOINT,
     "vae/cli": f"{_BENCH} vae/media vae/demo",
     "vae/demo": "",
@@ -57,6 +59,7 @@ MAY_IMPORT = {
     "nodes/vae": _HOST,
     "nodes/lora": _HOST,
     "nodes/text": _HOST,
+    "nodes/preview": _HOST,
     "nodes/video": _SUBJECTS,
     "nodes/sampling": _SUBJECTS,
     "nodes/benchmark": _SUBJECTS,
@@ -64,7 +67,11 @@ MAY_IMPORT = {
     "nodes/mlp": "kernels nodes/host",
 }
 # The files of a folder that other folders may import.
-DOORS = {"kernels": {"kernels"}, "lora": {"lora"}, "vae": {"vae", "vae/media", "vae/bench"}}
+DOORS = {
+    "kernels": {"kernels"},
+    "lora": {"lora"},
+    "vae": {"vae", "vae/media", "vae/preview", "vae/bench"},
+}
 COMFYUI = {
     "comfy", "comfy_api", "comfy_api_nodes", "comfy_execution", "comfy_extras", "execution",
     "folder_paths", "latent_preview", "node_helpers", "nodes", "server",

@@ -4,7 +4,7 @@ import copy
 import itertools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,6 @@ import comfy.nested_tensor
 import comfy.sample
 import comfy.samplers
 import comfy.utils
-import latent_preview
 import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
@@ -23,6 +22,7 @@ from torch import Tensor
 from ..host.progress import show_text
 from ..host.widgets import AUTO
 from ..lora.apply import LoraMode
+from ..preview.live import Callback, playing
 from .guider import StagedGuider
 from .loras import with_loras
 from .plan import SamplingPlan, Sigmas, blend, make_stages
@@ -122,16 +122,17 @@ def sample(
     else:
         noise = comfy.sample.prepare_empty_noise(image)
     seen: dict[str, Tensor] = {}
-    samples = guider.sample(
-        noise,
-        image,
-        comfy.samplers.sampler_object(preset.sampler),
-        sigmas.clone(),  # a copy, because a solver may write into it
-        denoise_mask=latent.get("noise_mask"),
-        callback=_callback(guider, plan, seen),
-        disable_pbar=not comfy.utils.PROGRESS_BAR_ENABLED,
-        seed=settings.seed,
-    )
+    with playing(guider.model_patcher, len(plan.run) - 1, seen, image) as show:
+        samples = guider.sample(
+            noise,
+            image,
+            comfy.samplers.sampler_object(preset.sampler),
+            sigmas.clone(),  # a copy, because a solver may write into it
+            denoise_mask=latent.get("noise_mask"),
+            callback=_callback(guider, plan, show),
+            disable_pbar=not comfy.utils.PROGRESS_BAR_ENABLED,
+            seed=settings.seed,
+        )
     denoised = _denoised(guider, seen, samples)
     return SamplingResult(_latent(latent, samples), _latent(latent, denoised), sigmas, report)
 
@@ -262,12 +263,8 @@ def _show_stage(name: str) -> None:
     show_text(name)
 
 
-def _callback(
-    guider: StagedGuider, plan: SamplingPlan, seen: dict[str, Tensor]
-) -> Callable[[int, Tensor, Tensor, int], None]:
-    """Return the function to call after each step: bar, preview, text, time."""
-    total = len(plan.run) - 1
-    show = latent_preview.prepare_callback(guider.model_patcher, total, seen)
+def _callback(guider: StagedGuider, plan: SamplingPlan, show: Callback) -> Callback:
+    """Return the function to call after each step: `show` for bar and preview, text, time."""
 
     def step_done(step: int, x0: Tensor, x: Tensor, total_steps: int) -> None:
         guider.add_time("denoise")

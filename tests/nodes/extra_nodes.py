@@ -1,11 +1,12 @@
 """Nodes that the server of the tests loads in addition to this pack's.
 
-One outputs any value as any type, as nodes of other packs can; one patches a VAE; and two use a
-WANVAE.
+One outputs any value as any type, as nodes of other packs can; one lists the threads of the server;
+one patches a VAE; and two use a WANVAE.
 """
 
 import copy
 import fractions
+import threading
 
 import torch
 
@@ -52,6 +53,11 @@ class Anything(str):
 @node("Test_Value", Anything("*"), name=("STRING", {}))
 def value(name):
     return (BAD | GOOD)[name]()
+
+
+@node("Test_Threads", "STRING", run=("INT", {}))
+def threads(run):
+    return ", ".join(thread.name for thread in threading.enumerate())
 
 
 class Encoder:

@@ -31,6 +31,7 @@ NODES = {
     "FastVAE_Decode": "VAE Decode (Fast)",
     "FastVAE_EncodeVideo": "VAE Encode Video (Fast)",
     "FastVAE_DecodeVideo": "VAE Decode to Video (Fast)",
+    "FastVAE_PreviewLatent": "Preview Video Latent (Fast)",
     "FastVAE_DemoClip": "Demo Clip (Fast)",
     "FastVAE_LoraStack": "LoRA Stack (Fast)",
     "FastVAE_ApplyLora": "Apply LoRA (Fast)",
@@ -226,9 +227,13 @@ class Server:
     def events(self) -> Events:
         """Messages about prompts of this object, from the first access on."""
         if self._events is None:
-            url = f"ws{self.url.removeprefix('http')}/ws?clientId={self.client_id}"
-            self._events = Events(url)
+            self._events = self.listen(self.client_id)
         return self._events
+
+    def listen(self, client_id: str, **features: bool) -> Events:
+        """Messages about prompts of a client that supports `features`."""
+        url = f"ws{self.url.removeprefix('http')}/ws?clientId={client_id}"
+        return Events(url, **features)
 
     def run(self, prompt: Prompt, timeout_s: float = 300) -> dict[str, dict[str, list]]:
         """Run a prompt to its end.
@@ -241,10 +246,11 @@ class Server:
         """
         return self.wait(self.queue(prompt), timeout_s)
 
-    def queue(self, prompt: Prompt) -> str:
-        """Put a prompt into the queue and return its id."""
+    def queue(self, prompt: Prompt, client_id: str | None = None, **extra: object) -> str:
+        """Put a prompt into the queue and return its id; `extra` is its `extra_data`."""
+        whose = {"client_id": client_id or self.client_id, "extra_data": extra}
         try:
-            answer = self.post("/prompt", prompt=prompt, client_id=self.client_id)
+            answer = self.post("/prompt", prompt=prompt, **whose)
         except urllib.error.HTTPError as error:
             text = error.read().decode()
             if error.code != 400:
@@ -266,14 +272,14 @@ class Server:
             raise PromptError(json.dumps(messages[-1], indent=1), messages)
         return entry["outputs"]
 
-    def interrupted(self, prompt: Prompt) -> tuple[PromptError, float]:
-        """Run a prompt and stop it in the middle of its first progress.
+    def interrupted(self, prompt: Prompt, **extra: object) -> tuple[PromptError, float]:
+        """Run a prompt, with `extra_data`, and stop it in the middle of its first progress.
 
         Returns:
             How it ended, and the seconds from the stop to that.
         """
         events = self.events  # it listens from here on
-        prompt_id = self.queue(prompt)
+        prompt_id = self.queue(prompt, **extra)
         events.wait("progress", timeout_s=60, prompt_id=prompt_id)
         time.sleep(1)  # in the middle of it
         start = time.monotonic()

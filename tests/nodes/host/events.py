@@ -16,8 +16,9 @@ class Event:
     Attributes:
         time_s: Time of arrival, from `time.perf_counter`.
         kind: `execution_start`, `executing`, `progress`, `execution_success`, ...; `text` for the
-            text that a node shows.
-        data: The other fields.
+            text that a node shows, `preview` for a preview picture.
+        data: The other fields; of a preview its `image`, the bytes of a JPEG, and its metadata, if
+            the connection supports them.
     """
 
     time_s: float
@@ -29,6 +30,24 @@ class Event:
 _TEXT = (3).to_bytes(4, "big")
 
 
+# Prefixes of preview pictures: the kind of image, the image; or the length of metadata in JSON, the
+# metadata, the image.
+_PREVIEW, _PREVIEW_WITH_METADATA = ((number).to_bytes(4, "big") for number in (1, 4))
+
+
+def _binary(message: bytes) -> dict[str, Any] | None:
+    """The content of a binary message, or None for one of an unknown kind."""
+    kind, rest = message[:4], message[4:]
+    if kind == _TEXT:
+        return _text_of_node(rest)
+    if kind == _PREVIEW:
+        return {"type": "preview", "data": {"image": rest[4:]}}
+    if kind == _PREVIEW_WITH_METADATA:
+        end = 4 + int.from_bytes(rest[:4], "big")
+        return {"type": "preview", "data": {**json.loads(rest[4:end]), "image": rest[end:]}}
+    return None
+
+
 def _text_of_node(message: bytes) -> dict[str, Any]:
     end = 4 + int.from_bytes(message[:4], "big")
     data = {"node": message[4:end].decode(), "text": message[end:].decode()}
@@ -36,10 +55,15 @@ def _text_of_node(message: bytes) -> dict[str, Any]:
 
 
 class Events:
-    """Listens in a thread until the server ends the connection."""
+    """Listens in a thread until the server ends the connection.
 
-    def __init__(self, url: str) -> None:
-        self._url = url
+    Args:
+        url: Address of the websocket.
+        features: What this client supports, such as `supports_preview_metadata`.
+    """
+
+    def __init__(self, url: str, **features: bool) -> None:
+        self._url, self._features = url, features
         self._events: list[Event] = []
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=asyncio.run, args=[self._listen()], daemon=True)
@@ -70,13 +94,13 @@ class Events:
         import aiohttp  # installed with ComfyUI; other tests run without it
 
         async with aiohttp.ClientSession() as session, session.ws_connect(self._url) as socket:
+            if self._features:
+                await socket.send_json({"type": "feature_flags", "data": self._features})
             async for message in socket:
-                if message.type is aiohttp.WSMsgType.TEXT:
-                    content = json.loads(message.data)
-                elif message.data[:4] == _TEXT:
-                    content = _text_of_node(message.data[4:])
-                else:
-                    continue  # a preview picture
+                is_text = message.type is aiohttp.WSMsgType.TEXT
+                content = json.loads(message.data) if is_text else _binary(message.data)
+                if content is None:
+                    continue
                 event = Event(time.perf_counter(), content["type"], content["data"])
                 with self._changed:
                     self._events.append(event)

@@ -49,6 +49,7 @@ WORKING = {
                             "max_frames": 0, "dtype": "auto", "chunk": 0},
     "FastVAE_DecodeVideo": VIDEO | {"samples": link("latent"), "vae": VAE, "audio": link("audio"),
                                     "hardware": False, "frames": "", "dtype": "auto", "chunk": 0},
+    "FastVAE_PreviewLatent": {"samples": link("latent"), "decoder": "auto", "fps": 16.0},
     "FastVAE_LoraStack": LORA["inputs"] | {"stack": LORA},
     "FastVAE_ApplyLora": {"model": MODEL, "stack": LORA, "mode": "auto", "phase": "auto"},
     "FastVAE_TextEncode": {"clip": link("clip"), "positive": "a", "negative": "b", "dtype": "auto",

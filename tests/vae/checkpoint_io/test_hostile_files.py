@@ -20,6 +20,7 @@ from fast_video_vae.tests.hostile_files import (
 from fast_video_vae.tests.lora.models import wan
 from fast_video_vae.vae import load_vae
 from fast_video_vae.vae.media import load_latent
+from fast_video_vae.vae.preview import load_tiny_decoder
 
 # Kinds for the readers of latents and LoRAs too; the others are pickles, which these do not read.
 FOR_ALL = ("mistaken", "headers", "layouts", "noise", "cut 1")
@@ -30,7 +31,7 @@ MAY_LOAD = {"archives", "cut", "flipped", "mistaken"}
 def outcomes(folder, files):
     """Yield kind and success of every file with every reader; an error must name the file."""
     targets = Targets(wan(blocks=1))
-    others = [load_latent, lambda path: load_bank([path], targets)]
+    others = [load_latent, lambda path: load_bank([path], targets), load_tiny_decoder]
     for file, content in files:
         path = folder / file
         path.write_bytes(content)

@@ -1,0 +1,1 @@
+"""Pictures of latents: a node, and the animated preview of the sampler node."""

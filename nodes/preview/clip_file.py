@@ -1,0 +1,62 @@
+"""An animated picture of a clip in ComfyUI's folder of temporary files, for the node to show.
+
+Long clips lose frames and large ones pixels, because a picture is encoded as a whole: memory is at
+most that of 320 pictures of 512 x 512, 240 MiB.
+"""
+
+import itertools
+from pathlib import Path
+
+import comfy.model_management
+import folder_paths
+from comfy_api.latest import io, ui
+from PIL import Image
+from torch import Tensor
+
+SIDE = 512
+_MOST_PICTURES = 320
+
+# 81 frames of 512 x 296 take 0.6 s with the fastest method of WebP, and 4 s with the default one.
+_METHOD, _QUALITY = 0, 80
+
+_PREFIX = "fast_vae_preview"
+
+
+def shown(images: Tensor, fps: float) -> ui.SavedImages:
+    """Write images to an animated WebP.
+
+    Args:
+        images: `[T, H, W, 3]`, float in [0, 1].
+        fps: Images per second.
+
+    Returns:
+        What a node returns as `ui` to show the file.
+
+    Raises:
+        InterruptProcessingException: The user pressed stop. It derives from `BaseException`.
+    """
+    count = len(images)
+    step = -(-count // _MOST_PICTURES)
+    pictures = [_picture(images[at]) for at in range(0, count, step)]
+    ends = [round(1000 * min(at + step, count) / fps) for at in range(0, count, step)]
+    durations = [max(1, end - start) for start, end in itertools.pairwise([0, *ends])]
+    width, height = pictures[0].size
+    folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(
+        _PREFIX, folder_paths.get_temp_directory(), width, height
+    )
+    file = f"{name}_{counter:05}_.webp"
+    animated = len(pictures) > 1
+    options = {"save_all": True, "append_images": pictures[1:], "duration": durations, "loop": 0}
+    pictures[0].save(
+        Path(folder) / file, quality=_QUALITY, method=_METHOD, **(options if animated else {})
+    )
+    saved = ui.SavedResult(file, subfolder, io.FolderType.temp)
+    return ui.SavedImages([saved], is_animated=animated)
+
+
+def _picture(image: Tensor) -> Image.Image:
+    """Return an image `[H, W, 3]` with at most `SIDE` pixels in height and in width."""
+    comfy.model_management.throw_exception_if_processing_interrupted()
+    picture = Image.fromarray((image * 255).clamp(0, 255).byte().cpu().numpy())
+    picture.thumbnail((SIDE, SIDE), Image.Resampling.BILINEAR)
+    return picture

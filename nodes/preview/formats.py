@@ -1,0 +1,68 @@
+"""The latent formats of ComfyUI, and the colors of latents by their factors.
+
+A LATENT is raw; factors are for latents as the diffusion model sees them, which a format's
+`process_in` makes of it. Facts about ComfyUI here are from comfy/latent_formats.py of 0.33.
+"""
+
+import inspect
+from typing import Any
+
+import comfy.latent_formats
+from comfy.latent_formats import LatentFormat
+from torch import Tensor
+
+from ...vae.preview import rgb_of_latent
+
+# Formats of this pack's VAEs; ComfyUI has others with 16 channels, for images.
+_WAN = {16: comfy.latent_formats.Wan21, 48: comfy.latent_formats.Wan22}
+
+
+def format_of(latent: Tensor) -> LatentFormat:
+    """Return the format of a raw latent by its channels and dimensions.
+
+    Args:
+        latent: `[B, C, t, h, w]`, or `[N, C, h, w]`, images.
+
+    Returns:
+        The format: Wan's for 16 and 48 channels, otherwise the only one that has factors for them.
+
+    Raises:
+        ValueError: No format has, or several do.
+    """
+    channels = latent.shape[1]
+    if channels in _WAN:
+        return _WAN[channels]()
+    kinds = inspect.getmembers(comfy.latent_formats, inspect.isclass)
+    formats = [kind() for _, kind in kinds if issubclass(kind, LatentFormat)]
+    fitting = [
+        each
+        for each in formats
+        if has_factors(each, channels) and each.latent_dimensions == latent.ndim - 2
+    ]
+    # Formats of related models can have the same factors.
+    found = {repr(each.latent_rgb_factors): each for each in fitting}
+    if len(found) != 1:
+        names = ", ".join(sorted(type(each).__name__ for each in found.values()))
+        reason = f"formats with different colors have them: {names}" if found else "none has them"
+        raise ValueError(f"got {channels} channels; expected those of a known format, but {reason}")
+    return next(iter(found.values()))
+
+
+def has_factors(latent_format: LatentFormat, channels: int) -> bool:
+    """Return whether `latent_format` has factors for `channels`, without a change of shape."""
+    factors = latent_format.latent_rgb_factors
+    reshaped = getattr(latent_format, "latent_rgb_factors_reshape", None) is not None
+    return factors is not None and len(factors) == channels and not reshaped
+
+
+def colors(latent_format: Any, x: Tensor) -> Tensor:  # noqa: ANN401, any format
+    """Return the rough colors of one latent.
+
+    Args:
+        latent_format: A format that has factors for it.
+        x: `[C, T, h, w]`, as the diffusion model sees it.
+
+    Returns:
+        `[T, h, w, 3]`, uint8, on the device of `x`.
+    """
+    return rgb_of_latent(x, latent_format.latent_rgb_factors, latent_format.latent_rgb_factors_bias)

@@ -1,0 +1,125 @@
+"""The node that shows a latent: quickly, without its VAE."""
+
+import torch
+import torch.nn.functional as F
+from comfy_api.latest import io
+from torch import Tensor
+
+from ..host.error_text import about
+from ..host.input_checks import checked
+from ..host.lazy import Later
+from ..host.progress import Progress
+from ..host.widgets import AUTO, CATEGORY
+from .tiny_files import tiny_file, tiny_files
+
+clip_file, decoders = Later("nodes.preview.clip_file"), Later("nodes.preview.decoders")
+formats = Later("nodes.preview.formats")
+timing = Later("nodes.host.timing")
+
+_COLORS = "latent2rgb"
+
+# Pixels of the larger side of images that are enlarged latents.
+_SIDE = 512
+
+
+class PreviewLatent(io.ComfyNode):
+    """Show the clip of a latent."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Return the node's schema."""
+        return io.Schema(
+            node_id="FastVAE_PreviewLatent",
+            display_name="Preview Video Latent (Fast)",
+            category=CATEGORY,
+            description="Shows the clip of a latent within seconds, without its VAE: with a tiny "
+            "decoder from models/vae_approx (taew2_1, lighttaew2_1, taew2_2, lighttaew2_2), or "
+            "with ComfyUI's latent to RGB factors. The quality is that of a preview.",
+            search_aliases=["preview latent", "taehv", "tiny vae", "latent2rgb", "quick decode"],
+            is_output_node=True,
+            inputs=[
+                io.Latent.Input("samples", tooltip="Latent of a video or of images to show."),
+                io.Combo.Input(
+                    "decoder",
+                    options=[AUTO, _COLORS, *tiny_files()],
+                    default=AUTO,
+                    tooltip="auto: the tiny decoder in models/vae_approx for this latent, if there "
+                    "is one, otherwise latent2rgb. latent2rgb: one small picture per latent frame "
+                    "(4 video frames). Or a file from models/vae_approx.",
+                ),
+                io.Float.Input(
+                    "fps",
+                    default=16.0,
+                    min=0.01,
+                    max=1000.0,
+                    step=0.01,
+                    tooltip="Frames per second of the video: 16 for Wan 2.1 and Wan 2.2 14B, 24 "
+                    "for Wan 2.2 5B.",
+                ),
+            ],
+            outputs=[
+                io.Image.Output(display_name="IMAGE", tooltip="The pictures of the clip."),
+                io.Float.Output(
+                    display_name="fps",
+                    tooltip="Pictures per second: as above, with latent2rgb a quarter, so that "
+                    "the clip lasts as long.",
+                ),
+            ],
+        )
+
+    @classmethod
+    @checked
+    def execute(
+        cls, samples: dict[str, Tensor], decoder: str = AUTO, fps: float = 16.0
+    ) -> io.NodeOutput:
+        """Make the pictures, and a file that shows them."""
+        latent = samples["samples"]
+        if latent.is_nested:
+            latent = latent.unbind()[0]
+        if latent.ndim not in (4, 5):
+            raise ValueError(
+                f"samples: got {latent.ndim} dimensions; expected those of a video or of images"
+            )
+        name = decoder
+        if decoder == AUTO:
+            name = tiny_file(latent.shape[1]) or _COLORS
+        if name == _COLORS:
+            with about("samples"), timing.span("VAE decode", _COLORS):
+                images, frames = _colored(latent)
+            fps = fps / frames
+        else:
+            videos = latent if latent.ndim == 5 else latent.unsqueeze(2)
+            images = _decoded(name, videos)
+        with timing.span("file", "animated preview"):
+            shown = clip_file.shown(images, fps)
+        return io.NodeOutput(images, fps, ui=shown)
+
+
+def _decoded(name: str, latent: Tensor) -> Tensor:
+    """Return the frames of `[B, C, t, h, w]`; errors name the input that is wrong."""
+    with about("decoder"):
+        decoders.tiny_model(name)
+    with about("samples"):
+        return decoders.decoded(name, latent)
+
+
+def _colored(latent: Tensor) -> tuple[Tensor, int]:
+    """Return pictures `[T, H, W, 3]` by factors, and the video frames for each of them."""
+    found = formats.format_of(latent)
+    videos = latent if latent.ndim == 5 else latent.unsqueeze(2)
+    height, width = videos.shape[-2:]
+    scale = max(1, min(found.spacial_downscale_ratio, _SIDE // max(height, width)))
+    count = videos.shape[0] * videos.shape[2]
+    images = torch.empty(count, scale * height, scale * width, 3)
+    progress, at = Progress(count), 0
+    for video in videos:
+        inner = video[None] if found.latent_dimensions == 3 else video.movedim(1, 0)
+        x = found.process_in(inner.float())
+        x = x[0] if found.latent_dimensions == 3 else x.movedim(0, 1)
+        for picture in formats.colors(found, x).cpu():
+            small = picture.movedim(-1, 0)[None].float() / 255
+            large = F.interpolate(small, scale_factor=scale, mode="bilinear")
+            images[at] = large[0].movedim(0, -1).clamp_(0, 1)
+            progress.passed(1, images[at : at + 1])
+            at += 1
+    return images, found.temporal_downscale_ratio if videos.shape[2] > 1 else 1

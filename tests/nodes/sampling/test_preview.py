@@ -1,0 +1,253 @@
+"""The preview of Wan Sampler (Fast) in this process: methods, other packs, errors, interrupts."""
+
+import functools
+import threading
+import types
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fast_video_vae.tests.nodes.sampling.sampler_models import expert, run
+from fast_video_vae.tests.tiny import TinyOracle, random_tiny
+
+pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("comfyui")]
+
+STEPS = 4
+
+
+class Queue:
+    """A server that keeps what is sent to it."""
+
+    def __init__(self):
+        self.client_id, self.sockets_metadata, self.sent = "client", {}, []
+
+    def send_sync(self, event, data, sid=None):
+        self.sent.append((event, data, sid))
+
+    def send_progress_text(self, text, node_id):
+        pass
+
+
+@pytest.fixture
+def queue(monkeypatch):
+    """A prompt runs in a server; the clip plays at 200 pictures per second."""
+    import sys
+
+    from comfy_execution.utils import CurrentNodeContext
+
+    from fast_video_vae.nodes.preview import live
+
+    found = Queue()
+    server = types.SimpleNamespace(PromptServer=types.SimpleNamespace(instance=found))
+    monkeypatch.setitem(sys.modules, "server", server)
+    monkeypatch.setitem(live._FPS, 16, 800)
+    graph = types.SimpleNamespace(
+        get_display_node_id=str, get_parent_node_id=lambda node: None, get_real_node_id=str
+    )
+    state = types.SimpleNamespace(dynprompt=graph)
+    from comfy_execution import progress
+
+    monkeypatch.setattr(progress, "global_progress_registry", state)
+    with CurrentNodeContext("prompt", "node"):
+        yield found
+
+
+@pytest.fixture
+def bars(monkeypatch):
+    """The calls of ComfyUI's progress hook, each 30 ms long: value, and preview."""
+    import comfy.utils
+
+    seen = []
+
+    def hook(value, total, preview, node_id=None):
+        threading.Event().wait(0.03)
+        seen.append((value, preview))
+
+    monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", hook)
+    return seen
+
+
+@pytest.fixture
+def method(monkeypatch):
+    """Set ComfyUI's method for a prompt."""
+    import latent_preview
+
+    yield latent_preview.set_preview_method
+    latent_preview.set_preview_method()
+
+
+@pytest.fixture
+def approx(monkeypatch, tmp_path):
+    """An empty models/vae_approx."""
+    import folder_paths
+
+    known = folder_paths.folder_names_and_paths["vae_approx"]
+    monkeypatch.setitem(
+        folder_paths.folder_names_and_paths, "vae_approx", ([str(tmp_path)], known[1])
+    )
+    folder_paths.filename_list_cache.pop("vae_approx", None)
+    yield tmp_path
+    folder_paths.filename_list_cache.pop("vae_approx", None)
+
+
+def clip(frames=3, side=8):
+    return {"samples": torch.zeros(1, 16, frames, side, side)}
+
+
+def sampled(**given):
+    return run(steps=STEPS, **({"latent_image": clip()} | given))
+
+
+def bytes_of(images):
+    return {image.tobytes() for image in images}
+
+
+def threads():
+    return [each.name for each in threading.enumerate() if each.name == "fast-vae-preview"]
+
+
+def test_every_step_plays_its_latent_frames(queue, bars, method):
+    from protocol import BinaryEventTypes
+
+    method("auto")
+    sampled()
+    events = {event for event, _, _ in queue.sent}
+    assert events == {BinaryEventTypes.UNENCODED_PREVIEW_IMAGE}
+    assert {sid for _, _, sid in queue.sent} == {"client"}
+    played = bytes_of(image for _, (_, image, _), _ in queue.sent)
+    stepped = bytes_of(preview[1] for _, preview in bars)
+    assert len(played | stepped) == 3 * STEPS
+    assert [value for value, _ in bars] == list(range(1, STEPS + 1))
+    assert threads() == []
+
+
+def test_the_colors_are_comfyuis(queue, bars, method):
+    """Of the denoised latent, frame by frame, as ComfyUI shows the first one."""
+    import latent_preview
+
+    method("latent2rgb")
+    result = sampled()
+    model = expert()
+    x0 = model.model.process_latent_in(result["denoised"]["samples"])
+    previewer = latent_preview.get_previewer(model.load_device, model.model.latent_format)
+    expected = [
+        previewer.decode_latent_to_preview_image("JPEG", x0[:, :, at : at + 1])[1]
+        for at in range(x0.shape[2])
+    ]
+    played = [image for _, (_, image, _), _ in queue.sent] + [bars[-1][1][1]]
+    for image in expected:
+        levels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).int()
+        near = [
+            (torch.frombuffer(bytearray(one.tobytes()), dtype=torch.uint8).int() - levels)
+            .abs()
+            .max()
+            for one in played
+        ]
+        assert min(near) <= 1
+
+
+def test_nothing_plays_with_previews_off_or_for_an_image(queue, bars, method):
+    method("none")
+    sampled()
+    assert {preview for _, preview in bars} == {None}
+    bars.clear()
+    method("auto")
+    sampled(latent_image=clip(frames=1))
+    assert all(preview is not None for _, preview in bars)  # ComfyUI's own
+    assert queue.sent == []
+
+
+def test_the_previewer_of_another_pack_is_used_unchanged(queue, bars, method, monkeypatch):
+    import latent_preview
+
+    method("auto")
+    core = latent_preview.get_previewer
+
+    @functools.wraps(core)  # as VideoHelperSuite does
+    def replaced(device, latent_format):
+        previewer = core(device, latent_format)
+        return Other(previewer) if switched_on else previewer
+
+    class Other(latent_preview.LatentPreviewer):
+        def __init__(self, previewer):
+            self.previewer = previewer
+
+        def decode_latent_to_preview(self, x0):
+            return self.previewer.decode_latent_to_preview(x0)
+
+    monkeypatch.setattr(latent_preview, "get_previewer", replaced)
+    switched_on = True
+    sampled()
+    assert queue.sent == []
+    switched_on = False
+    sampled()
+    assert queue.sent
+
+
+@pytest.mark.parametrize("kind", ["RuntimeError", "InterruptProcessingException"])
+def test_no_thread_is_left_after_an_error(queue, method, monkeypatch, kind):
+    import comfy.utils
+    from comfy.model_management import InterruptProcessingException
+
+    error = RuntimeError("planted") if kind == "RuntimeError" else InterruptProcessingException()
+    seen = []
+
+    def hook(value, total, preview, node_id=None):
+        threading.Event().wait(0.05)
+        seen.append(threads())
+        if value == 2:
+            raise error
+
+    monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", hook)
+    method("auto")
+    with pytest.raises(type(error)):
+        sampled()
+    assert seen == [["fast-vae-preview"]] * 2
+    assert threads() == []
+    count = len(queue.sent)
+    threading.Event().wait(0.05)
+    assert count
+    assert len(queue.sent) == count
+
+
+@pytest.mark.parametrize("name", ["lighttaew2_1.safetensors", "taew2_1.safetensors"])
+def test_taesd_plays_the_frames_of_a_tiny_decoder(queue, bars, method, approx, monkeypatch, name):
+    from fast_video_vae.nodes.preview import live
+
+    state = random_tiny(16)
+    save_file(state, approx / name)
+    monkeypatch.setattr(live, "_SHARE", 1.0)  # every step may decode
+    method("taesd")
+    result = sampled()["denoised"]["samples"]
+    model = expert()
+    given = model.model.process_latent_in(result) if name.startswith("taew") else result
+    frames = TinyOracle(state)(given)[0, :, ::4].movedim(0, -1)
+    expected = frames.mul(255).clamp(0, 255)
+    played = [image for _, (_, image, _), _ in queue.sent] + [bars[-1][1][1]]
+    found = [torch.frombuffer(bytearray(one.tobytes()), dtype=torch.uint8) for one in played]
+    assert {image.size for image in (bars[-1][1][1], *played)} == {(64, 64)}
+    for frame in expected:
+        assert min((each.view(64, 64, 3) - frame).abs().max() for each in found) <= 1.01
+
+
+def test_taesd_without_a_usable_file_plays_colors(queue, bars, method, approx, caplog):
+    method("taesd")
+    sampled()
+    assert "models/vae_approx has no lighttaew2_1 for previews; using latent2rgb" in caplog.text
+    (approx / "taew2_1.safetensors").write_bytes(b"no")
+    sampled()
+    assert "no tiny decoder for previews" in caplog.text
+    assert {image.size for _, (_, image, _), _ in queue.sent} == {(8, 8)}
+
+
+def test_decodes_that_take_long_are_left_out(queue, bars, method, approx, monkeypatch):
+    from fast_video_vae.nodes.preview import live
+
+    save_file(random_tiny(16), approx / "taew2_1.safetensors")
+    monkeypatch.setattr(live, "_SHARE", 1e-9)
+    method("taesd")
+    sampled()
+    shown = [preview[1] for _, preview in bars]
+    assert {image.size for image in shown} == {(64, 64)}
+    assert len(bytes_of(shown)) <= 3  # all of the first step
