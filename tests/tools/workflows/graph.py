@@ -96,17 +96,19 @@ class Group:
         node = self.add("FastVAE_TextEncode", least=least, stretch=True, **inputs)
         return {name: node[name] for name in ("positive", "negative")}
 
-    def decode_video(self, least: int, name: str, vae: Node, sampler: Node, fps: int) -> None:
-        """Add a decoder of the sampler's latent to a file in `output/video`."""
-        inputs = {"samples": sampler["LATENT"], "vae": vae, "fps": fps}
-        prefix = f"video/{name}"
-        self.add("FastVAE_DecodeVideo", least=least, stretch=True, **inputs, filename_prefix=prefix)
+    def decode_video(
+        self, least: int, name: str, vae: Node, latent: object, **inputs: object
+    ) -> None:
+        """Decode a latent to a file in `output/video`; `inputs` are its other inputs."""
+        inputs |= {"samples": latent, "vae": vae, "filename_prefix": f"video/{name}"}
+        self.add("FastVAE_DecodeVideo", least=least, stretch=True, **inputs)
 
-    def save_video(self, least: int, name: str, **inputs: object) -> None:
+    def save_video(self, least: int, name: str, codec: str | None = None, **inputs: object) -> None:
         """Images, and what else makes a video, into a file of `output/video`."""
         video = self.add("CreateVideo", **inputs)
-        prefix = f"video/{name}"
-        self.add("SaveVideo", least=least, stretch=True, video=video, filename_prefix=prefix)
+        form = {} if codec is None else {"format": "mp4", "format.codec": codec}
+        form |= {"video": video, "filename_prefix": f"video/{name}"}
+        self.add("SaveVideo", least=least, stretch=True, **form)
 
 
 @dataclass

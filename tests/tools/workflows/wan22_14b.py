@@ -74,7 +74,7 @@ def graph() -> Graph:
     column = graph.column(420)
     result = column.group("6   Decode to a file", FAST)
     vae = result.add("FastVAE_Load", vae_name=WAN21_VAE)
-    result.decode_video(600, "wan22_14b", vae, sampler, fps=16)
+    result.decode_video(600, "wan22_14b", vae, sampler["LATENT"], fps=16)
     return graph
 
 

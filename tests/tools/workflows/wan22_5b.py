@@ -1,4 +1,4 @@
-"""Wan 2.2 5B makes a video of a picture, at 720p and 24 frames per second."""
+"""Wan 2.2 5B makes a video of a picture, at 720p and 24 frames per second, with a look first."""
 
 from .files import UMT5, WAN22_5B, WAN22_5B_VAE
 from .graph import FAST, Graph
@@ -9,10 +9,18 @@ TEXT = """
 ## Wan 2.2 5B: a picture becomes a video
 
 5 seconds of 1280 x 704 at 24 frames per second. Choose a picture in **Load Image**, describe
-what happens, press **Run**. The video is written to `output/video` while it is decoded.
+what happens.
 
-In most workflows the VAE is the slow part with this model; **Load VAE (Fast)** speeds up both the
-picture and the video.
+### A look first
+
+1. Select **Preview Video Latent (Fast)** and press the **play button** above it. The clip is
+   sampled and shown in low quality; nothing else is decoded.
+2. Not what you want? Change the seed or the prompt, and look again.
+3. You like it? Press **Run**. Sampling is not repeated, and the video is written to `output/video`
+   while it is decoded.
+
+The preview is sharper with `lighttaew2_2.safetensors` of
+[lightx2v](https://huggingface.co/lightx2v/Autoencoders) in `models/vae_approx`.
 
 ### Files
 
@@ -35,7 +43,10 @@ _BLOCKS = (
     (Block("Picture"), Block("Prompt")),
     (Block("Wan 2.2 5B", "1280 x 704, 121 frames"),),
     (Block("Wan Sampler (Fast)", fast=True),),
-    (Block("Decode to Video (Fast)", fast=True),),
+    (
+        Block("Preview", "a look first", fast=True),
+        Block("Decode", "if you like it", fast=True),
+    ),
 )
 
 
@@ -64,11 +75,15 @@ def graph() -> Graph:
         latent_image=latent,
         preset="base",
         seed=1,
+        control_after_generate="fixed",
         steps=20,
         shift_high="8",
     )
 
     column = graph.column(420)
-    result = column.group("7   Decode to a file", FAST)
-    result.decode_video(700, "wan22_5b", vae, sampler, fps=24)
+    look = column.group("7   A look first", FAST)
+    look.add("FastVAE_PreviewLatent", least=420, samples=sampler["LATENT"], fps=24)
+    column = graph.column(420)
+    result = column.group("8   Decode to a file", FAST)
+    result.decode_video(700, "wan22_5b", vae, sampler["LATENT"], fps=24)
     return graph

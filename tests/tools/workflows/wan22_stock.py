@@ -10,7 +10,11 @@ TEXT = """
 ## Wan 2.2 14B, decoded fast
 
 ComfyUI's own graph for text to video in 4 steps. **Two nodes** differ, those in the green
-group: **Load VAE (Fast)** in place of Load VAE, and **VAE Decode (Fast)** in place of VAE Decode.
+group: **Load VAE (Fast)** in place of Load VAE, and **VAE Decode to Video (Fast)** in place of VAE
+Decode, Create Video and Save Video.
+
+The file is AV1 in **10 bits**: no bands in the misty sky. For players that need it choose codec
+`h264`; for grading `prores`.
 
 The same two make any workflow faster. For the VAE of a checkpoint use **Accelerate VAE
 (Fast)**.
@@ -30,8 +34,8 @@ FILES
 _BLOCKS = (
     (Block("High noise", "14B"), Block("Low noise", "14B")),
     (Block("KSampler x 2", "as in ComfyUI's graph"),),
-    (Block("VAE Decode (Fast)", "all that is exchanged", fast=True),),
-    (Block("Video"),),
+    (Block("Decode to Video (Fast)", "all that is exchanged", fast=True),),
+    (Block("Video", "10 bits"),),
 )
 
 
@@ -91,7 +95,5 @@ def graph() -> Graph:
     column = graph.column(420)
     fast = column.group("6   The two fast nodes", FAST)
     vae = fast.add("FastVAE_Load", vae_name=WAN21_VAE)
-    images = fast.add("FastVAE_Decode", samples=second, vae=vae)
-    result = column.group("7   Result")
-    result.save_video(260, "wan22", images=images, fps=16)
+    fast.decode_video(420, "wan22", vae, second, fps=16, codec="av1", bit_depth="10")
     return graph
