@@ -21,6 +21,12 @@ from fast_video_vae.tests.kernels import candidates
 
 TYPES = {"nvidia": "cuda", "amd": "cuda", "intel": "xpu", "apple": "mps"}
 _CONVOLUTIONS = ("conv2d", "conv3d")
+# Calls that make or move memory.
+MOVES = {
+    "empty", "empty_strided", "new_empty", "view", "unflatten", "flatten", "reshape", "permute",
+    "movedim", "unsqueeze", "squeeze", "narrow", "select", "split", "expand", "__getitem__",
+    "detach", "copy_", "clone", "contiguous", "to", "cpu",
+}  # fmt: skip
 _GIB = 1 << 30
 
 # The device that is played.
@@ -126,7 +132,7 @@ class Device(TorchFunctionMode):
             self._check(name, tensors, args, kwargs)
         result = func(*args, **kwargs)
         if here or (placed and wanted is not None):
-            self._refuse_dtypes(result, placed)
+            self._refuse_dtypes(name, result, placed)
         return _placed(result, placed)
 
     def run_out(self, *, after):
@@ -143,10 +149,10 @@ class Device(TorchFunctionMode):
                 raise RuntimeError("MPS backend out of memory. Tried to allocate 1.00 GiB")
             raise torch.OutOfMemoryError("out of memory. Tried to allocate 1.00 GiB")
 
-    def _refuse_dtypes(self, result, placed):
+    def _refuse_dtypes(self, name, result, placed):
         dtypes = {each.dtype for each in _tensors(result)} if placed else set()
-        if torch.uint16 in dtypes:
-            self.faults.append("few devices compute in uint16")
+        if torch.uint16 in dtypes and name not in MOVES:
+            self.faults.append(f"{name} in uint16, in which few devices compute")
         if torch.float64 in dtypes and self.kind == "apple":
             raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
         if torch.float64 in dtypes and self.kind == "intel" and not self.float64:
