@@ -59,7 +59,7 @@ def calls() -> list[Call]:
     for width, out in ((160, 320), (320, 640)):
         given = {"x": video(width), "channels": out, "times": 2, "size": 2}
         found += [Call("average_down", f"{width} to {out}", width, given)]
-    found += [_images(3, 1, torch.float32), _images(3, 1, torch.uint8)]
+    found += [_images(3, 1, dtype) for dtype in (torch.float32, torch.uint8, torch.uint16)]
     found += [_images(12, 2, torch.float32)]
     given = {"x": video(12), "size": (1, 2, 2), "order": "ctwh"}
     found += [Call("pixel_shuffle_3d", "12 to 3", 12, given)]
