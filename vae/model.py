@@ -178,6 +178,7 @@ class VideoVAE(SharedDevices, SharedRanks, VAEWeights):
         out: Tensor | None = None,
         images: Tensor | None = None,
         frames: range | None = None,
+        deep: bool = False,
     ) -> Iterator[Tensor]:
         """Decode a latent and yield the frames as soon as they are done.
 
@@ -194,6 +195,8 @@ class VideoVAE(SharedDevices, SharedRanks, VAEWeights):
                 clamped to [0, 1] or in 0-255 or 0-65535 (see `frames_to_images`).
             frames: The frames to decode, such as `range(40, 81)`; `out` or `images` have room for
                 these only, and the rest is not computed. None: all.
+            deep: The frames are for a file of more than 8 bits: new tensors are float32, and GPUs
+                compute in float16 rather than bfloat16, which has steps of 1 / 256 near 1.
 
         Returns:
             An iterator of frames `[B, C, n, H, W]`, as from `decode`, or of images `[B, n, H, W,
@@ -206,7 +209,8 @@ class VideoVAE(SharedDevices, SharedRanks, VAEWeights):
         device, asked, work = self.device, options.dtype or self.dtype, TrialBudget()
         with self.preparing():
             with trials(work):
-                dtype = decode_dtype(asked, device, allow_fp16=allows_fp16(self, options, latent))
+                allowed = allows_fp16(self, options, latent)
+                dtype = decode_dtype(asked, device, allow_fp16=allowed, deep=deep)
             dtype = self.agreed(dtype)
             watch = Watch() if dtype == torch.float16 != asked else None
             part = Part(
@@ -214,7 +218,8 @@ class VideoVAE(SharedDevices, SharedRanks, VAEWeights):
             )
             check_targets(latent, self.config, out, images, frames)
             wider = dtype if watch is None else self.agreed(compute_dtype(asked, device))
-        run = functools.partial(self._frames_of, options, work, out, images)
+        result = torch.float32 if deep else asked
+        run = functools.partial(self._frames_of, options, result, work, out, images)
         if watch is None:
             return run(part, dtype)
         narrow = functools.partial(run, part, dtype, watch)
@@ -308,6 +313,7 @@ class VideoVAE(SharedDevices, SharedRanks, VAEWeights):
     def _frames_of(
         self,
         options: StreamOptions,
+        result: torch.dtype,
         work: TrialBudget,
         out: Tensor | None,
         images: Tensor | None,
@@ -315,8 +321,8 @@ class VideoVAE(SharedDevices, SharedRanks, VAEWeights):
         dtype: torch.dtype,
         watch: Watch | None = None,
     ) -> Generator[Tensor, None, None]:
-        """Decode a part of a video as `decode_stream`, computed in `dtype`."""
-        config, device, asked = self.config, self.device, options.dtype or self.dtype
+        """Decode a part of a video as `decode_stream` to frames in `result`."""
+        config, device = self.config, self.device
         relief = Relief(device, "a decode", options.release)
         writer = background_writer(device, out if images is None else images)
         stream = self._stream(
@@ -325,7 +331,7 @@ class VideoVAE(SharedDevices, SharedRanks, VAEWeights):
             dtype,
             part.source,
             enter=self.conv2 or (lambda x: x / config.latent_scale),
-            leave=Output(config, asked, out, images, part, relief.attempt, writer, watch),
+            leave=Output(config, result, out, images, part, relief.attempt, writer, watch),
             relief=relief,
             known=part.known,
             single_frame=part.single_frame,

@@ -39,6 +39,7 @@ def decode_pieces(
     images: Tensor | None = None,
     out: Tensor | None = None,
     tile: tuple[int, int] | None = None,
+    deep: bool = False,
 ) -> Iterator[Tensor]:
     """Decode on the device and yield frames as soon as they are done.
 
@@ -53,6 +54,7 @@ def decode_pieces(
         images: `[B, T, H, W, C]` for them; None: new frames.
         out: `[B, C, T, H, W]` for them, instead of images.
         tile: Height and width of tiles in latents; None: only if whole frames do not fit.
+        deep: The frames are for a file of more than 8 bits, see `VideoVAE.decode_stream`.
 
     Yields:
         Frames `[B, C, n, H, W]` in about [-1, 1], or images `[B, n, H, W, C]`.
@@ -74,6 +76,7 @@ def decode_pieces(
             out=None if out is None else out[:, :, at - wanted.start :],
             images=None if images is None else images[:, at - wanted.start :],
             frames=None if len(rest) == count else rest,
+            deep=deep,
         ):
             at += piece.shape[2 if images is None else 1]
             yield piece

@@ -107,7 +107,8 @@ def _pictures(
     count = vae.first_stage_model.config.frames(latent.shape[2])
     progress = Progress(count if frames is None else len(frames))
     relief = Relief(vae.device, "a decode", driver.release(vae))
-    for piece in driver.decode_pieces(vae, latent, options, frames=frames):
+    deep = dtype != torch.uint8
+    for piece in driver.decode_pieces(vae, latent, options, frames=frames, deep=deep):
         for part in media.parts_of(piece, dtype):
             pictures = relief.finish(functools.partial(convert, part))
             progress.passed(len(pictures), pictures)

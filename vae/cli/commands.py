@@ -116,7 +116,8 @@ def decode(args: argparse.Namespace, say: Say) -> str:
             shared(args, vae),
         ):
             relief = Relief(vae.device, "a decode")
-            pieces = vae.decode_stream(file.latent, options, frames=wanted)
+            deep = writer.dtype != torch.uint8
+            pieces = vae.decode_stream(file.latent, options, frames=wanted, deep=deep)
             for piece in progress.counted(pieces):
                 if not leads(args):
                     continue

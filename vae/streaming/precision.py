@@ -101,11 +101,14 @@ def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
         return torch.float32 if _is_slow(dtype) else dtype
 
 
-def decode_dtype(dtype: torch.dtype, device: torch.device, *, allow_fp16: bool) -> torch.dtype:
+def decode_dtype(
+    dtype: torch.dtype, device: torch.device, *, allow_fp16: bool, deep: bool = False
+) -> torch.dtype:
     """Return the dtype of the computation of a decode for frames in `dtype`.
 
     float16 instead of bfloat16 where its convolutions are measured to be faster, if that is
-    allowed: it has three bits more, so the frames are closer to those of float32. Where it
+    allowed: it has three bits more, so the frames are closer to those of float32. Frames for a file
+    of more than 8 bits need these bits, and every GPU computes as fast in float16. Where it
     overflows, the decode continues in bfloat16 (see `overflow`).
 
     An encode never does this. Its latents are the start of a sampling, which turns a difference in
@@ -115,11 +118,13 @@ def decode_dtype(dtype: torch.dtype, device: torch.device, *, allow_fp16: bool) 
         dtype: Dtype of the frames.
         device: Device of the computation.
         allow_fp16: The caller chose no dtype, and float16 did not overflow with these weights.
+        deep: The frames are for a file of more than 8 bits.
 
     Returns:
         The dtype.
     """
-    if allow_fp16 and dtype == torch.bfloat16 and fp16_pays(device):
+    pays = allow_fp16 and dtype == torch.bfloat16
+    if pays and ((deep and device.type != "cpu") or fp16_pays(device)):
         return torch.float16
     return compute_dtype(dtype, device)
 

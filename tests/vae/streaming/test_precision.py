@@ -1,5 +1,6 @@
 """A dtype that is slow on a CPU is computed in float32; results keep the requested dtype."""
 
+import functools
 import math
 import time
 
@@ -7,8 +8,16 @@ import pytest
 import torch
 
 from fast_video_vae.tests.builders import random_state_dict, script_command, succeeded
-from fast_video_vae.tests.vae.families import STATES, VIDEO, joined, random_frames, stock
+from fast_video_vae.tests.vae.families import (
+    STATES,
+    VIDEO,
+    joined,
+    latent_for,
+    random_frames,
+    stock,
+)
 from fast_video_vae.vae import VAE_PATH, StreamOptions, load_vae, read_checkpoint
+from fast_video_vae.vae.streaming import precision
 from fast_video_vae.vae.streaming.precision import compute_dtype
 
 CPU = torch.device("cpu")
@@ -164,3 +173,31 @@ def test_bfloat16_is_as_accurate_as_in_comfyui(weights):
     latent = exact.encode(clip(9, size)).bfloat16()
     expected = exact.decode(latent)
     assert psnr(vae.decode(latent), expected) >= psnr(reference.decode(latent), expected) - 0.5
+
+
+def test_frames_for_a_deep_file_keep_the_precision_of_the_computation(monkeypatch):
+    vae = load_vae(random_state_dict(8), dtype=torch.bfloat16)
+    vae.allow_fp16 = True
+    latent = latent_for(vae, 3, 16, 16)
+    monkeypatch.setattr(precision, "_is_slow", lambda dtype: False)
+    monkeypatch.setattr(precision, "fp16_pays", lambda device: True)
+    images = torch.empty(1, 9, 16, 16, 3)
+    for _ in vae.decode_stream(latent, images=images):
+        pass
+    frames = joined(vae.decode_stream(latent, deep=True))
+    assert frames.dtype == torch.float32
+    assert torch.equal(((frames + 1) / 2).clamp(0, 1).movedim(1, -1), images)
+    # float16 has more bits.
+    assert len(frames.unique()) > 1.1 * len(frames.bfloat16().unique())
+
+
+def test_frames_for_a_deep_file_are_computed_in_float16_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(precision, "fp16_pays", lambda device: False)
+    chosen = functools.partial(precision.decode_dtype, device=torch.device("cuda"), deep=True)
+    assert chosen(torch.bfloat16, allow_fp16=True) == torch.float16
+    assert chosen(torch.float32, allow_fp16=True) == torch.float32
+    monkeypatch.setattr(precision, "check_computes", lambda dtype, device, name="": None)
+    assert chosen(torch.bfloat16, allow_fp16=False) == torch.bfloat16
+    assert precision.decode_dtype(torch.bfloat16, torch.device("cuda"), allow_fp16=True) == (
+        torch.bfloat16
+    )
