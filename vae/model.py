@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..kernels import TrialBudget, trials
 from .layers.oom import Relief
-from .layers.workspace import plain
+from .layers.workspace import uint16_as_int16
 from .models.base import Network
 from .models.config import VAEConfig
 from .models.patchify import fold_pixels
@@ -149,7 +149,7 @@ class VideoVAE(SharedDevices, SharedRanks, VAEWeights):
         with self.preparing():
             encoder = self.encoding()
             computed = self.agreed(compute_dtype(dtype, self.device))
-            source = map(plain, checked(pieces, self.check_frames))
+            source = map(uint16_as_int16, checked(pieces, self.check_frames))
 
         def mean_of(x: Tensor) -> Tensor:
             mean = x[:, :latents] if self.conv1 is None else self.conv1(x, outputs=slice(latents))

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 # Seconds between previews; each is a message of its own, and at this rate they cost nothing.
 _PREVIEW_SECONDS = 0.5
 
-_WHITE = {torch.uint8: 255, torch.uint16: 65535}
-
 
 class Progress:
     """Progress bar and preview, if `shown`, and interrupt check of one encode or decode.
@@ -70,7 +68,7 @@ class Progress:
             return None
         self._previewed = time.monotonic()
         last = images[-1, :, :, :3].cpu().float()
-        unit = last / _WHITE.get(images.dtype, 1)
+        unit = last if images.is_floating_point() else last / torch.iinfo(images.dtype).max
         picture = latent_preview.preview_to_image(unit, do_scale=False)
         return "JPEG", picture, latent_preview.MAX_PREVIEW_RESOLUTION
 

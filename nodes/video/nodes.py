@@ -275,7 +275,7 @@ def _pictures(images: Tensor, wanted: range, dtype: torch.dtype) -> Iterator[Ten
     progress = Progress(len(wanted))
     for start in wanted[::_FRAMES]:
         part = images[start : min(start + _FRAMES, wanted.stop)]
-        pictures = media.pictures_as(part, dtype)
+        pictures = media.convert_pictures(part, dtype)
         progress.passed(len(pictures), pictures)
         yield pictures
 

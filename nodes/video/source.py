@@ -19,14 +19,12 @@ from comfy_api.latest import Input
 from torch import Tensor
 
 from ...vae.media import VideoFile, open_media, read_video
+from .sequence import ImageSequence
 
 _logger = logging.getLogger(__name__)
 
 # Frames of a piece: those of a latent. A longer piece would not be faster.
 _FRAMES = 4
-
-# Value of white in pixels of integers.
-_WHITE = {torch.uint8: 255, torch.uint16: 65535}
 
 Sound = dict[str, Any]
 
@@ -66,8 +64,11 @@ def source_of(video: Input.Video) -> "Source":
         OSError: The file is missing or not readable.
         ValueError: It is not a video.
     """
+    if isinstance(video, ImageSequence):
+        return _Tensors(video, None, video.get_frame_rate())
     if type(video).get_stream_source is Input.Video.get_stream_source:
-        return _Tensors(video)
+        found = video.get_components()
+        return _Tensors(found.images, found.audio, Fraction(found.frame_rate))
     return FileSource(video)
 
 
@@ -100,8 +101,7 @@ def as_images(piece: Tensor) -> Tensor:
     Returns:
         `[t, H, W, C]` float in [0, 1].
     """
-    white = _WHITE.get(piece.dtype)
-    unit = (piece + 1) / 2 if white is None else piece.float() / white
+    unit = (piece + 1) / 2 if piece.is_floating_point() else piece.float() / _white(piece)
     return unit[0].movedim(0, -1)
 
 
@@ -109,8 +109,12 @@ def with_channels(piece: Tensor, channels: int) -> Tensor:
     """Return `piece` `[1, C, t, H, W]` with `channels` channels; a missing alpha is opaque."""
     if piece.shape[1] >= channels:
         return piece[:, :channels]
-    opaque = torch.full_like(piece[:, :1], _WHITE.get(piece.dtype, 1))
+    opaque = torch.full_like(piece[:, :1], _white(piece))
     return torch.cat([piece, opaque], dim=1)
+
+
+def _white(piece: Tensor) -> int:
+    return 1 if piece.is_floating_point() else torch.iinfo(piece.dtype).max
 
 
 class FileSource:
@@ -171,16 +175,21 @@ class FileSource:
 
 
 class _Tensors:
-    """An IMAGE with a frame rate and optional sound, with the interface of `FileSource`."""
+    """An IMAGE with a frame rate and optional sound, with the interface of `FileSource`.
 
-    def __init__(self, video: Input.Video) -> None:
-        components = video.get_components()
-        self._images: Tensor = components.images
-        self._audio: Sound | None = components.audio
-        if self._images.ndim != 4 or not self._images.numel():
-            raise ValueError(f"its images are {list(self._images.shape)}; expected [N, H, W, C]")
-        self.fps = Fraction(components.frame_rate)
-        self.size = tuple(self._images.shape[1:3])
+    Args:
+        images: `[N, H, W, C]`, or the images of a folder, which are read when they are needed.
+        audio: The AUDIO, or None.
+        fps: Frames per second.
+    """
+
+    def __init__(
+        self, images: "Tensor | ImageSequence", audio: Sound | None, fps: Fraction
+    ) -> None:
+        self._images, self._audio, self.fps = images, audio, fps
+        if len(images.shape) != 4 or not all(images.shape):
+            raise ValueError(f"its images are {list(images.shape)}; expected [N, H, W, C]")
+        self.size = tuple(images.shape[1:3])
 
     def pieces(self, fit: Fit) -> Iterator[Tensor]:
         height, width = (side - side % fit.multiple for side in fit.size or self.size)

@@ -103,7 +103,7 @@ def _pictures(
     dtype: torch.dtype,
     alpha: bool,
 ) -> Iterator[Tensor]:
-    convert = functools.partial(media.as_pictures, dtype=dtype, alpha=alpha)
+    convert = functools.partial(media.pictures_of, dtype=dtype, alpha=alpha)
     count = vae.first_stage_model.config.frames(latent.shape[2])
     progress = Progress(count if frames is None else len(frames))
     relief = Relief(vae.device, "a decode", driver.release(vae))

@@ -132,16 +132,17 @@ def _video_of(block: Tensor, shape: tuple[int, ...] | torch.Size, like: Tensor) 
     return pool.view(batch, frames, height, width, channels).permute(0, 4, 1, 2, 3)
 
 
-def plain(frames: Tensor) -> Tensor:
+def uint16_as_int16(frames: Tensor) -> Tensor:
     """Return frames in a dtype that every device has.
 
-    PyTorch copies, compares and computes int16 on every device, but uint16 on few.
+    PyTorch copies, compares and computes int16 on every device, but uint16 on few: Apple GPUs have
+    none before PyTorch 2.9.
 
     Args:
-        frames: `[B, C, T, H, W]`.
+        frames: `[...]`, any dtype.
 
     Returns:
-        `[B, C, T, H, W]`: `frames`, or a view of uint16 as int16 with the same bits.
+        `[...]`: `frames`, or a view of uint16 as int16 with the same bits.
     """
     return frames.view(torch.int16) if frames.dtype == torch.uint16 else frames
 

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
         codec_named,
     )
     from .latent_file import load_latent, save_latent
-    from .pictures import pictures_as
+    from .pictures import convert_pictures
     from .video_reader import VideoFile, read_video
-    from .video_writer import VideoWriter, as_pictures, frames_to_uint8, parts_of
+    from .video_writer import VideoWriter, frames_to_uint8, parts_of, pictures_of
 
 _HOMES = {
     "Audio": "audio",
@@ -30,7 +30,7 @@ _HOMES = {
     "CODECS": "codecs",
     "VideoFile": "video_reader",
     "VideoWriter": "video_writer",
-    "as_pictures": "video_writer",
+    "pictures_of": "video_writer",
     "available_codecs": "codecs",
     "check_depth": "codecs",
     "check_size": "codecs",
@@ -40,7 +40,7 @@ _HOMES = {
     "load_latent": "latent_file",
     "open_media": "av_input",
     "parts_of": "video_writer",
-    "pictures_as": "pictures",
+    "convert_pictures": "pictures",
     "read_audio": "audio",
     "read_video": "video_reader",
     "save_latent": "latent_file",

@@ -59,13 +59,14 @@ def whole_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
         ValueError: There is a file at `path`, or a folder that is not empty.
     """
     path = Path(path)
-    with _appearing(path, path.resolve()) as part:
-        if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+    final = path.resolve()
+    with _appearing(path, final) as part:
+        if final.exists() and not (final.is_dir() and not any(final.iterdir())):
             raise ValueError(f"{path} exists already; expected the name of a new folder")
         part.mkdir()
         yield part
         with suppress(FileNotFoundError):
-            path.rmdir()  # Windows does not replace a folder
+            final.rmdir()  # Windows does not replace a folder
 
 
 @contextmanager
@@ -104,7 +105,10 @@ def remove_unfinished() -> None:
 
 def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
+        # A thread that goes on writing no longer finds it.
+        gone = path.with_suffix(".gone")
+        path.replace(gone)
+        shutil.rmtree(gone)
     else:
         path.unlink(missing_ok=True)
 

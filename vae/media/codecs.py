@@ -324,15 +324,12 @@ def find_encoding(
                 text = "Fast Video VAE: no hardware encoder for %s works here; software is used"
                 LOG.info(text, codec.name)
             return Encoding(name, depth, pixels)
-    bits = " or ".join(str(depth) for depth in codec.formats if _stores(software, codec, depth))
+    stored = codec.alpha_formats if alpha else codec.formats
+    bits = [str(depth) for depth, known in stored.items() if _pixel_format(software, known)]
     raise ValueError(
-        f"bit depth is {bit_depth or codec.bit_depth}; {software} of this build of PyAV stores "
-        f"{bits or 'other'} bits per component"
+        f"bit depth is {bit_depth or codec.bit_depth}{' with alpha' if alpha else ''}; {software} "
+        f"of this build of PyAV stores {' or '.join(bits) or 'no'} bits per component"
     )
-
-
-def _stores(encoder: str, codec: Codec, depth: int) -> bool:
-    return _pixel_format(encoder, codec.formats[depth]) is not None
 
 
 def _software(codec: Codec) -> str | None:

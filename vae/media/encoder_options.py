@@ -3,7 +3,7 @@
 Quality goes from 0 to 100. It is linear in the encoder's own scale between three points: its worst
 value at 0, no visible loss at 70, its best lossy value at 100. At 70 all encoders have about the
 PSNR of x264 at CRF 16 on a textured moving picture (39.5 to 40.7 dB, 2026-11, PyAV 18.1), far above
-the error of a VAE.
+the error of a VAE. Dithered and deep pictures have scales of their own, by the error of slopes.
 """
 
 from dataclasses import dataclass, field
@@ -11,18 +11,33 @@ from dataclasses import dataclass, field
 DEFAULT_QUALITY = 70
 
 
+# Values of the quality options at quality 0, 70 and 100.
+_Scale = tuple[float, float, float]
+
+
 @dataclass(frozen=True)
 class _Encoder:
-    """The quality options of one encoder, and its other options."""
+    """The quality options of one encoder, and its other options.
+
+    Attributes:
+        keys: The names of the quality options.
+        scale: Their values.
+        options: Other options.
+        smooth: Scale and more options for pictures whose smooth areas are in the low bits: more
+            than 8 bits, or dithered.
+        semiplanar: It prefers interleaved chroma.
+        whole: It accepts whole numbers only.
+    """
 
     keys: tuple[str, ...]
-    scale: tuple[float, float, float]  # values of the keys at quality 0, 70 and 100
+    scale: _Scale
     options: dict[str, str] = field(default_factory=dict)
+    smooth: tuple[_Scale, dict[str, str]] | None = None
     semiplanar: bool = False
-    whole: bool = True  # accepts whole numbers only
+    whole: bool = True
 
-    def value(self, quality: int) -> str:
-        worst, usual, best = self.scale
+    def value(self, quality: int, scale: _Scale) -> str:
+        worst, usual, best = scale
         if quality <= DEFAULT_QUALITY:
             value = worst + (usual - worst) * quality / DEFAULT_QUALITY
         else:
@@ -35,20 +50,23 @@ _NVENC = {"rc": "vbr", "b": "0", "preset": "p5", "tune": "hq"}
 _AMF = {"rc": "cqp", "quality": "quality"}
 _ENCODERS = {
     # Default CRF of x264: 23; 0 would be a lossless profile that few players support. Strong
-    # adaptive quantization here and below keeps the dither of smooth areas, which would become
-    # bands without it.
-    "libx264": _Encoder(("crf",), (51, 14, 1), {"aq-strength": "2"}, whole=False),
+    # adaptive quantization in `smooth` keeps slopes and dither, which would become bands.
+    "libx264": _Encoder(
+        ("crf",), (51, 16, 1), smooth=((51, 14, 1), {"aq-strength": "2"}), whole=False
+    ),
     "libx265": _Encoder(
         ("crf",),
-        (51, 16, 1),
-        {"preset": "fast", "x265-params": "log-level=error:aq-mode=3:aq-strength=2"},
+        (51, 17, 1),
+        {"preset": "fast", "x265-params": "log-level=error"},
+        ((51, 16, 1), {"x265-params": "log-level=error:aq-mode=3:aq-strength=2"}),
         whole=False,
     ),
     # Without b=0 the CRF is only an upper limit to a bit rate.
     "libvpx-vp9": _Encoder(
         ("crf",),
-        (63, 20, 2),
-        {"b": "0", "deadline": "good", "cpu-used": "4", "row-mt": "1", "aq-mode": "1"},
+        (63, 24, 2),
+        {"b": "0", "deadline": "good", "cpu-used": "4", "row-mt": "1"},
+        ((63, 20, 2), {"aq-mode": "1"}),
     ),
     "libsvtav1": _Encoder(("crf",), (63, 16, 2), {"preset": "8"}),
     "libaom-av1": _Encoder(("crf",), (63, 16, 2), {"b": "0", "cpu-used": "6", "row-mt": "1"}),
@@ -65,30 +83,33 @@ _ENCODERS = {
     "h264_nvenc": _Encoder(("cq",), (51, 16, 1), _NVENC),
     "hevc_nvenc": _Encoder(("cq",), (51, 17, 1), _NVENC),
     "av1_nvenc": _Encoder(("cq",), (51, 16, 2), _NVENC),
-    "h264_qsv": _Encoder(("global_quality",), (51, 16, 1), {}, True),
-    "hevc_qsv": _Encoder(("global_quality",), (51, 17, 1), {}, True),
-    "vp9_qsv": _Encoder(("global_quality",), (255, 60, 5), {}, True),
-    "av1_qsv": _Encoder(("global_quality",), (51, 17, 1), {}, True),
-    "h264_amf": _Encoder(("qp_i", "qp_p", "qp_b"), (51, 16, 1), _AMF, True),
-    "hevc_amf": _Encoder(("qp_i", "qp_p"), (51, 17, 1), _AMF, True),
-    "av1_amf": _Encoder(("qp_i", "qp_p"), (255, 60, 5), _AMF, True),
+    "h264_qsv": _Encoder(("global_quality",), (51, 16, 1), semiplanar=True),
+    "hevc_qsv": _Encoder(("global_quality",), (51, 17, 1), semiplanar=True),
+    "vp9_qsv": _Encoder(("global_quality",), (255, 60, 5), semiplanar=True),
+    "av1_qsv": _Encoder(("global_quality",), (51, 17, 1), semiplanar=True),
+    "h264_amf": _Encoder(("qp_i", "qp_p", "qp_b"), (51, 16, 1), _AMF, semiplanar=True),
+    "hevc_amf": _Encoder(("qp_i", "qp_p"), (51, 17, 1), _AMF, semiplanar=True),
+    "av1_amf": _Encoder(("qp_i", "qp_p"), (255, 60, 5), _AMF, semiplanar=True),
     # Their scale is 1 to 100, in FFmpeg's lambda units of 118.
     "h264_videotoolbox": _Encoder(
-        ("global_quality",), (118, 8260, 11800), {"flags": "+qscale"}, True
+        ("global_quality",), (118, 8260, 11800), {"flags": "+qscale"}, semiplanar=True
     ),
     "hevc_videotoolbox": _Encoder(
-        ("global_quality",), (118, 8260, 11800), {"flags": "+qscale"}, True
+        ("global_quality",), (118, 8260, 11800), {"flags": "+qscale"}, semiplanar=True
     ),
 }
 
 
-def options_of(encoder: str, quality: int | None, pixel_format: str = "") -> dict[str, str]:
+def options_of(
+    encoder: str, quality: int | None, pixel_format: str = "", *, dithered: bool = False
+) -> dict[str, str]:
     """Return FFmpeg's options for an encoder.
 
     Args:
         encoder: FFmpeg's name of the encoder.
         quality: 0 to 100; lossless encoders ignore it. None: the default, 70.
-        pixel_format: FFmpeg's name of the pixel format; of ProRes, it decides the profile.
+        pixel_format: FFmpeg's name of the pixel format.
+        dithered: The pictures are dithered to 8 bits.
 
     Returns:
         Names and values of the options.
@@ -100,7 +121,10 @@ def options_of(encoder: str, quality: int | None, pixel_format: str = "") -> dic
     if not 0 <= quality <= 100:
         raise ValueError(f"quality is {quality}; expected 0 to 100")
     known = _ENCODERS[encoder]
-    options = {**known.options, **dict.fromkeys(known.keys, known.value(quality))}
+    scale, more = known.scale, {}
+    if known.smooth is not None and (dithered or "10" in pixel_format):
+        scale, more = known.smooth
+    options = {**known.options, **more, **dict.fromkeys(known.keys, known.value(quality, scale))}
     if encoder.startswith("prores") and "444p" in pixel_format:
         options["profile"] = "4"  # 4444
     return options

@@ -3,6 +3,8 @@
 It has the methods of PyAV's output container that `VideoWriter` uses.
 """
 
+import json
+import os
 import zlib
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
@@ -14,6 +16,8 @@ from av.packet import Packet
 
 # The name of the image of a frame; FFmpeg and editors read it as frame_%05d.
 NAME = "frame_{:05}{}"
+# Images that are encoded at a time; each is held in memory.
+THREADS = min(4, os.cpu_count() or 1)
 PNG = b"\x89PNG\r\n\x1a\n"
 # Bytes of the signature and the first chunk of a PNG file.
 _PNG_START = len(PNG) + 25
@@ -54,8 +58,7 @@ class ImageFolder:
         """
         context = cast(av.VideoCodecContext, av.CodecContext.create(encoder, "w"))
         context.time_base, context.framerate, context.options = 1 / rate, rate, dict(options)
-        # Each image on a core of its own.
-        context.thread_type, context.thread_count = "FRAME", 0
+        context.thread_type, context.thread_count = "FRAME", THREADS
         return context
 
     def mux(self, packets: Iterable[Packet]) -> None:
@@ -72,7 +75,10 @@ class ImageFolder:
             if not self._written and self._suffix == ".png":
                 data = _with_texts(data, self._metadata)
             path = self._folder / NAME.format(self._written, self._suffix)
-            path.write_bytes(data)
+            with path.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())  # some disks report only here that they are full
             self._written += 1
 
     def close(self) -> None:
@@ -83,9 +89,10 @@ def _with_texts(image: bytes, texts: Mapping[str, str]) -> bytes:
     """Return a PNG with text chunks, as in the PNG specification, section 11.3.3."""
     chunks = []
     for key, value in texts.items():
-        # ComfyUI reads tEXt, which is Latin-1; JSON can escape all other characters.
-        text = value.encode("latin-1", "backslashreplace")
-        data = b"tEXt" + key.encode("latin-1", "replace")[:79] + b"\0" + text
+        # ComfyUI reads tEXt, which is Latin-1; JSON escapes all other characters.
+        text = "".join(c if "\0" < c < "\u0100" else json.dumps(c)[1:-1] for c in value)
+        name = key.replace("\0", " ").encode("latin-1", "replace")[:79] or b"Comment"
+        data = b"tEXt" + name + b"\0" + text.encode("latin-1")
         size, crc = len(data) - 4, zlib.crc32(data)
         chunks.append(size.to_bytes(4, "big") + data + crc.to_bytes(4, "big"))
     return image[:_PNG_START] + b"".join(chunks) + image[_PNG_START:]

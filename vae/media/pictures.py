@@ -33,7 +33,7 @@ GOLDEN, SILVER = (5**0.5 - 1) / 2, 2**0.5 - 1
 _FLOATS = ("gbrpf32le", "gbrapf32le")
 
 
-def pictures_as(pictures: Tensor, dtype: torch.dtype) -> Tensor:
+def convert_pictures(pictures: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert pictures to another dtype.
 
     Args:
@@ -43,7 +43,7 @@ def pictures_as(pictures: Tensor, dtype: torch.dtype) -> Tensor:
     Returns:
         The pictures.
     """
-    if pictures.dtype == dtype:
+    if pictures.dtype == dtype and dtype in WHITE:
         return pictures
     if pictures.dtype == torch.uint8 and dtype == torch.uint16:
         return (pictures.int() * 257).to(dtype)
@@ -70,18 +70,20 @@ def dithered(picture: numpy.ndarray) -> numpy.ndarray:
 
 
 def linear(pictures: Tensor) -> Tensor:
-    """Return the linear light of pictures by IEC 61966-2-1; alpha is kept.
+    """Return the linear light of pictures by IEC 61966-2-1, times alpha as OpenEXR defines it.
 
     Args:
-        pictures: `[T, H, W, C]` float32 in [0, 1].
+        pictures: `[..., C]` float32 in [0, 1].
 
     Returns:
-        The same shape, in [0, 1].
+        The same shape, rounded to the nearest half float, because FFmpeg truncates to it.
     """
     colors, alpha = pictures[..., :3], pictures[..., 3:]
     light = ((colors + 0.055) / 1.055).pow(2.4)
     light = torch.where(colors <= 0.04045, colors / 12.92, light)
-    return torch.cat([light, alpha], dim=-1)
+    if alpha.shape[-1]:
+        light = torch.cat([light * alpha, alpha], dim=-1)
+    return light.half().float()
 
 
 def picture_dtype(pixel_format: str, bit_depth: int, dither: bool) -> torch.dtype:
@@ -144,15 +146,14 @@ class FrameMaker:
         """Return a frame of the video.
 
         Args:
-            picture: `[H, W, C]`, as in `pictures_as`.
+            picture: `[H, W, C]`, as in `convert_pictures`.
             index: Its number.
 
         Returns:
             The frame with tags and time.
         """
-        # Eight bits have nothing to dither.
-        shallow = self._bit_depth == 8 and picture.dtype == torch.uint8
-        pixels = pictures_as(picture, torch.uint8 if shallow else self._dtype)
+        is_final = self._bit_depth == 8 and picture.dtype == torch.uint8
+        pixels = convert_pictures(picture, torch.uint8 if is_final else self._dtype)
         if self._format in _FLOATS:
             rgb = linear(pixels).numpy()
             frame = av.VideoFrame.from_ndarray(rgb, format=self._format)
@@ -169,8 +170,7 @@ class FrameMaker:
 
     def _video(self, pixels: numpy.ndarray) -> av.VideoFrame:
         frame = av.VideoFrame.from_ndarray(pixels, format=_name(pixels))
-        deep = pixels.dtype == numpy.uint16
-        if deep:
+        if pixels.dtype == numpy.uint16:
             # The white of swscale is 255 * 256, except of alpha. From 16 to 8 bits it dithers.
             plane: Any = frame.planes[0]  # a buffer, which its type does not declare
             values = numpy.frombuffer(plane, numpy.uint16)
@@ -181,7 +181,7 @@ class FrameMaker:
             format=self._format,
             dst_colorspace=BT709,
             dst_color_range=ColorRange.MPEG,
-            interpolation=BICUBIC | (EXACT if deep else 0),
+            interpolation=BICUBIC | EXACT,
         )
 
     def _exact(self, pixels: numpy.ndarray) -> av.VideoFrame:
@@ -204,7 +204,7 @@ def _name(pixels: numpy.ndarray) -> str:
     return "rgba64le" if pixels.shape[-1] == 4 else "rgb48le"
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=1)
 def _thresholds(height: int, width: int) -> numpy.ndarray:
     """Return thresholds `[height, width]` in 0-65534."""
     rows, columns = numpy.ogrid[:height, :width]

@@ -1,6 +1,6 @@
 """Conversion of decoded frames to upright RGB, in 8 or in 16 bits.
 
-Colours follow the matrix and range tags of the file as in FFmpeg, which assumes BT.601 without
+Colors follow the matrix and range tags of the file as in FFmpeg, which assumes BT.601 without
 tags. swscale runs with accurate rounding and interpolated chroma, at most 1 level off; its default
 is up to 2 levels off, always downwards.
 
@@ -35,7 +35,8 @@ BICUBIC, AREA, LANCZOS = 0x4, 0x20, 0x200
 # Full chroma interpolation in and out, and accurate rounding. Without the first, the chroma of two
 # pixels is repeated; the last makes the result equal on every CPU.
 EXACT = 0x2000 | 0x4000 | 0x40000
-# Transfers of ISO/IEC 23091-2 that leave floats as linear light: reserved, unspecified, linear.
+# Transfers of ISO/IEC 23091-2 that leave floats as linear light: reserved and unspecified, as in
+# files of other programs, and linear.
 _LINEAR = (0, 2, 8)
 _FLOAT = re.compile(r"f(16|32)(?:le|be)$")
 # Pixels up to this many times as wide as high, or as high as wide, occur in files.
@@ -185,7 +186,11 @@ def _displayed(frame: av.VideoFrame) -> av.VideoFrame:
     if _is_gray(frame):
         pixels = pixels[..., [0, 0, 0]]
     else:
+        alpha = pixels[..., 3:]
         pixels = pixels[..., [2, 0, 1] if len(planes) > 1 else [0, 1, 2]]  # planes: G, B, R
+        if alpha.shape[-1]:
+            # OpenEXR stores colors times alpha.
+            pixels = pixels.astype(np.float32) / np.where(alpha > 0, alpha, 1)
     light = torch.from_numpy(pixels.astype(np.float32)).nan_to_num_(0.0).clamp_(0, 1)
     # PyAV 14 does not have the tag.
     if int(getattr(frame, "color_trc", 0)) in _LINEAR:

@@ -26,7 +26,6 @@ from .audio import Audio, SoundTrack
 from .av_input import reason
 from .codecs import (
     Encoding,
-    check_depth,
     check_size,
     codec_named,
     container_of,
@@ -41,6 +40,9 @@ from .timestamps import checked_rate
 LOG = logging.getLogger(__name__)
 # Frames that a ProRes encoder holds; other encoders have threads of their own.
 PRORES_THREADS = 2
+# Videos of up to this many frames end within the delay of x265's B-frames, where it leaves the
+# times of decoding to chance (x265 4.1 and 4.2).
+X265_DELAY = 2
 
 
 class VideoWriter:
@@ -145,7 +147,7 @@ class VideoWriter:
                 alpha channel.
         """
         check_size(self.codec.name, height, width)
-        check_depth(self.codec.name, None, alpha=self.alpha and channels == 4)
+        self._found(self._bit_depth, alpha=self.alpha and channels == 4)
 
     def pictures(self, frames: Tensor) -> Tensor:
         """Convert decoded frames to pictures for `write`.
@@ -160,7 +162,7 @@ class VideoWriter:
         Raises:
             ValueError: The batch size is not 1, or C is not 3 or 4.
         """
-        return as_pictures(frames, self.dtype, alpha=self.alpha)
+        return pictures_of(frames, self.dtype, alpha=self.alpha)
 
     def write(self, frames: Tensor) -> None:
         """Append frames.
@@ -191,17 +193,19 @@ class VideoWriter:
                     f"frames are {_size(frames.shape[1:])}; expected {_size(self._shape)}"
                 )
             make = cast(FrameMaker, self._maker)
-            for picture in frames.cpu().contiguous():
+            for picture in frames.detach().cpu().contiguous():
                 container.mux(stream.encode(make(picture, self.frames)))
                 self.frames += 1
                 if self._sound:
                     self._sound.write_until(self.frames / self.fps)
 
-    def _found(self, bit_depth: int | None, *, hardware: bool = True) -> Encoding:
+    def _found(
+        self, bit_depth: int | None, *, alpha: bool | None = None, hardware: bool = True
+    ) -> Encoding:
         return find_encoding(
             self.codec,
             bit_depth=bit_depth,
-            alpha=self._shape[2] == 4,
+            alpha=self._shape[2] == 4 if alpha is None else alpha,
             hardware=hardware and self._hardware,
         )
 
@@ -212,7 +216,7 @@ class VideoWriter:
             depth = 8
         self.encoding = self._found(depth)
         try:
-            return self._opened_with()
+            return self._opened_with(is_deep=dtype != torch.uint8)
         except FFmpegError:
             # Hardware limits the size and the number of videos at a time.
             software, failed = self._found(depth, hardware=False), self.encoding.encoder
@@ -221,9 +225,9 @@ class VideoWriter:
             text = "Fast Video VAE: %s failed at %s; using software"
             LOG.info(text, failed, _size(self._shape))
             self.encoding = software
-            return self._opened_with()
+            return self._opened_with(is_deep=dtype != torch.uint8)
 
-    def _opened_with(self) -> tuple[OutputContainer, VideoStream]:
+    def _opened_with(self, *, is_deep: bool) -> tuple[OutputContainer, VideoStream]:
         encoder, pixels = self.encoding.encoder, self.encoding.pixel_format
         if encoder == "libsvtav1":
             # SVT-AV1 logs its settings to stderr, controlled only by this variable; 1: errors only.
@@ -234,7 +238,8 @@ class VideoWriter:
         container = self._container()
         with ExitStack() as stack:
             stack.callback(container.close)
-            options = options_of(encoder, self.quality, pixels)
+            is_dithered = self._dither and self.encoding.bit_depth == 8 and is_deep
+            options = options_of(encoder, self.quality, pixels, dithered=is_dithered)
             added = container.add_stream(encoder, rate=self.fps, options=options)
             stream = cast(VideoStream, added)
             stream.height, stream.width = self._shape[:2]
@@ -281,16 +286,20 @@ class VideoWriter:
                     # Another error is being raised; this one repeats it for the same disk.
                     self._output[0].close()
             return
-        if self._output is None:
+        if self._output is None or not self.frames:
             raise ValueError(f"no frames were written to {self.path}; expected at least one")
         container, stream = self._output
         with _errors_name(self.path), container:
-            container.mux(stream.encode(None))
+            last = stream.encode(None)
+            if self.encoding.encoder == "libx265" and self.frames <= X265_DELAY:
+                for packet in last:
+                    packet.dts = packet.pts
+            container.mux(last)
             if self._sound:
                 self._sound.close()
 
 
-def as_pictures(frames: Tensor, dtype: torch.dtype, *, alpha: bool = False) -> Tensor:
+def pictures_of(frames: Tensor, dtype: torch.dtype, *, alpha: bool = False) -> Tensor:
     """Convert decoded frames to pictures.
 
     Args:
@@ -327,7 +336,7 @@ def frames_to_uint8(frames: Tensor) -> Tensor:
     """Convert decoded frames `[1, 3 or 4, T, H, W]` to 8-bit pictures `[T, H, W, 3]`.
 
     Args:
-        frames: As in `as_pictures`; alpha is dropped.
+        frames: As in `pictures_of`; alpha is dropped.
 
     Returns:
         `[T, H, W, 3]` uint8 on the device of `frames`.
@@ -335,7 +344,7 @@ def frames_to_uint8(frames: Tensor) -> Tensor:
     Raises:
         ValueError: The batch size is not 1, or C is not 3 or 4.
     """
-    return as_pictures(frames, torch.uint8)
+    return pictures_of(frames, torch.uint8)
 
 
 def _size(shape: tuple[int, ...]) -> str:

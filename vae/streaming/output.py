@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...kernels import frames_to_images, lacks, pixel_shuffle_3d
 from ..background_writer import BackgroundWriter
+from ..layers.workspace import uint16_as_int16
 from ..models.config import VAEConfig
 from ..models.patchify import COLUMN_FIRST, ROW_FIRST
 from ..models.receptive_field import Span
@@ -185,8 +186,8 @@ class Output:
     def _placed(self, x: Tensor, target: Tensor, *, settles: bool = False) -> Tensor:
         records = torch.is_grad_enabled() and x.requires_grad
         if self._writer is not None and target.numel() and not records:
-            held = _copied_as_int16(self._converted(x, target))
-            self._writer.put(held, _copied_as_int16(target), settles=settles)
+            held = uint16_as_int16(self._converted(x, target))
+            self._writer.put(held, uint16_as_int16(target), settles=settles)
             return target
         with torch.inference_mode(target.is_inference()):  # otherwise it cannot be written to
             if not target.numel():
@@ -334,14 +335,6 @@ def delivered(
                 yield complete()
         if waiting:
             yield complete()
-
-
-def _copied_as_int16(x: Tensor) -> Tensor:
-    """View uint16 `x` `[...]` as int16, which all devices copy; others as they are.
-
-    Apple GPUs have no uint16 before PyTorch 2.9.
-    """
-    return x.view(torch.int16) if x.dtype == torch.uint16 else x
 
 
 def _fill(frames: Tensor, target: Tensor) -> None:

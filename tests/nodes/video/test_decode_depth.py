@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from fast_video_vae.tests.builders import refused
-from fast_video_vae.tests.nodes.vae.pairs import latents
+from fast_video_vae.tests.nodes.vae.pairs import latents, v3_node
 from fast_video_vae.tests.nodes.video.clips import components, decode, encode, image
 from fast_video_vae.tests.videos import av
-from fast_video_vae.vae.media import pictures_as
+from fast_video_vae.vae.media import convert_pictures
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
 
@@ -31,7 +31,7 @@ def deep(path):
 
 def expected_of(images):
     """The same of an IMAGE."""
-    return pictures_as(images, torch.uint16).int()
+    return convert_pictures(images, torch.uint16).int()
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
@@ -75,6 +75,12 @@ def test_a_sequence_of_images_is_a_video_too(fast, output, codec):
     images, _, fps = components(video)
     assert (fps, video.get_frame_count(), video.get_dimensions()) == (24, len(expected), (64, 64))
     assert (images - expected).abs().max() <= (1 / 65535 if codec == "png" else 2**-11)
+    assert video.get_bit_depth() == 16
+    (whole,) = v3_node("nodes_video", "SaveVideo", video=video, filename_prefix="w", format="auto")
+    assert whole.get_bit_depth() == 16
+    (file,) = output.glob("w_*")
+    with av.open(str(file)) as container:
+        assert container.streams.video[0].pix_fmt == "yuv420p10le"
     again = decode(fast, latent, codec=codec, filename_prefix="shots/one", fps=24)
     assert Path(again.paths[0]).parent.name == "one_00002_"
     assert (encode(fast, video)[0] - encode(fast, again)[0]).abs().max() == 0

@@ -17,8 +17,8 @@ from fast_video_vae.tests.videos import moving_clip, psnr, stacked, write, write
 from fast_video_vae.vae import load_vae  # noqa: E402
 from fast_video_vae.vae.media import (  # noqa: E402
     Audio,
-    as_pictures,
     frames_to_uint8,
+    pictures_of,
     read_audio,
     read_video,
 )
@@ -71,7 +71,7 @@ def test_decode_writes_the_depth_of_the_options(tmp_path, done, vae_path, latent
     vae = load_vae(vae_path, dtype=torch.float32)
     with safe_open(latents, "pt") as file:
         frames = vae.decode(file.get_tensor("latent"))
-    expected = as_pictures(frames, torch.uint16).int()
+    expected = pictures_of(frames, torch.uint16).int()
     lines = done("decode", latents, "-o", tmp_path / "a.mkv")
     assert lines[-2] == "ffv1 in 16 bits (gbrp16le) encoded by ffv1"
     found = torch.stack(list(read_video(tmp_path / "a.mkv").frames())).int()

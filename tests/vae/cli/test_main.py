@@ -30,7 +30,7 @@ from fast_video_vae.vae import load_vae  # noqa: E402
 from fast_video_vae.vae.cli.loading import device_named  # noqa: E402
 from fast_video_vae.vae.cli.main import REPOSITORY, main  # noqa: E402
 from fast_video_vae.vae.demo import CLIP_PATH, VAE_PATH  # noqa: E402
-from fast_video_vae.vae.media import as_pictures, frames_to_uint8, read_video  # noqa: E402
+from fast_video_vae.vae.media import frames_to_uint8, pictures_of, read_video  # noqa: E402
 from fast_video_vae.vae.validation import available_devices  # noqa: E402
 
 PROJECT = Path(__file__).resolve().parents[3] / "pyproject.toml"
@@ -138,7 +138,7 @@ def test_encode_and_decode_equal_the_api(tmp_path, done, vae_path, video):
     assert lines[-1] == f"wrote {movie}: 9 frames at 29.97 fps"
     decoded = read_video(movie)
     assert decoded.fps == Fraction(30000, 1001)
-    pictures = as_pictures(vae.decode(expected), torch.uint16)
+    pictures = pictures_of(vae.decode(expected), torch.uint16)
     same = write(tmp_path / "same.mp4", pictures, decoded.fps)
     # Rounding can change a value by one level.
     difference = whole_clip(movie).int() - whole_clip(same).int()

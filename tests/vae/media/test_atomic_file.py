@@ -1,11 +1,14 @@
-"""A file appears under its name only when it is complete."""
+"""A file or folder appears under its name only when it is complete."""
 
+import itertools
 import os
 import stat
+import threading
+from contextlib import suppress
 
 import pytest
 
-from fast_video_vae.vae.media.atomic_file import whole_file
+from fast_video_vae.vae.media.atomic_file import remove_unfinished, whole_file, whole_folder
 
 
 def test_a_complete_file_gets_its_name(tmp_path):
@@ -64,3 +67,23 @@ def test_an_unwritable_path_is_refused_before_any_work(tmp_path, name, error, me
     with pytest.raises(error, match=message), whole_file(tmp_path / name):
         pytest.fail("work began")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_folder_that_a_thread_fills_is_removed(tmp_path):
+    started = threading.Event()
+
+    def fill():
+        with suppress(OSError), whole_folder(tmp_path / "a") as part:
+            for number in itertools.count():
+                (part / str(number)).touch()
+                started.set()
+
+    for _ in range(5):
+        started.clear()
+        thread = threading.Thread(target=fill)
+        thread.start()
+        assert started.wait(30)
+        remove_unfinished()
+        thread.join(30)
+        assert not thread.is_alive()
+        assert not list(tmp_path.iterdir())

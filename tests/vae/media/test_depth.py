@@ -4,6 +4,7 @@ The oracle reads the planes that PyAV decodes and inverts the formulas in float6
 range for YUV (ITU-R BT.709-6, section 3), the sRGB curve for EXR (IEC 61966-2-1).
 """
 
+import json
 import time
 from fractions import Fraction
 
@@ -16,10 +17,10 @@ from fast_video_vae.tests.videos import av, write
 from fast_video_vae.vae.media import (
     CODECS,
     VideoWriter,
-    as_pictures,
     available_codecs,
     codec_named,
-    pictures_as,
+    convert_pictures,
+    pictures_of,
 )
 from fast_video_vae.vae.media.encoder_options import options_of
 from fast_video_vae.vae.media.pictures import FrameMaker, dithered
@@ -65,10 +66,12 @@ def rgb(frame):
         colors = [found[2], found[0], found[1], *found[3:]]
         values = np.stack(colors, -1)
         if "f" in name[4:]:
-            light = values[..., :3]
+            light, alpha = values[..., :3], values[..., 3:]
+            if alpha.shape[-1]:
+                light = light / np.where(alpha > 0, alpha, 1)
             low = light <= 0.0031308
             curve = 1.055 * np.maximum(light, 0.0031308) ** (1 / 2.4) - 0.055
-            return np.concatenate([np.where(low, 12.92 * light, curve), values[..., 3:]], -1)
+            return np.concatenate([np.where(low, 12.92 * light, curve), alpha], -1)
         return values / (2**bits - 1)
     if name.startswith(("rgb", "bgr")):
         packed = found[0].reshape(frame.height, frame.width, -1)
@@ -195,7 +198,35 @@ def test_alpha_is_kept(tmp_path, codec):
     expected = np.concatenate([gradient(), np.broadcast_to(ramp, (FRAMES, HEIGHT, WIDTH, 1))], -1)
     result = read(written(tmp_path, codec, expected))
     assert result.shape == expected.shape
-    assert np.abs(result - expected).max() <= (1.6 / 1023 if "prores" in codec else 2**-11)
+    if codec == "exr":
+        expected[:, :, 0, :3] = 0  # where alpha is 0
+    assert np.abs(result - expected).max() <= (1.6 / 1023 if "prores" in codec else 2**-10)
+
+
+def test_exr_has_the_nearest_half_of_linear_light_times_alpha(tmp_path):
+    values = np.random.default_rng(0).random((1, 33, 35, 4)).astype(np.float32)
+    with VideoWriter(tmp_path / "a.exr", 24, codec="exr") as writer:
+        writer.write(torch.from_numpy(values))
+    with av.open(str(tmp_path / "a" / "frame_00000.exr")) as container:
+        green, blue, red, alpha = planes(next(container.decode(video=0)))
+    colors = values[0].astype(np.float64)
+    light = np.where(
+        colors <= 0.04045, colors / 12.92, ((np.maximum(colors, 0.04045) + 0.055) / 1.055) ** 2.4
+    )
+    for plane, number in ((red, 0), (green, 1), (blue, 2)):
+        exact = light[..., number] * colors[..., 3]
+        step = np.spacing(exact.astype(np.float16)).astype(np.float64)
+        assert (np.abs(plane - exact) <= 0.51 * step).all()
+    assert (alpha == colors[..., 3].astype(np.float16)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("codec", "bits"), [("exr", 16), ("png", 16), ("ffv1", 8)])
+def test_values_beyond_the_range_are_clamped_and_nan_is_black(tmp_path, codec, bits, dtype):
+    values = torch.tensor([torch.nan, torch.inf, 2, -1, 1, 0]).to(dtype).requires_grad_()
+    pictures = values.view(1, 1, 6, 1).expand(1, 1, 6, 3)
+    path = write(tmp_path / f"a{codec_named(codec).suffix}", pictures, codec=codec, bit_depth=bits)
+    assert read(path)[0, 0, :, 0] == pytest.approx([0, 1, 1, 0, 1, 0], abs=1e-9)
 
 
 def test_alpha_is_dropped_on_request(tmp_path):
@@ -254,6 +285,9 @@ def test_a_depth_that_the_build_lacks_is_refused_and_not_chosen(monkeypatch):
     assert VideoWriter("a.mp4", 24, codec="hevc").encoding.bit_depth == 8
     with refused("bit depth is 10; libx265 of this build of PyAV stores 8 bits per component"):
         VideoWriter("a.mp4", 24, codec="hevc", bit_depth=10)
+    monkeypatch.setattr(codecs, "_pixel_formats", lambda name: ("yuv444p10le",))
+    with refused("bit depth is 10 with alpha; prores of this build of PyAV stores no bits"):
+        VideoWriter("a.mov", 24, codec="prores4444").check(64, 64, 4)
 
 
 @pytest.mark.parametrize("codec", [c for c in CODECS if not codec_named(c).alpha_formats])
@@ -267,15 +301,25 @@ def test_alpha_is_refused_where_there_is_none(tmp_path, codec):
 
 def test_a_folder_of_images_is_whole_or_absent(tmp_path):
     pictures = torch.from_numpy(gradient(frames=3).copy())
-    path = write(tmp_path / "shot.png", pictures, codec="png", metadata={"prompt": '{"a": "ü"}'})
+    path = write(
+        tmp_path / "shot.png", pictures, codec="png", metadata={"prompt": '{"a": "ü\U0001f600"}'}
+    )
     names = [file.name for file in sorted((tmp_path / "shot").iterdir())]
     assert names == [f"frame_{n:05}.png" for n in range(3)]
     with pytest.importorskip("PIL.Image").open(tmp_path / "shot" / names[0]) as image:
-        assert image.text == {"prompt": '{"a": "ü"}'}
+        assert json.loads(image.text["prompt"]) == {"a": "ü\U0001f600"}
     with refused("shot exists already; expected the name of a new folder"):
         write(path, pictures, codec="png")
     (tmp_path / "empty").mkdir()
     write(tmp_path / "empty.png", pictures, codec="png")
+
+    for name in ("link", "dangling"):
+        (tmp_path / name).symlink_to(tmp_path / f"target of {name}", target_is_directory=True)
+    (tmp_path / "target of link").mkdir()
+    for name in ("link", "dangling"):
+        write(tmp_path / f"{name}.exr", pictures, codec="exr")
+        assert (tmp_path / name).is_symlink()
+        assert len(list((tmp_path / f"target of {name}").iterdir())) == 3
 
     def failing():
         with VideoWriter(tmp_path / "lost.exr", 24, codec="exr") as writer:
@@ -284,16 +328,37 @@ def test_a_folder_of_images_is_whole_or_absent(tmp_path):
 
     with pytest.raises(KeyError):
         failing()
-    assert {each.name for each in tmp_path.iterdir()} == {"shot", "empty"}
+    left = {each.name for each in tmp_path.iterdir()}
+    assert left == {"shot", "empty", "link", "dangling", "target of link", "target of dangling"}
+
+
+def test_a_writer_of_no_frames_leaves_nothing(tmp_path):
+    def work(codec):
+        with VideoWriter(tmp_path / f"a{codec_named(codec).suffix}", 24, codec=codec) as writer:
+            writer.write(torch.zeros(0, 64, 64, 3))
+
+    for codec in ("png", "h264"):
+        with pytest.raises(ValueError, match="no frames were written"):
+            work(codec)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("frames", [1, 2])
+def test_short_videos_have_their_times(tmp_path, frames):
+    for _ in range(5):  # x265 leaves them to chance
+        path = write(tmp_path / "a.mp4", torch.zeros(frames, 64, 64, 3), codec="hevc")
+        with av.open(str(path)) as container:
+            times = [frame.time for frame in container.decode(video=0)]
+        assert times == pytest.approx([n / 24 for n in range(frames)], abs=1e-3)
 
 
 def test_pictures_are_converted_as_the_decoder_does():
     frames = torch.empty(1, 3, 2, 9, 7).uniform_(-1.2, 1.2)
-    floats = as_pictures(frames, torch.float32)
-    assert torch.equal(pictures_as(floats, torch.uint8), as_pictures(frames, torch.uint8))
-    assert torch.equal(pictures_as(floats, SIXTEEN).int(), as_pictures(frames, SIXTEEN).int())
-    eight = as_pictures(frames, torch.uint8)
-    assert torch.equal(pictures_as(pictures_as(eight, SIXTEEN), torch.uint8), eight)
+    floats = pictures_of(frames, torch.float32)
+    assert torch.equal(convert_pictures(floats, torch.uint8), pictures_of(frames, torch.uint8))
+    assert torch.equal(convert_pictures(floats, SIXTEEN).int(), pictures_of(frames, SIXTEEN).int())
+    eight = pictures_of(frames, torch.uint8)
+    assert torch.equal(convert_pictures(convert_pictures(eight, SIXTEEN), torch.uint8), eight)
 
 
 @pytest.mark.slow
@@ -301,7 +366,7 @@ def test_pictures_are_converted_as_the_decoder_does():
 @pytest.mark.parametrize(("codec", "pixels"), [("hevc", "yuv420p10le"), ("prores", "yuv422p10le")])
 def test_ten_bits_take_as_long_as_the_encoder(tmp_path, codec, pixels):
     noise = torch.rand(4, 720, 1280, 3, generator=torch.Generator().manual_seed(0)) * 0.05
-    pictures = pictures_as(noise + torch.linspace(0, 0.9, 1280)[:, None], SIXTEEN)
+    pictures = convert_pictures(noise + torch.linspace(0, 0.9, 1280)[:, None], SIXTEEN)
     rounds, path = 6, tmp_path / f"a{codec_named(codec).suffix}"
 
     def ours():
