@@ -321,8 +321,7 @@ def find_encoding(
             if pixels is None or (name != software and not _works(name, pixels)):
                 continue
             if hardware and codec.hardware and name == software:
-                text = "Fast Video VAE: no hardware encoder for %s works here; software is used"
-                LOG.info(text, codec.name)
+                _report_software(codec.name)
             return Encoding(name, depth, pixels)
     stored = codec.alpha_formats if alpha else codec.formats
     bits = [str(depth) for depth, known in stored.items() if _pixel_format(software, known)]
@@ -330,6 +329,11 @@ def find_encoding(
         f"bit depth is {bit_depth or codec.bit_depth}{' with alpha' if alpha else ''}; {software} "
         f"of this build of PyAV stores {' or '.join(bits) or 'no'} bits per component"
     )
+
+
+@cache
+def _report_software(name: str) -> None:
+    LOG.info("Fast Video VAE: no hardware encoder for %s works here; software is used", name)
 
 
 def _software(codec: Codec) -> str | None:

@@ -147,7 +147,7 @@ class VideoWriter:
                 alpha channel.
         """
         check_size(self.codec.name, height, width)
-        self._found(self._bit_depth, alpha=self.alpha and channels == 4)
+        self._found(self._bit_depth, alpha=self.alpha and channels == 4, hardware=False)
 
     def pictures(self, frames: Tensor) -> Tensor:
         """Convert decoded frames to pictures for `write`.
@@ -181,6 +181,7 @@ class VideoWriter:
                 f"frames are {list(frames.shape)} {frames.dtype}; expected [T, H, W, 3 or 4] "
                 "uint8, uint16 or float"
             )
+        frames = frames if self.alpha else frames[..., :3]
         if self._output is None:
             self.check(*frames.shape[1:])
         with _errors_name(self.path):
@@ -214,7 +215,8 @@ class VideoWriter:
         depth = self._bit_depth
         if depth is None and dtype == torch.uint8 and 8 in self.codec.formats:
             depth = 8
-        self.encoding = self._found(depth)
+        if depth != self._bit_depth or self._shape[2] == 4:
+            self.encoding = self._found(depth)
         try:
             return self._opened_with(is_deep=dtype != torch.uint8)
         except FFmpegError:
