@@ -31,7 +31,7 @@ from ...kernels import is_out_of_memory
 from ...vae import preview
 from .clip_player import ClipPlayer
 from .decoders import dtype_on
-from .formats import colors, has_factors
+from .formats import color, has_factors
 from .tiny_files import path_of, tiny_file
 
 _logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class _Colors:
         self._format = latent_format
 
     def __call__(self, x0: Tensor) -> numpy.ndarray:
-        return colors(self._format, x0[0]).cpu().numpy()
+        return color(self._format, x0[0]).cpu().numpy()
 
 
 class _TinyFrames:
