@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .planning.device_memory import trim_heap
     from .streaming.executor import rechunk
     from .streaming.options import StreamOptions
+    from .streaming.precision import fastest_decode_dtype
     from .streaming.session import eager
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "VideoVAE",
     "build_vae",
     "eager",
+    "fastest_decode_dtype",
     "load_vae",
     "read_checkpoint",
     "rechunk",
@@ -44,6 +46,7 @@ _HOMES = {
     "planning.device_memory": ("trim_heap",),
     "streaming.executor": ("rechunk",),
     "streaming.options": ("StreamOptions",),
+    "streaming.precision": ("fastest_decode_dtype",),
     "streaming.session": ("eager",),
 }
 

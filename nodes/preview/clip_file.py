@@ -19,15 +19,19 @@ _MOST_PICTURES = 320
 # 81 frames of 512 x 296 take 0.6 s with the fastest method of WebP, and 4 s with the default one.
 _METHOD, _QUALITY = 0, 80
 
+# WebP counts milliseconds in 32 bits with a sign.
+_LONGEST_MS = 2**31 - 1 - _MOST_PICTURES
+
 _PREFIX = "fast_vae_preview"
 
 
-def shown(images: Tensor, fps: float) -> ui.SavedImages:
+def save_animation(images: Tensor, fps: float) -> ui.SavedImages:
     """Write images to an animated WebP.
 
     Args:
         images: `[T, H, W, 3]`, float in [0, 1].
-        fps: Images per second.
+        fps: Images per second; at 0.0025 a clip of more than 5,300 images is played faster, because
+            a file lasts at most 24 days.
 
     Returns:
         What a node returns as `ui` to show the file.
@@ -36,6 +40,7 @@ def shown(images: Tensor, fps: float) -> ui.SavedImages:
         InterruptProcessingException: The user pressed stop. It derives from `BaseException`.
     """
     count = len(images)
+    fps = max(fps, 1000 * count / _LONGEST_MS)
     step = -(-count // _MOST_PICTURES)
     pictures = [_picture(images[at]) for at in range(0, count, step)]
     ends = [round(1000 * min(at + step, count) / fps) for at in range(0, count, step)]

@@ -27,7 +27,7 @@ Picture = tuple[str, Image.Image, int]
 
 
 class ClipPlayer:
-    """Plays the latest pictures of a clip in a circle until it is stopped.
+    """Plays the latest pictures of a clip in a loop until it is stopped.
 
     Outside of a server nothing is sent, and there is no thread.
 
@@ -44,7 +44,7 @@ class ClipPlayer:
         self._thread: threading.Thread | None = None
 
     def play(self, pictures: numpy.ndarray) -> None:
-        """Replace the pictures by `pictures`, `[T, H, W, 3]` uint8; the circle goes on."""
+        """Replace the pictures by `pictures`, `[T, H, W, 3]` uint8; the loop keeps its position."""
         self._pictures = pictures
         if self._thread is None and self._address is not None and not self._stopped.is_set():
             self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
@@ -68,13 +68,16 @@ class ClipPlayer:
     def _run(self) -> None:
         due = time.monotonic()
         while True:
-            # Pictures that are late are not made up for.
+            # Pictures that are late are skipped.
             due = max(due + self._period_s, time.monotonic())
             if self._stopped.wait(due - time.monotonic()):
                 return
             self._at += 1
             if (picture := self.current) is not None and self._address is not None:
-                self._address.send(picture)
+                try:
+                    self._address.send(picture)
+                except RuntimeError:  # the server shuts down: its event loop is closed
+                    return
 
 
 class _Address(NamedTuple):

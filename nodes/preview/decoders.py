@@ -3,23 +3,22 @@
 Facts about ComfyUI here are from comfy/model_management.py and comfy/model_patcher.py of 0.33.
 """
 
+import copy
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import comfy.model_management
 import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 
-from ...vae import preview
+from ...vae import fastest_decode_dtype
+from ...vae.preview import TinyDecoder, load_tiny_decoder
 from ..host import timing
 from ..host.oom import Way, in_turn, kept
 from ..host.progress import Progress
 from .tiny_files import path_of
-
-if TYPE_CHECKING:
-    from ...vae.preview import TinyDecoder
 
 _WAYS = [
     Way(""),
@@ -31,7 +30,7 @@ _WAYS = [
 class TinyModel(NamedTuple):
     """A tiny decoder, and the object by which ComfyUI moves its weights."""
 
-    decoder: "TinyDecoder"
+    decoder: TinyDecoder
     patcher: ModelPatcher
 
 
@@ -53,7 +52,24 @@ def tiny_model(name: str) -> TinyModel:
     return _loaded(path, found.st_mtime_ns, found.st_size)
 
 
-def decoded(name: str, latent: Tensor) -> Tensor:
+def tiny_decoder_on(device: torch.device, name: str) -> TinyDecoder:
+    """Return a copy of a tiny decoder on `device`, which ComfyUI does not move.
+
+    Args:
+        device: Device of the copy.
+        name: File in models/vae_approx.
+
+    Returns:
+        The copy, in the dtype of `dtype_on`.
+
+    Raises:
+        OSError: The file is missing or cannot be opened.
+        ValueError: It is not a tiny decoder.
+    """
+    return _copied(tiny_model(name).decoder, device)
+
+
+def decode(name: str, latent: Tensor) -> Tensor:
     """Decode latents to an IMAGE with a tiny decoder, with progress bar and retries.
 
     Args:
@@ -70,23 +86,22 @@ def decoded(name: str, latent: Tensor) -> Tensor:
     """
     model = tiny_model(name)
     decoder, device = model.decoder, model.patcher.load_device
-    decoder.decode_stream(latent)  # checks it
+    decoder.decode_stream(latent)  # checks it; decodes nothing
     frames = 4 * latent.shape[2] - 3
     size = [length * decoder.spatial_compression for length in latent.shape[-2:]]
     shape = (latent.shape[0] * frames, *size, 3)
     with kept():
-        output = comfy.model_management.intermediate_device()
-        images = torch.empty(shape, dtype=torch.float32, device=output)
+        images = empty_images(*shape)
 
     def go(way: Way) -> Tensor:
-        load(model, latent.shape, way)
+        loaded = _load(model, latent.shape, way)
         progress, at = Progress(len(images)), 0
         for video in latent:
-            for piece in decoder.decode_stream(video[None]):
-                part = images[at : at + piece.shape[2]]
-                part.copy_(piece[0].movedim(0, -1)).clamp_(0, 1)
-                at += len(part)
-                progress.passed(len(part), part)
+            for piece in loaded.decode_stream(video[None]):
+                frames = images[at : at + piece.shape[2]]
+                frames.copy_(piece[0].movedim(0, -1)).clamp_(0, 1)
+                at += len(frames)
+                progress.passed(len(frames), frames)
         return images
 
     ways = [way for way in _WAYS if device.type != "cpu" or not way.on_host]
@@ -94,30 +109,52 @@ def decoded(name: str, latent: Tensor) -> Tensor:
         return in_turn([device], "a preview", ways, go)
 
 
-def load(model: TinyModel, shape: torch.Size, way: Way = _WAYS[0]) -> None:
-    """Load the weights of `model` to the device of `way`, for latents of `shape`."""
+def empty_images(*shape: int) -> Tensor:
+    """Return memory for an IMAGE of `shape`, `[T, H, W, 3]` float32, on ComfyUI's device for it."""
+    return torch.empty(shape, device=comfy.model_management.intermediate_device())
+
+
+def dtype_on(device: torch.device) -> torch.dtype:
+    """Return the dtype of tiny decoders on `device`.
+
+    Args:
+        device: The device.
+
+    Returns:
+        ComfyUI's choice for VAEs, which its command line sets; on a CPU the fastest one, which is
+        never float16: its convolutions took 4 to 6 times as long as in float32, and 4 to 25 times
+            as long as in bfloat16, on a CPU with AMX.
+    """
+    if device.type == "cpu":
+        return fastest_decode_dtype(device)
+    return comfy.model_management.vae_dtype(device, [torch.float16, torch.bfloat16])
+
+
+def _load(model: TinyModel, shape: torch.Size, way: Way) -> TinyDecoder:
+    """Return the decoder on the device of `way`, for latents of `shape`."""
     management = comfy.model_management
     decoder, patcher = model
     if way.on_host:
         management.unload_model_and_clones(patcher)
-        decoder.to("cpu")
-        return
+        return _copied(decoder, torch.device("cpu"))
     memory_bytes = decoder.peak_bytes((1, *shape[1:]))
     management.load_models_gpu([patcher], memory_required=memory_bytes, force_full_load=True)
     if decoder.device.type != patcher.load_device.type:
         patcher.partially_load(patcher.load_device, extra_memory=1e32)
+    return decoder
+
+
+def _copied(decoder: TinyDecoder, device: torch.device) -> TinyDecoder:
+    """Return a copy on `device`: a change of dtype would lose bits of the cached weights."""
+    with torch.inference_mode(False):
+        return copy.deepcopy(decoder).to(device, dtype_on(device))
 
 
 @functools.lru_cache(maxsize=2)
 def _loaded(path: Path, changed_ns: int, size: int) -> TinyModel:
     management = comfy.model_management
     device, home = management.vae_device(), management.vae_offload_device()
-    decoder = preview.load_tiny_decoder(path, home, dtype_on(device))
+    decoder = load_tiny_decoder(path, home, dtype_on(device))
     holder = nn.Module()  # ComfyUI notes values on the module of a patcher
     holder.decoder = decoder
     return TinyModel(decoder, ModelPatcher(holder, load_device=device, offload_device=home))
-
-
-def dtype_on(device: torch.device) -> torch.dtype:
-    """Return ComfyUI's choice of a dtype for VAEs on `device`, which its command line sets."""
-    return comfy.model_management.vae_dtype(device, [torch.float16, torch.bfloat16])

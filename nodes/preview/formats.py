@@ -5,16 +5,25 @@ A LATENT is raw; factors are for latents as the diffusion model sees them, which
 """
 
 import inspect
+import logging
 from typing import Any
 
 import comfy.latent_formats
+import torch
 from comfy.latent_formats import LatentFormat
 from torch import Tensor
 
 from ...vae.preview import rgb_of_latent
 
-# Formats of this pack's VAEs; ComfyUI has others with 16 channels, for images.
+_logger = logging.getLogger(__name__)
+
+# Formats that channels are taken for, because a LATENT does not name its model. ComfyUI has others
+# with 16: of images SD3 and Flux, of videos HunyuanVideo, Cosmos, CogVideoX and SeedVR2.
 _WAN = {16: comfy.latent_formats.Wan21, 48: comfy.latent_formats.Wan22}
+
+# Latent frames of one product, which limits the memory for channels in float32: 25 MB for 48
+# channels of 180 x 160.
+_FRAMES = 4
 
 
 def format_of(latent: Tensor) -> LatentFormat:
@@ -31,6 +40,11 @@ def format_of(latent: Tensor) -> LatentFormat:
     """
     channels = latent.shape[1]
     if channels in _WAN:
+        if latent.ndim == 4 and channels == 16:
+            _logger.warning(
+                "Fast Video VAE: the colors of this preview are those of Wan; a latent of images "
+                "with 16 channels is often one of SD3 or Flux, whose colors differ"
+            )
         return _WAN[channels]()
     kinds = inspect.getmembers(comfy.latent_formats, inspect.isclass)
     formats = [kind() for _, kind in kinds if issubclass(kind, LatentFormat)]
@@ -55,7 +69,7 @@ def has_factors(latent_format: LatentFormat, channels: int) -> bool:
     return factors is not None and len(factors) == channels and not reshaped
 
 
-def colors(latent_format: Any, x: Tensor) -> Tensor:  # noqa: ANN401, any format
+def color(latent_format: Any, x: Tensor) -> Tensor:  # noqa: ANN401, any format
     """Return the rough colors of one latent.
 
     Args:
@@ -65,4 +79,5 @@ def colors(latent_format: Any, x: Tensor) -> Tensor:  # noqa: ANN401, any format
     Returns:
         `[T, h, w, 3]`, uint8, on the device of `x`.
     """
-    return rgb_of_latent(x, latent_format.latent_rgb_factors, latent_format.latent_rgb_factors_bias)
+    factors, bias = latent_format.latent_rgb_factors, latent_format.latent_rgb_factors_bias
+    return torch.cat([rgb_of_latent(few, factors, bias) for few in x.split(_FRAMES, dim=1)])

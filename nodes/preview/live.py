@@ -4,11 +4,11 @@ After each step the denoised latent becomes one picture per latent frame, and a 
 one after another (`clip_player`). ComfyUI's choice of a method holds: `--preview-method`, or the
 prompt's own. With latent2rgb (and auto, which means it) the colors are one small product on the
 device; with taesd a tiny decoder decodes the clip in the step's thread, for at most a tenth of the
-time. As many copies wait for the device as in ComfyUI's own preview: one per step.
+time of the run. Each step waits for the device once, as in ComfyUI's own preview.
 
 ComfyUI's own callback is used where there is nothing to play (no previews, images, other models),
-and where another pack has replaced its previewer, such as VideoHelperSuite. Nothing of ComfyUI is
-replaced here. Facts about it are from latent_preview.py of 0.33.
+and where another pack has replaced a part of its preview, such as VideoHelperSuite. Nothing of
+ComfyUI is replaced here. Facts about it are from latent_preview.py of 0.33.
 """
 
 import logging
@@ -21,31 +21,33 @@ import comfy.model_management
 import comfy.utils
 import latent_preview
 import numpy
-import torch
 import torch.nn.functional as F
 from comfy.cli_args import LatentPreviewMethod, args
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
-from ...kernels import is_out_of_memory
-from ...vae import preview
+from ...vae.preview import TinyDecoder
 from .clip_player import ClipPlayer
-from .decoders import dtype_on
-from .formats import colors, has_factors
-from .tiny_files import path_of, tiny_file
+from .decoders import tiny_decoder_on
+from .formats import color, has_factors
+from .tiny_files import tiny_file
 
 _logger = logging.getLogger(__name__)
 
 Callback = Callable[[int, Any, Any, int], None]
 
+# Makes pictures `[T, H, W, 3]` uint8 of a denoised latent `[1, C, t, h, w]`; None: not of this one.
+_Maker = Callable[[Tensor], numpy.ndarray | None]
+
 # Frames per second of the models' videos, by channels of their latents.
 _FPS = {16: 16, 48: 24}
 
-# Share of the time that decodes with a tiny decoder may take.
+# Share of the time of a run that decodes with a tiny decoder may take.
 _SHARE = 0.1
 
-# Previewers that a clip may take the place of.
-_CORE = ("Latent2RGBPreviewer", "TAEHVPreviewerImpl", "TAESDPreviewerImpl")
+# ComfyUI's previewers, and the methods of each that make a picture.
+_PREVIEWERS = ("Latent2RGBPreviewer", "TAEHVPreviewerImpl", "TAESDPreviewerImpl")
+_METHODS = ("decode_latent_to_preview", "decode_latent_to_preview_image")
 
 
 @contextmanager
@@ -62,20 +64,21 @@ def playing(
 
     Yields:
         A function of the step, the denoised latent, the noisy latent and the number of steps. It
-        shows the progress and the preview.
+        shows the progress and the preview. Errors in making pictures are logged and end only the
+        preview.
     """
     first = latent.unbind()[0] if latent.is_nested else latent
     if not _may_play(model, first):
         yield latent_preview.prepare_callback(model, steps, seen)
         return
-    source = _source(model, first)
-    player = ClipPlayer(_FPS.get(first.shape[1], 16) / _times(model))
+    makers = _makers(model, first)
+    player = ClipPlayer(_FPS.get(first.shape[1], 16) / _frames_per_latent(model))
     bar = comfy.utils.ProgressBar(steps)
 
     def step_done(step: int, x0: Any, x: Any, total_steps: int) -> None:  # noqa: ANN401, tensors
         seen["x0"] = x0
-        part = x0.tensors[0] if x0.is_nested else x0
-        pictures = source(part[:1])
+        video = x0.tensors[0] if x0.is_nested else x0
+        pictures = _make(makers, video[:1])
         if pictures is not None:
             player.play(pictures)
         bar.update_absolute(step + 1, total_steps, player.current)
@@ -86,62 +89,79 @@ def playing(
         player.stop()
 
 
+def _make(makers: list[_Maker], x0: Tensor) -> numpy.ndarray | None:
+    """Return the pictures of the first maker that makes some; None: the last pictures stay.
+
+    A maker that fails is removed, and so are those after one that made pictures: better pictures
+    are never replaced by rougher ones.
+    """
+    for maker in makers.copy():
+        try:
+            pictures = maker(x0)
+        except Exception as error:
+            makers.remove(maker)
+            rest = "using latent2rgb" if makers else "the run goes on without"
+            _logger.warning("Fast Video VAE: making a preview failed; %s: %s", rest, error)
+            continue
+        if pictures is not None:
+            makers[:] = makers[: makers.index(maker) + 1]
+            return pictures
+    return None
+
+
 class _Colors:
-    """Pictures by the factors of a latent format."""
+    """Makes pictures by the factors of a latent format."""
 
     def __init__(self, latent_format: Any) -> None:  # noqa: ANN401, any format
         self._format = latent_format
 
     def __call__(self, x0: Tensor) -> numpy.ndarray:
-        return colors(self._format, x0[0]).cpu().numpy()
+        return color(self._format, x0[0]).cpu().numpy()
 
 
 class _TinyFrames:
-    """Pictures by a tiny decoder: every fourth frame, one for each latent frame.
+    """Makes pictures by a tiny decoder: every fourth frame, one for each latent frame.
 
-    Where a decode does not fit into the time or the memory, the last pictures stay; where there are
-    none, the factors are used.
+    Where a decode does not fit into the time or the memory, there are none. A decode that takes
+    longer than it may is given up after a latent frame, and tried again when there is twice the
+    time.
     """
 
-    def __init__(self, decoder: preview.TinyDecoder, latent_format: Any) -> None:  # noqa: ANN401
+    def __init__(self, decoder: TinyDecoder, latent_format: Any) -> None:  # noqa: ANN401
         self._decoder, self._format = decoder, latent_format
-        self._instead: _Colors | None = _Colors(latent_format)
-        self._free_at = 0.0
+        self._began_at = time.monotonic()
+        self._spent_s = self._needed_s = 0.0
 
     def __call__(self, x0: Tensor) -> numpy.ndarray | None:
+        # Wait for the step, so that the time of its queued work is not counted as that of a decode.
+        x0[(0,) * x0.ndim].item()
         start = time.monotonic()
-        if start < self._free_at:
+        allowed_s = _SHARE * (start - self._began_at) - self._spent_s
+        if self._needed_s > allowed_s or not self._fits(x0):
             return None
-        pictures = self._decoded(x0) if self._fits(x0) else None
-        if pictures is None:
-            return None if self._instead is None else self._instead(x0)
-        self._instead = None
-        now = time.monotonic()
-        self._free_at = now + (now - start) * (1 / _SHARE - 1)
+        pictures = self._decode(x0, start + allowed_s)
+        took_s = time.monotonic() - start
+        self._spent_s += took_s
+        self._needed_s = took_s if pictures is not None else 2 * took_s
         return pictures
 
     def _fits(self, x0: Tensor) -> bool:
         """Return whether a decode fits into free memory, without moving a model."""
         free = comfy.model_management.get_free_memory(self._decoder.device)
-        return self._decoder.peak_bytes(x0.shape) < free
+        return self._decoder.peak_bytes(x0.shape, chunk=1) < free
 
-    def _decoded(self, x0: Tensor) -> numpy.ndarray | None:
-        try:
-            return torch.cat(list(self._frames(x0))).cpu().numpy()
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            return None
-
-    def _frames(self, x0: Tensor) -> Iterator[Tensor]:
-        at, largest = 0, latent_preview.MAX_PREVIEW_RESOLUTION
-        for piece in self._decoder.decode_stream(self._format.process_out(x0.float())):
+    def _decode(self, x0: Tensor, end: float) -> numpy.ndarray | None:
+        """Return the pictures; None: at the time `end` there are latent frames left."""
+        done, largest = [], latent_preview.MAX_PREVIEW_RESOLUTION
+        for frames in self._decoder.decode_stream(self._format.process_out(x0.float()), chunk=1):
             comfy.model_management.throw_exception_if_processing_interrupted()
-            frames = piece[0, :, -at % 4 :: 4].movedim(1, 0)
-            at += piece.shape[2]
-            smaller = max(1, max(frames.shape[-2:]) // largest)
-            frames = F.avg_pool2d(frames.float(), smaller)
-            yield frames.movedim(1, -1).mul(255).clamp_(0, 255).to(torch.uint8)
+            picture = frames[:, :, -1].float()  # the only frame of the first latent frame
+            smaller = max(1, max(picture.shape[-2:]) // largest)
+            picture = F.avg_pool2d(picture, smaller)[0].movedim(0, -1)
+            done.append(picture.mul(255).clamp_(0, 255).byte().cpu().numpy())
+            if len(done) < x0.shape[2] and time.monotonic() > end:
+                return None
+        return numpy.stack(done)
 
 
 def _may_play(model: ModelPatcher, latent: Tensor) -> bool:
@@ -153,46 +173,58 @@ def _may_play(model: ModelPatcher, latent: Tensor) -> bool:
         return False
     if args.preview_method == LatentPreviewMethod.TAESD and not _is_wan(latent_format):
         return False
-    if not _is_cores(latent_preview.prepare_callback):
+    kinds = [getattr(latent_preview, name) for name in _PREVIEWERS if hasattr(latent_preview, name)]
+    methods = [getattr(kind, name) for kind in kinds for name in _METHODS]
+    functions = [latent_preview.prepare_callback, latent_preview.preview_to_image, *methods]
+    if not all(_is_of_comfyui(each) for each in functions):
         return False
-    if _is_cores(latent_preview.get_previewer):
+    if _is_of_comfyui(latent_preview.get_previewer):
         return True
     # Another pack may return ComfyUI's previewer, such as one whose switch is off.
-    previewer = latent_preview.get_previewer(model.load_device, latent_format)
-    return type(previewer) in [getattr(latent_preview, name, None) for name in _CORE]
+    with _colors_chosen():
+        return type(latent_preview.get_previewer(model.load_device, latent_format)) in kinds
 
 
-def _is_cores(function: Callable[..., object]) -> bool:
+def _is_of_comfyui(function: Callable[..., object]) -> bool:
     """Return whether a function was defined in ComfyUI's file; a wrapper can have its name."""
     return getattr(function, "__globals__", None) is vars(latent_preview)
+
+
+@contextmanager
+def _colors_chosen() -> Iterator[None]:
+    """Set the method to latent2rgb within the block: with taesd a previewer loads its decoder."""
+    method = args.preview_method
+    args.preview_method = LatentPreviewMethod.Latent2RGB
+    try:
+        yield
+    finally:
+        args.preview_method = method
 
 
 def _is_wan(latent_format: Any) -> bool:  # noqa: ANN401, any format
     return str(latent_format.taesd_decoder_name).startswith("lighttaew2")
 
 
-def _source(model: ModelPatcher, latent: Tensor) -> Callable[[Tensor], numpy.ndarray | None]:
-    """Return the function that makes pictures of a denoised latent `[1, C, t, h, w]`."""
+def _makers(model: ModelPatcher, latent: Tensor) -> list[_Maker]:
+    """Return what makes pictures, the preferred one first, for latents like `[B, C, t, h, w]`."""
     latent_format, device = model.model.latent_format, model.load_device
+    makers: list[_Maker] = [_Colors(latent_format)]
     if args.preview_method != LatentPreviewMethod.TAESD:
-        return _Colors(latent_format)
+        return makers
     name = tiny_file(latent.shape[1])
     if name is None:
         missing = latent_format.taesd_decoder_name
         _logger.warning(
             "Fast Video VAE: models/vae_approx has no %s for previews; using latent2rgb", missing
         )
-        return _Colors(latent_format)
+        return makers
     try:
-        decoder = preview.load_tiny_decoder(path_of(name), device, dtype_on(device))
+        return [_TinyFrames(tiny_decoder_on(device, name), latent_format), *makers]
     except Exception as error:
-        if not (isinstance(error, ValueError | OSError) or is_out_of_memory(error)):
-            raise
-        _logger.warning("Fast Video VAE: no tiny decoder for previews: %s", error)
-        return _Colors(latent_format)
-    return _TinyFrames(decoder, latent_format)
+        _logger.warning("Fast Video VAE: no tiny decoder for previews; using latent2rgb: %s", error)
+        return makers
 
 
-def _times(model: ModelPatcher) -> int:
+def _frames_per_latent(model: ModelPatcher) -> int:
     """Return video frames per latent frame."""
     return max(1, getattr(model.model.latent_format, "temporal_downscale_ratio", 4))

@@ -1,6 +1,5 @@
 """The node that shows a latent: quickly, without its VAE."""
 
-import torch
 import torch.nn.functional as F
 from comfy_api.latest import io
 from torch import Tensor
@@ -18,7 +17,7 @@ timing = Later("nodes.host.timing")
 
 _COLORS = "latent2rgb"
 
-# Pixels of the larger side of images that are enlarged latents.
+# Most pixels of a side of images that are resized latents.
 _SIDE = 512
 
 
@@ -44,8 +43,9 @@ class PreviewLatent(io.ComfyNode):
                     options=[AUTO, _COLORS, *tiny_files()],
                     default=AUTO,
                     tooltip="auto: the tiny decoder in models/vae_approx for this latent, if there "
-                    "is one, otherwise latent2rgb. latent2rgb: one small picture per latent frame "
-                    "(4 video frames). Or a file from models/vae_approx.",
+                    "is one, otherwise latent2rgb (for images of SD3 or Flux too). latent2rgb: one "
+                    "small picture per latent frame (of Wan, 4 video frames). Or a file from "
+                    "models/vae_approx.",
                 ),
                 io.Float.Input(
                     "fps",
@@ -61,8 +61,8 @@ class PreviewLatent(io.ComfyNode):
                 io.Image.Output(display_name="IMAGE", tooltip="The pictures of the clip."),
                 io.Float.Output(
                     display_name="fps",
-                    tooltip="Pictures per second: as above, with latent2rgb a quarter, so that "
-                    "the clip lasts as long.",
+                    tooltip="Pictures per second: as above, with latent2rgb of Wan a quarter, so "
+                    "that the clip lasts as long.",
                 ),
             ],
         )
@@ -82,44 +82,46 @@ class PreviewLatent(io.ComfyNode):
             )
         name = decoder
         if decoder == AUTO:
-            name = tiny_file(latent.shape[1]) or _COLORS
+            # With four dimensions, 16 channels are mostly those of SD3 or Flux.
+            name = (tiny_file(latent.shape[1]) if latent.ndim == 5 else None) or _COLORS
         if name == _COLORS:
             with about("samples"), timing.span("VAE decode", _COLORS):
-                images, frames = _colored(latent)
+                images, frames = _color(latent)
             fps = fps / frames
         else:
             videos = latent if latent.ndim == 5 else latent.unsqueeze(2)
-            images = _decoded(name, videos)
+            images = _decode(name, videos)
         with timing.span("file", "animated preview"):
-            shown = clip_file.shown(images, fps)
-        return io.NodeOutput(images, fps, ui=shown)
+            saved = clip_file.save_animation(images, fps)
+        return io.NodeOutput(images, fps, ui=saved)
 
 
-def _decoded(name: str, latent: Tensor) -> Tensor:
+def _decode(name: str, latent: Tensor) -> Tensor:
     """Return the frames of `[B, C, t, h, w]`; errors name the input that is wrong."""
     with about("decoder"):
         decoders.tiny_model(name)
     with about("samples"):
-        return decoders.decoded(name, latent)
+        return decoders.decode(name, latent)
 
 
-def _colored(latent: Tensor) -> tuple[Tensor, int]:
+def _color(latent: Tensor) -> tuple[Tensor, int]:
     """Return pictures `[T, H, W, 3]` by factors, and the video frames for each of them."""
     found = formats.format_of(latent)
     videos = latent if latent.ndim == 5 else latent.unsqueeze(2)
-    height, width = videos.shape[-2:]
-    scale = max(1, min(found.spacial_downscale_ratio, _SIDE // max(height, width)))
+    longest = max(videos.shape[-2:])
+    scale = min(found.spacial_downscale_ratio, _SIDE // longest or _SIDE / longest)
+    height, width = (max(1, round(scale * length)) for length in videos.shape[-2:])
     count = videos.shape[0] * videos.shape[2]
-    images = torch.empty(count, scale * height, scale * width, 3)
+    images = decoders.empty_images(count, height, width, 3)
     progress, at = Progress(count), 0
     for video in videos:
         inner = video[None] if found.latent_dimensions == 3 else video.movedim(1, 0)
         x = found.process_in(inner.float())
         x = x[0] if found.latent_dimensions == 3 else x.movedim(0, 1)
-        for picture in formats.colors(found, x).cpu():
-            small = picture.movedim(-1, 0)[None].float() / 255
-            large = F.interpolate(small, scale_factor=scale, mode="bilinear")
-            images[at] = large[0].movedim(0, -1).clamp_(0, 1)
+        for picture in formats.color(found, x).to(images.device):
+            unit = picture.movedim(-1, 0)[None].float() / 255
+            resized = F.interpolate(unit, (height, width), mode="bilinear", antialias=scale < 1)
+            images[at] = resized[0].movedim(0, -1).clamp_(0, 1)
             progress.passed(1, images[at : at + 1])
             at += 1
     return images, found.temporal_downscale_ratio if videos.shape[2] > 1 else 1

@@ -9,15 +9,11 @@ and not in its tensors. The sources:
 - LightX2V (lightx2v/models/video_encoders/hf/wan/vae_tiny.py): `need_scaled`, set for files with
   "lighttae" in their name, undoes the normalisation before the network. So `lighttaew2_1` and
   `lighttaew2_2` expect raw latents.
-- ComfyUI (comfy/sd.py of 0.33, at "decoder.22.bias"), which does not see the name: for 16 channels
-  it takes a file in float16 for one of taehv and applies the latent format of HunyuanVideo to it,
-  and any other file for `lighttaew2_1`, with raw latents. For HunyuanVideo's own file, `taehv`,
-  that is right. For a `taew2_1` in float16 it is not: the factor of that format, 0.477, is not
-  Wan's normalisation, whose channels differ by 3 times in scale, and in mean. For 48 channels it
-  passes raw latents to every file; its preview while sampling passes normalised ones to every file.
 
-The rule here: a name that starts with "light" means raw latents, and one that starts with "taew"
-normalised ones. Any other name: by dtype as in ComfyUI, but with Wan's normalisation for float16.
+A name that starts with "light" means raw latents, one that starts with "taew" normalised ones, and
+for any other name the caller has to say it. ComfyUI (comfy/sd.py of 0.33, at "decoder.22.bias")
+does not see the name, so its VAE Decode shows other colors of a `taew2_1` in float16: it takes such
+a file for one of HunyuanVideo, and passes raw latents to every other file of Wan.
 """
 
 import os
@@ -50,15 +46,18 @@ def load_tiny_decoder(
     path: str | os.PathLike[str],
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
+    *,
+    normalizes: bool | None = None,
 ) -> TinyDecoder:
     """Load a tiny decoder of Wan 2.1 or Wan 2.2 5B; an encoder in the file is ignored.
 
     Args:
-        path: A safetensors file, or a PyTorch file with tensors only, such as `taew2_1.pth`. The
-            first letters of its name say which latents it expects, see the top of this module.
+        path: A safetensors file, or a PyTorch file with tensors only, such as `taew2_1.pth`.
         device: Device of the weights and the computation; None: the CPU.
         dtype: Dtype of both; None: bfloat16 where the device computes in it (a CPU: where that is
             measured to be faster), otherwise float32.
+        normalizes: The file expects normalised latents. None: it does if its name starts with
+            "taew", and does not if that starts with "light".
 
     Returns:
         The decoder, without gradients. It shares no memory with the file.
@@ -66,7 +65,8 @@ def load_tiny_decoder(
     Raises:
         OSError: The file is missing or cannot be opened.
         ValueError: It is not a checkpoint, not a tiny decoder, one of another model, incomplete, or
-            has other shapes; or the device does not compute in the dtype.
+            has other shapes; the name does not say which latents it expects, and `normalizes` is
+            None; or the device does not compute in the dtype.
     """
     place = torch.device("cpu" if device is None else device)
     if dtype is not None and not dtype.is_floating_point:
@@ -76,9 +76,9 @@ def load_tiny_decoder(
     with guarded(str(Path(path))):
         weights = _decoder_weights(read_file(Path(path)))
         channels = _check(weights)
-        statistics = (None, None)
-        if _expects_normalised(Path(path).name, weights[f"{_ENTER}.weight"].dtype):
-            statistics = latent_statistics(channels)
+        if normalizes is None:
+            normalizes = _expects_normalised(Path(path).name)
+        statistics = latent_statistics(channels) if normalizes else (None, None)
         with torch.inference_mode(False), torch.no_grad():
             decoder = TinyDecoder(channels, _PATCHES[channels], *statistics)
             decoder.load_state_dict(_state(weights))
@@ -143,11 +143,15 @@ def _check(weights: Weights) -> int:
     return channels
 
 
-def _expects_normalised(name: str, dtype: torch.dtype) -> bool:
-    """Return whether a file of this name and dtype was trained on normalised latents."""
-    if name.lower().startswith("light"):
-        return False
-    return name.lower().startswith("taew") or dtype == torch.float16
+def _expects_normalised(name: str) -> bool:
+    """Return whether a file of this name was trained on normalised latents."""
+    for start, normalizes in (("light", False), ("taew", True)):
+        if name.lower().startswith(start):
+            return normalizes
+    raise ValueError(
+        "its name does not say which latents it expects; expected one that starts with light (raw) "
+        "or taew (normalised), or the argument normalizes"
+    )
 
 
 def _state(weights: Weights) -> Weights:

@@ -20,12 +20,16 @@ def folders(comfyui, tmp_path, monkeypatch):
     """Empty folders for tiny decoders and for temporary files."""
     import folder_paths
 
+    from fast_video_vae.nodes.preview import decoders
+
     approx = tmp_path / "vae_approx"
     approx.mkdir()
     (tmp_path / "temp").mkdir()
     known = folder_paths.folder_names_and_paths
     monkeypatch.setitem(known, "vae_approx", ([str(approx)], known["vae_approx"][1]))
     monkeypatch.setattr(folder_paths, "temp_directory", str(tmp_path / "temp"))
+    # Frames are compared with those of float32.
+    monkeypatch.setattr(decoders, "fastest_decode_dtype", lambda device: torch.float32)
     folder_paths.filename_list_cache.pop("vae_approx", None)
     yield tmp_path
     folder_paths.filename_list_cache.pop("vae_approx", None)
@@ -138,13 +142,28 @@ def test_colors_are_those_of_comfyuis_previewer(channels):
         assert (center.mean((1, 3)) * 255 - small).abs().mean() < 6
 
 
-@pytest.mark.parametrize("decoder", ["auto", "latent2rgb"])
+@pytest.mark.parametrize("decoder", ["auto", "latent2rgb", "taew2_1.safetensors"])
 def test_images_work_too(tiny, decoder):
     tiny("taew2_1.safetensors")
     for samples in (torch.randn(2, 16, 6, 6), torch.randn(2, 16, 1, 6, 6)):
         images, fps, _ = shown(samples, decoder=decoder)
         assert images.shape == (2, 48, 48, 3)
         assert fps == 16.0
+
+
+def test_images_of_16_channels_are_decoded_as_wan_only_on_request(tiny, caplog):
+    """Without a dimension for time they are mostly those of SD3 or Flux."""
+    tiny("taew2_1.safetensors")
+    samples = torch.randn(1, 16, 6, 6)
+    chosen, *_ = shown(samples, decoder="taew2_1.safetensors")
+    assert caplog.text == ""
+    images, *_ = shown(samples)
+    assert "colors of this preview are those of Wan" in caplog.text
+    assert torch.equal(images, shown(samples, decoder="latent2rgb")[0])
+    assert not torch.equal(images, chosen)
+    caplog.clear()
+    assert torch.equal(shown(samples.unsqueeze(2))[0], chosen)
+    assert caplog.text == ""
 
 
 def test_latents_of_other_models_work_if_their_colors_are_certain():
@@ -175,6 +194,34 @@ def test_a_long_or_large_clip_is_shown_in_a_small_file():
     images, _, picture = shown(torch.randn(1, 16, 1, 200, 100), decoder="latent2rgb")
     assert images.shape == (1, 400, 200, 3)
     assert picture.size == (200, 400)
+    images, _, picture = shown(torch.randn(1, 16, 1, 10, 1030), decoder="latent2rgb")
+    assert images.shape == (1, 5, 512, 3)
+    assert picture.size == (512, 5)
+
+
+def test_a_clip_of_many_days_is_shown_faster():
+    """The milliseconds of a WebP do not fit into 32 bits otherwise."""
+    _, fps, picture = shown(torch.randn(1, 16, 5400, 1, 1), decoder="latent2rgb", fps=0.01)
+    assert fps == 0.0025
+    assert seconds(picture) == pytest.approx(2**31 / 1000, rel=1e-3)
+
+
+@pytest.mark.parametrize("frames", [1, 4, 5, 9])
+def test_colors_are_the_same_for_parts_of_a_clip(frames, monkeypatch):
+    from fast_video_vae.nodes.preview import formats
+
+    sizes, rgb = [], formats.rgb_of_latent
+
+    def counted(x, *given):
+        sizes.append(x.shape[1])
+        return rgb(x, *given)
+
+    monkeypatch.setattr(formats, "rgb_of_latent", counted)
+    found = formats.format_of(latent(frames=frames))
+    x = latent(frames=frames)[0]
+    whole = rgb(x, found.latent_rgb_factors, found.latent_rgb_factors_bias)
+    assert torch.equal(formats.color(found, x), whole)
+    assert max(sizes) <= 4
 
 
 def test_progress_covers_all_frames_and_an_interrupt_ends_it(tiny, progress, monkeypatch):
@@ -213,3 +260,51 @@ def test_memory_that_runs_out_is_freed_and_the_decode_repeated(tiny, monkeypatch
     images, *_ = shown(latent())
     assert (images - unit(TinyOracle(state)(latent()))).abs().max() <= 1e-5
     assert "memory ran out in a preview; trying again, with all models unloaded" in caplog.text
+
+
+@pytest.mark.parametrize("flag", ["fp16_vae", "bf16_vae", None])
+def test_float16_is_never_used_on_a_cpu(flag, monkeypatch):
+    from comfy.cli_args import args
+
+    from fast_video_vae.nodes.preview import decoders
+    from fast_video_vae.vae import fastest_decode_dtype
+
+    if flag is not None:
+        monkeypatch.setattr(args, flag, True)
+    monkeypatch.setattr(decoders, "fastest_decode_dtype", fastest_decode_dtype)
+    assert decoders.dtype_on(torch.device("cpu")) in (torch.float32, torch.bfloat16)
+
+
+def test_the_retry_on_the_cpu_is_in_its_fastest_dtype_and_keeps_the_cached_weights(
+    tiny, monkeypatch, caplog
+):
+    """A device without memory, in float16."""
+    import comfy.model_management as management
+
+    from fast_video_vae.nodes.preview import decoders
+    from fast_video_vae.vae.preview import TinyDecoder
+
+    state = tiny("lighttaew2_1.safetensors")
+    model = decoders.tiny_model("lighttaew2_1.safetensors")
+    model.decoder.half()
+    kept = {name: value.clone() for name, value in model.decoder.state_dict().items()}
+    model.patcher.load_device = torch.device("meta")
+    used, decode = [], TinyDecoder.decode_stream
+
+    def full(*given, **options):
+        raise torch.OutOfMemoryError("planted")
+
+    def noted(self, *given):
+        used.append((self.dtype, self.device.type))
+        return decode(self, *given)
+
+    monkeypatch.setattr(management, "load_models_gpu", full)
+    monkeypatch.setattr(TinyDecoder, "decode_stream", noted)
+    images, *_ = shown(latent())
+    assert "memory ran out in a preview; trying again, with all models unloaded" in caplog.text
+    assert used[1:] == [(torch.float32, "cpu")]  # the first call only checks the latent
+    # 24 convolutions with rounded weights.
+    tolerance = 24 * torch.finfo(torch.float16).eps / 2
+    assert (images - unit(TinyOracle(state)(latent()))).abs().max() <= tolerance
+    assert model.decoder.dtype == torch.float16
+    assert all(torch.equal(value, kept[key]) for key, value in model.decoder.state_dict().items())

@@ -82,6 +82,10 @@ def approx(monkeypatch, tmp_path):
     """An empty models/vae_approx."""
     import folder_paths
 
+    from fast_video_vae.nodes.preview import decoders
+
+    # Frames are compared with those of float32.
+    monkeypatch.setattr(decoders, "fastest_decode_dtype", lambda device: torch.float32)
     known = folder_paths.folder_names_and_paths["vae_approx"]
     monkeypatch.setitem(
         folder_paths.folder_names_and_paths, "vae_approx", ([str(tmp_path)], known[1])
@@ -217,7 +221,7 @@ def test_taesd_plays_the_frames_of_a_tiny_decoder(queue, bars, method, approx, m
 
     state = random_tiny(16)
     save_file(state, approx / name)
-    monkeypatch.setattr(live, "_SHARE", 1.0)  # every step may decode
+    monkeypatch.setattr(live, "_SHARE", 1e9)  # every step may decode
     method("taesd")
     result = sampled()["denoised"]["samples"]
     model = expert()
@@ -241,13 +245,168 @@ def test_taesd_without_a_usable_file_plays_colors(queue, bars, method, approx, c
     assert {image.size for _, (_, image, _), _ in queue.sent} == {(8, 8)}
 
 
-def test_decodes_that_take_long_are_left_out(queue, bars, method, approx, monkeypatch):
+class Clock:
+    """The time for a preview, in seconds."""
+
+    now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+
+class Queued(torch.Tensor):
+    """A tensor of a device with queued work: the first value that is read back takes a second."""
+
+    reads = (torch.Tensor.item, torch.Tensor.cpu, torch.Tensor.numpy)
+    clock = None
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in cls.reads and Queued.clock is not None:
+            Queued.clock.now += 1
+            Queued.clock = None
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.fixture
+def step(bars, method, approx, monkeypatch):
+    """Do a step of a second on a device; a latent frame takes 0.15 s. Its picture."""
     from fast_video_vae.nodes.preview import live
+    from fast_video_vae.vae.preview import TinyDecoder
 
     save_file(random_tiny(16), approx / "taew2_1.safetensors")
-    monkeypatch.setattr(live, "_SHARE", 1e-9)
+    clock, decode = Clock(), TinyDecoder.decode_stream
+
+    def slow(self, *given, **options):
+        for piece in decode(self, *given, **options):
+            clock.now += 0.15
+            yield piece
+
+    def done(number, wait_s=0.0):
+        clock.now += wait_s
+        x0 = torch.randn(1, 16, 3, 8, 8, generator=torch.Generator().manual_seed(number))
+        Queued.clock = clock
+        step_done(number, x0.as_subclass(Queued), None, STEPS)
+        return bars[-1][1][1]
+
+    done.clock = clock
+    monkeypatch.setattr(live, "time", clock)
+    monkeypatch.setattr(TinyDecoder, "decode_stream", slow)
+    method("taesd")
+    with torch.inference_mode(), live.playing(expert(), STEPS, {}, clip()["samples"]) as step_done:
+        yield done
+
+
+def test_the_time_of_a_step_is_not_taken_for_that_of_a_decode(step, monkeypatch):
+    from fast_video_vae.nodes.preview import live
+
+    monkeypatch.setattr(live, "_SHARE", 0.4)
+    shown = [step(number) for number in range(STEPS)]
+    assert {image.size for image in shown} == {(64, 64)}
+    assert len(bytes_of(shown)) == STEPS
+
+
+def test_decodes_take_a_tenth_of_the_time_from_the_first_step_on(step):
+    # The first one is given up after a latent frame: 0.15 s of 0.1.
+    assert step(0).size == (8, 8)
+    # The next one begins when there is twice that, and the one after it when its time fits again.
+    assert [step(number).size for number in range(1, 4)] == [(8, 8)] * 3
+    assert step(4, wait_s=1.0).size == (64, 64)
+    before = step.clock.now
+    assert step(5).size == (64, 64)
+    assert step.clock.now == before + 1
+
+
+def failing(error):
+    def fails(*given, **options):
+        raise error
+
+    return fails
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError, torch.OutOfMemoryError])
+def test_a_preview_that_fails_does_not_end_the_run(
+    queue, bars, method, approx, monkeypatch, caplog, kind
+):
+    from fast_video_vae.nodes.preview import live
+    from fast_video_vae.vae.preview import TinyDecoder
+
+    save_file(random_tiny(16), approx / "taew2_1.safetensors")
+    method("none")
+    expected = sampled()["LATENT"]["samples"]
+    monkeypatch.setattr(TinyDecoder, "decode_stream", failing(kind("planted")))
+    method("taesd")
+    bars.clear()
+    assert torch.equal(sampled()["LATENT"]["samples"], expected)
+    assert caplog.text.count("making a preview failed; using latent2rgb: planted") == 1
+    assert {preview[1].size for _, preview in bars} == {(8, 8)}
+    monkeypatch.setattr(live, "color", failing(kind("planted too")))
+    bars.clear()
+    method("auto")
+    assert torch.equal(sampled()["LATENT"]["samples"], expected)
+    assert caplog.text.count("the run goes on without: planted too") == 1
+    assert [preview for _, preview in bars] == [None] * len(bars)
+
+
+def test_a_stop_while_pictures_are_made_ends_the_run(queue, method, monkeypatch):
+    from comfy.model_management import InterruptProcessingException
+
+    from fast_video_vae.nodes.preview import live
+
+    monkeypatch.setattr(live, "color", failing(InterruptProcessingException()))
+    method("auto")
+    with pytest.raises(InterruptProcessingException):
+        sampled()
+
+
+def test_a_patched_part_of_comfyuis_preview_is_used(queue, bars, method, monkeypatch):
+    import latent_preview
+
+    method("auto")
+    for owner, name in [
+        (latent_preview.LatentPreviewer, "decode_latent_to_preview_image"),
+        (latent_preview.Latent2RGBPreviewer, "decode_latent_to_preview"),
+        (latent_preview, "preview_to_image"),
+    ]:
+        core, calls = getattr(owner, name), []
+
+        @functools.wraps(core)
+        def patched(*given, core=core, calls=calls, **options):
+            calls.append(given)
+            return core(*given, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, patched)
+            sampled()
+        assert len(calls) == STEPS, name
+    assert queue.sent == []
+
+
+def test_files_are_read_once_for_all_runs(queue, bars, method, approx, monkeypatch):
+    """ComfyUI's previewer, which another pack may have wrapped, would read them for its own use."""
+    import comfy.utils
+    import latent_preview
+
+    from fast_video_vae.nodes.preview import decoders
+
+    save_file(random_tiny(16), approx / "lighttaew2_1.safetensors")
+    read, load = [], decoders.load_tiny_decoder
+    wrapped = functools.wraps(core := latent_preview.get_previewer)(lambda *given: core(*given))
+    monkeypatch.setattr(latent_preview, "get_previewer", wrapped)
+    monkeypatch.setattr(comfy.utils, "load_torch_file", failing(AssertionError("ComfyUI's")))
+    monkeypatch.setattr(
+        decoders, "load_tiny_decoder", lambda *given: read.append(given) or load(*given)
+    )
     method("taesd")
     sampled()
-    shown = [preview[1] for _, preview in bars]
-    assert {image.size for image in shown} == {(64, 64)}
-    assert len(bytes_of(shown)) <= 3  # all of the first step
+    sampled()
+    assert len(read) == 1
+    assert queue.sent
+
+
+def test_the_thread_ends_with_the_server(queue, bars, method, monkeypatch):
+    monkeypatch.setattr(queue, "send_sync", failing(RuntimeError("Event loop is closed")))
+    method("auto")
+    sampled()
+    assert [value for value, _ in bars] == list(range(1, STEPS + 1))
+    assert threads() == []

@@ -23,14 +23,20 @@ def load(states, tmp_path_factory):
     """Load a file of a name, with random weights unless others are given."""
     folder = tmp_path_factory.mktemp("vae_approx")
 
-    def loaded(name="lighttaew2_1.safetensors", channels=16, state=None, dtype=torch.float32):
+    def loaded(
+        name="lighttaew2_1.safetensors",
+        channels=16,
+        state=None,
+        dtype=torch.float32,
+        normalizes=None,
+    ):
         path = folder / name
         state = states[channels] if state is None else state
         if path.suffix == ".pth":
             torch.save(state, path)
         else:
             save_file(state, path)
-        return load_tiny_decoder(path, dtype=dtype)
+        return load_tiny_decoder(path, dtype=dtype, normalizes=normalizes)
 
     return loaded
 
@@ -79,22 +85,22 @@ def test_half_precision_is_near_float32(load):
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "normalizes"),
+    ("name", "dtype", "given", "normalizes"),
     [
-        ("taew2_1.pth", torch.float16, True),
-        ("taew2_1.safetensors", torch.float32, True),
-        ("lighttaew2_1.pth", torch.float16, False),
-        ("LightTAEw2_1.pth", torch.bfloat16, False),
-        ("mine.safetensors", torch.float16, True),
-        ("mine.safetensors", torch.float32, False),
+        ("taew2_1.pth", torch.float16, None, True),
+        ("taew2_1.safetensors", torch.float32, None, True),
+        ("lighttaew2_1.pth", torch.float16, None, False),
+        ("LightTAEw2_1.pth", torch.bfloat16, None, False),
+        ("mine.safetensors", torch.float16, False, False),
+        ("mine.safetensors", torch.float32, True, True),
     ],
 )
 @pytest.mark.parametrize("channels", [16, 48])
-def test_the_name_or_else_the_dtype_says_which_latents_a_file_expects(
-    load, states, name, dtype, normalizes, channels
+def test_the_name_or_else_the_caller_says_which_latents_a_file_expects(
+    load, states, name, dtype, given, normalizes, channels
 ):
     state = {key: value.to(dtype) for key, value in states[channels].items()}
-    decoder, x = load(name, channels, state), latent(channels, 2)
+    decoder, x = load(name, channels, state, normalizes=given), latent(channels, 2)
     assert decoder.normalizes is normalizes
     expected = x
     if normalizes:
@@ -102,6 +108,11 @@ def test_the_name_or_else_the_dtype_says_which_latents_a_file_expects(
         expected = (x - mean) / std
     wide = {key: value.float() for key, value in state.items()}
     assert (decoder.decode(x) - TinyOracle(wide)(expected)).abs().max() <= TOLERANCE
+
+
+def test_a_name_that_does_not_say_which_latents_it_expects_is_refused(load):
+    with refused("taehv.safetensors", "name does not say", "argument normalizes"):
+        load("taehv.safetensors")
 
 
 def test_an_encoder_in_the_file_is_ignored(load, states):
