@@ -6,7 +6,7 @@ import torch
 from fast_video_vae.tests.builders import refused
 from fast_video_vae.tests.vae.families import STATES, close, joined
 from fast_video_vae.vae import StreamOptions, load_vae
-from fast_video_vae.vae.layers.workspace import plain, to_unit
+from fast_video_vae.vae.layers.workspace import to_unit, uint16_as_int16
 from fast_video_vae.vae.streaming.static_frames import Changes
 
 STREAMS = {
@@ -37,10 +37,10 @@ def unit(frames):
 def test_every_number_is_converted_within_half_a_rounding():
     frames = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(1, 1, 1, 256, 256)
     before = frames.clone()
-    found = to_unit(plain(frames))
+    found = to_unit(uint16_as_int16(frames))
     assert found.dtype == torch.float32
     assert torch.equal(found, unit(frames).float())
-    assert torch.equal(plain(frames), plain(before))  # the pixels of the caller
+    assert torch.equal(uint16_as_int16(frames), uint16_as_int16(before))  # the pixels of the caller
 
 
 @pytest.mark.parametrize("options", STREAMS.values(), ids=STREAMS)
@@ -77,9 +77,9 @@ def test_static_frames_of_16_bits_are_recognised(vae):
         joined(vae.encode_stream(frames, StreamOptions(1))),
         joined(vae.encode_stream(unit(frames).float(), StreamOptions(1))),
     )
-    assert Changes().repeats(plain(frames)) == 44
+    assert Changes().repeats(uint16_as_int16(frames)) == 44
     frames[0, 0, -1, 5, 5] = int(frames[0, 0, -1, 5, 5]) ^ 1  # the lowest bit of one number
-    assert Changes().repeats(plain(frames)) == 1
+    assert Changes().repeats(uint16_as_int16(frames)) == 1
 
 
 def test_16_bits_reach_a_computation_in_bfloat16(vae):
