@@ -78,13 +78,15 @@ def depth_inputs() -> list[io.Input]:
             tooltip="Dither 8-bit files, so that smooth areas have no bands. auto: on for h264 and "
             "other lossy codecs, off for ffv1 and png.",
         ),
-        io.Boolean.Input(
+        io.Combo.Input(
             "alpha",
-            default=True,
+            options=[AUTO, ON, "off"],
+            default=AUTO,
             optional=True,
             advanced=True,
-            tooltip="Keep the alpha channel of a layered VAE (RGBA); prores4444, ffv1, png and exr "
-            "store it. Off: it is dropped.",
+            tooltip="Keep the alpha channel of a VAE that has one (RGBA). auto: if the codec "
+            "stores it: prores4444, ffv1, png, exr. on: an error with other codecs. off: it is "
+            "dropped.",
         ),
     ]
 

@@ -115,7 +115,7 @@ class DecodeVideo(io.ComfyNode):
         chunk: int = 0,
         bit_depth: str = AUTO,
         dither: str = AUTO,
-        alpha: bool = True,
+        alpha: str = AUTO,
     ) -> io.NodeOutput:
         """Decode and write at the same time."""
         target = VideoTarget(
@@ -127,7 +127,7 @@ class DecodeVideo(io.ComfyNode):
             save_to,
             None if bit_depth == AUTO else int(bit_depth),
             None if dither == AUTO else dither == ON,
-            alpha,
+            None if alpha == AUTO else alpha == ON,
         )
         if len(frames) > _LONGEST_RANGE:
             raise ValueError(f"frames is {described(frames)}; expected two numbers, such as 40-80")
@@ -253,7 +253,7 @@ def _decoded(
         target.check(height, width, channels)
         wanted = frame_range(frames, count)
         made = stream.decode_pictures(
-            vae, latent, options, wanted, dtype=target.dtype, alpha=target.alpha
+            vae, latent, options, wanted, dtype=target.dtype, alpha=target.keeps_alpha
         )
         return made, wanted, (height, width)
     frame_range(frames, None)
@@ -263,9 +263,9 @@ def _decoded(
     if images.ndim not in (4, 5):
         raise ValueError(f"vae: its output is {list(images.shape)}; expected images [N, H, W, C]")
     images = images.reshape(-1, *images.shape[-3:])
-    images = images if target.alpha else images[..., :3]
-    count, height, width, channels = images.shape
-    target.check(height, width, channels)
+    target.check(*images.shape[1:])
+    images = images if target.keeps_alpha else images[..., :3]
+    count, height, width, _ = images.shape
     wanted = frame_range(frames, count)
     return _pictures(images, wanted, target.dtype), wanted, (height, width)
 

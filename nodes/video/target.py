@@ -47,7 +47,7 @@ class VideoTarget:
         folder: One of `FOLDERS`.
         bit_depth: Bits per component; None: those of the codec.
         dither: Dither to 8 bits; None: if the codec is lossy.
-        alpha: Keep the alpha channel of frames that have one.
+        alpha: Store the alpha channel of frames that have one; None: if the codec has one.
     """
 
     fps: Fraction
@@ -58,12 +58,22 @@ class VideoTarget:
     folder: str
     bit_depth: int | None = None
     dither: bool | None = None
-    alpha: bool = True
+    alpha: bool | None = None
 
     @cached_property
+    def _model(self) -> "VideoWriter":
+        """A writer that writes nothing and knows the form of the pictures."""
+        return self._writer(Path(self._name("x")))
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype of pictures that keeps the depth of the file."""
-        return self._writer(Path(self._name("x"))).dtype
+        return self._model.dtype
+
+    @property
+    def keeps_alpha(self) -> bool:
+        """Whether the alpha channel of frames that have one is stored."""
+        return self._model.keeps_alpha
 
     def check(self, height: int, width: int, channels: int = 3) -> None:
         """Check that the file can be written, before any work is done.
@@ -77,7 +87,7 @@ class VideoTarget:
             ValueError: The codec cannot store such frames, or there is no encoder for it.
         """
         with about("codec"):
-            self._writer(Path(self._name("x"))).check(height, width, channels)
+            self._model.check(height, width, channels)
 
     def sound(self, audio: dict[str, Any] | None, frames: range) -> "Audio | None":
         """Return the part of an AUDIO during the given frames.

@@ -107,8 +107,8 @@ def _decode(add: Add) -> None:
     add("--bit-depth", type=_bit_depth, metavar="8|10|16", help=text)
     text = "dither to 8 bits, so that smooth areas have no bands; default: if the codec is lossy"
     add("--dither", action=argparse.BooleanOptionalAction, help=text)
-    text = "drop the alpha channel of a VAE with four channels"
-    add("--no-alpha", dest="alpha", action="store_false", help=text)
+    text = "store the alpha channel of a VAE with four channels; default: if the codec has one"
+    add("--alpha", action=argparse.BooleanOptionalAction, help=text)
     _add_tile(add)
     _add_devices(add)
     _add_shard(add)

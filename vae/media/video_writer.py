@@ -26,6 +26,7 @@ from .audio import Audio, SoundTrack
 from .av_input import reason
 from .codecs import (
     Encoding,
+    check_depth,
     check_size,
     codec_named,
     container_of,
@@ -59,7 +60,7 @@ class VideoWriter:
         frames: Number of frames written so far.
         encoding: The encoder, bit depth and pixel format.
         dtype: Dtype of pictures that keeps the depth of the file: uint8, uint16 or float32.
-        alpha: Keep the alpha channel of frames that have one.
+        keeps_alpha: The alpha channel of frames that have one is stored.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class VideoWriter:
         metadata: Mapping[str, str] | None = None,
         bit_depth: int | None = None,
         dither: bool | None = None,
-        alpha: bool = True,
+        alpha: bool | None = None,
     ) -> None:
         """Prepare; no file is created yet.
 
@@ -90,18 +91,23 @@ class VideoWriter:
             bit_depth: Bits per component. None: 8 for pictures in uint8; else `Codec.bit_depth`, or
                 the most that this build of PyAV has.
             dither: Dither to 8 bits. None: if the codec is lossy.
-            alpha: Store the alpha channel of frames that have one; else `pictures` drops it.
+            alpha: Store the alpha channel of frames that have one; else `pictures` drops it. None:
+                if the codec has one.
 
         Raises:
             ValueError: `fps` is not positive, the suffix does not fit the codec, `quality` is out
-                of range, the codec has no such depth, or this build of PyAV cannot encode it.
+                of range, the codec has no such depth or no alpha channel, or this build of PyAV
+                cannot encode it.
         """
         self.path, self.fps, self.codec = Path(path), checked_rate(fps), codec_named(codec)
         self._format = container_of(self.codec, self.path)
-        self.alpha, self.quality = alpha, quality
+        self.keeps_alpha = alpha is not False and bool(self.codec.alpha_formats)
+        self.quality = quality
         self._hardware, self._bit_depth = hardware, bit_depth
         self._shape = torch.Size((0, 0, 3))
+        check_depth(codec, bit_depth, alpha=bool(alpha))
         self.encoding = self._found(bit_depth)
+        self._drops_alpha = alpha is None and not self.keeps_alpha
         self._dither = self.codec.lossy if dither is None else dither
         options_of(self.encoding.encoder, quality)
         # Empty audio counts as none: some players stop at an empty track.
@@ -143,11 +149,15 @@ class VideoWriter:
             channels: 3, or 4 with alpha, of the decoded frames.
 
         Raises:
-            ValueError: A side is odd where chroma is halved, or is too small; or the codec has no
-                alpha channel.
+            ValueError: A side is odd where chroma is halved, or is too small; or this build of PyAV
+                cannot encode alpha.
         """
         check_size(self.codec.name, height, width)
-        self._found(self._bit_depth, alpha=self.alpha and channels == 4, hardware=False)
+        self._found(self._bit_depth, alpha=self.keeps_alpha and channels == 4, hardware=False)
+        if channels == 4 and self._drops_alpha:
+            text = "Fast Video VAE: %s stores no alpha channel; that of the frames is dropped"
+            LOG.info(text, self.codec.name)
+            self._drops_alpha = False  # reported
 
     def pictures(self, frames: Tensor) -> Tensor:
         """Convert decoded frames to pictures for `write`.
@@ -162,26 +172,28 @@ class VideoWriter:
         Raises:
             ValueError: The batch size is not 1, or C is not 3 or 4.
         """
-        return pictures_of(frames, self.dtype, alpha=self.alpha)
+        return pictures_of(frames, self.dtype, alpha=self.keeps_alpha)
 
     def write(self, frames: Tensor) -> None:
         """Append frames.
 
         Args:
-            frames: `[T, H, W, 3]` RGB, or `[T, H, W, 4]` with alpha; uint8, uint16 in 0-65535, or
-                a float dtype in [0, 1]. The first call fixes H, W and alpha, see `check`.
+            frames: `[T, H, W, 3]` RGB, or `[T, H, W, 4]` if alpha is kept; uint8, uint16 in
+                0-65535, or a float dtype in [0, 1]. The first call fixes H, W and alpha, see
+                `check`.
 
         Raises:
             ValueError: The shape or dtype is wrong, or the encoder failed.
             OSError: The disk is full or failed.
         """
         known = frames.is_floating_point() or frames.dtype in WHITE
-        if frames.ndim != 4 or frames.shape[-1] not in (3, 4) or not known:
+        channels = (3, 4) if self.keeps_alpha else (3,)
+        if frames.ndim != 4 or frames.shape[-1] not in channels or not known:
+            expected = " or ".join(map(str, channels))
             raise ValueError(
-                f"frames are {list(frames.shape)} {frames.dtype}; expected [T, H, W, 3 or 4] "
+                f"frames are {list(frames.shape)} {frames.dtype}; expected [T, H, W, {expected}] "
                 "uint8, uint16 or float"
             )
-        frames = frames if self.alpha else frames[..., :3]
         if self._output is None:
             self.check(*frames.shape[1:])
         with _errors_name(self.path):

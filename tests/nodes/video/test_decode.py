@@ -181,7 +181,7 @@ def test_save_video_accepts_the_video(demo, output, codec, format_name):
 @pytest.mark.parametrize("text", ["", "1-2"])
 def test_an_alpha_channel_is_dropped_on_request(picture_vae, output, text):
     latent = torch.randn(3, 64, 4, 4, generator=torch.Generator().manual_seed(0))
-    video = decode(picture_vae, latent, codec="ffv1", bit_depth="8", frames=text, alpha=False)
+    video = decode(picture_vae, latent, codec="ffv1", bit_depth="8", frames=text, alpha="off")
     expected = image(picture_vae, latent)
     assert expected.shape == (3, 64, 64, 4)
     first = int(text[0]) if text else 0

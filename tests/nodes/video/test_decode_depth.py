@@ -1,5 +1,6 @@
 """Latents to files of more than 8 bits, with alpha, and to folders of images."""
 
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +51,14 @@ def test_alpha_is_kept(picture_vae, layered, output):
 def test_alpha_is_refused_where_there_is_none(picture_vae, layered, output, monkeypatch):
     monkeypatch.setattr("fast_video_vae.nodes.vae.pieces.load", pytest.fail)
     with refused("^codec: h264 stores no alpha channel; expected one of ffv1, prores4444, png"):
-        decode(picture_vae, layered)
+        decode(picture_vae, layered, alpha="on")
+
+
+def test_alpha_is_dropped_and_logged_where_there_is_none(picture_vae, layered, output, caplog):
+    with caplog.at_level(logging.INFO):
+        video = decode(picture_vae, layered)
+    assert len(components(video)[0]) == 3
+    assert caplog.text.count("h264 stores no alpha channel; that of the frames is dropped") == 1
 
 
 @pytest.mark.parametrize(
