@@ -49,6 +49,11 @@ def chunk_input(zero: str, *, optional: bool = False) -> io.Int.Input:
     )
 
 
+def fps_input(tooltip: str) -> io.Float.Input:
+    """Return the input for the frames per second of a video, with the text of its `tooltip`."""
+    return io.Float.Input("fps", default=16.0, min=0.01, max=1000.0, step=0.01, tooltip=tooltip)
+
+
 def once() -> list[io.Input]:
     """Return the inputs that hold for one run."""
     return [

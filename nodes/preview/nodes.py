@@ -8,7 +8,7 @@ from ..host.error_text import about
 from ..host.input_checks import checked
 from ..host.lazy import Later
 from ..host.progress import Progress
-from ..host.widgets import AUTO, CATEGORY
+from ..host.widgets import AUTO, CATEGORY, fps_input
 from .tiny_files import tiny_file, tiny_files
 
 clip_file, decoders = Later("nodes.preview.clip_file"), Later("nodes.preview.decoders")
@@ -47,14 +47,9 @@ class PreviewLatent(io.ComfyNode):
                     "small picture per latent frame (of Wan, 4 video frames). Or a file from "
                     "models/vae_approx.",
                 ),
-                io.Float.Input(
-                    "fps",
-                    default=16.0,
-                    min=0.01,
-                    max=1000.0,
-                    step=0.01,
-                    tooltip="Frames per second of the video: 16 for Wan 2.1 and Wan 2.2 14B, 24 "
-                    "for Wan 2.2 5B.",
+                fps_input(
+                    "Frames per second of the video: 16 for Wan 2.1 and Wan 2.2 14B, 24 for Wan "
+                    "2.2 5B."
                 ),
             ],
             outputs=[

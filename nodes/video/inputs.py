@@ -3,10 +3,10 @@
 from comfy_api.latest import io
 
 from ...vae import media
-from ..host.widgets import AUTO
+from ..host.widgets import AUTO, fps_input
 from .target import FOLDERS
 
-ON = "on"
+_ON = "on"
 
 # VideoWriter's default: no visible loss on the output of a VAE.
 QUALITY = 70
@@ -15,14 +15,9 @@ QUALITY = 70
 def file_inputs() -> list[io.Input]:
     """Return the inputs of `DecodeVideo` for the file."""
     return [
-        io.Float.Input(
-            "fps",
-            default=16.0,
-            min=0.01,
-            max=1000.0,
-            step=0.01,
-            tooltip="Frames per second of the file: 16 for Wan 2.1 and Wan 2.2 14B, 24 for Wan "
-            "2.2 5B. A higher value plays the same frames faster.",
+        fps_input(
+            "Frames per second of the file: 16 for Wan 2.1 and Wan 2.2 14B, 24 for Wan 2.2 5B. A "
+            "higher value plays the same frames faster."
         ),
         io.Combo.Input(
             "codec",
@@ -69,26 +64,29 @@ def depth_inputs() -> list[io.Input]:
             tooltip="Bits per color of the file. auto: 8 for h264, which plays everywhere; 10 for "
             "hevc, av1, vp9 and prores, for smooth skies and grading; 16 for ffv1, png and exr.",
         ),
-        io.Combo.Input(
+        _switch(
             "dither",
-            options=[AUTO, ON, "off"],
-            default=AUTO,
-            optional=True,
-            advanced=True,
-            tooltip="Dither 8-bit files, so that smooth areas have no bands. auto: on for h264 and "
-            "other lossy codecs, off for ffv1 and png.",
+            "Dither 8-bit files, so that smooth areas have no bands. auto: on for h264 and other "
+            "lossy codecs, off for ffv1 and png.",
         ),
-        io.Combo.Input(
+        _switch(
             "alpha",
-            options=[AUTO, ON, "off"],
-            default=AUTO,
-            optional=True,
-            advanced=True,
-            tooltip="Keep the alpha channel of a VAE that has one (RGBA). auto: if the codec "
-            "stores it: prores4444, ffv1, png, exr. on: an error with other codecs. off: it is "
-            "dropped.",
+            "Keep the alpha channel of a VAE that has one (RGBA). auto: if the codec stores it: "
+            "prores4444, ffv1, png, exr. on: an error with other codecs. off: it is dropped.",
         ),
     ]
+
+
+def chosen(value: str) -> bool | None:
+    """Return the meaning of a `value` of `dither` or `alpha`; None: auto."""
+    return None if value == AUTO else value == _ON
+
+
+def _switch(name: str, tooltip: str) -> io.Combo.Input:
+    options = [AUTO, _ON, "off"]
+    return io.Combo.Input(
+        name, options=options, default=AUTO, optional=True, advanced=True, tooltip=tooltip
+    )
 
 
 def video_inputs() -> list[io.Input]:

@@ -18,7 +18,7 @@ from ..host.lazy import Later
 from ..host.progress import Progress
 from ..host.widgets import AUTO, CATEGORY, DTYPES, log_unused, once, timing_output
 from .file_prefix import check_prefix
-from .inputs import ON, depth_inputs, file_inputs, video_inputs
+from .inputs import chosen, depth_inputs, file_inputs, video_inputs
 from .target import VideoTarget, frame_range, workflow_tags
 
 if TYPE_CHECKING:
@@ -126,8 +126,8 @@ class DecodeVideo(io.ComfyNode):
             filename_prefix,
             save_to,
             None if bit_depth == AUTO else int(bit_depth),
-            None if dither == AUTO else dither == ON,
-            None if alpha == AUTO else alpha == ON,
+            chosen(dither),
+            chosen(alpha),
         )
         if len(frames) > _LONGEST_RANGE:
             raise ValueError(f"frames is {described(frames)}; expected two numbers, such as 40-80")
@@ -287,7 +287,7 @@ def _encoded(
     config = vae.first_stage_model.config
 
     def pieces() -> Iterator[Tensor]:
-        return (sources.with_channels(each, config.image_channels) for each in source.pieces(fit))
+        return (media.with_channels(each, config.image_channels) for each in source.pieces(fit))
 
     latent = stream.encode_video(vae, pieces, source.estimate(fit), options)
     return latent, config.frames(latent.shape[2]) if latent.ndim == 5 else len(latent)

@@ -101,20 +101,11 @@ def as_images(piece: Tensor) -> Tensor:
     Returns:
         `[t, H, W, C]` float in [0, 1].
     """
-    unit = (piece + 1) / 2 if piece.is_floating_point() else piece.float() / _white(piece)
+    if piece.is_floating_point():
+        unit = (piece + 1) / 2
+    else:
+        unit = piece.float() / torch.iinfo(piece.dtype).max
     return unit[0].movedim(0, -1)
-
-
-def with_channels(piece: Tensor, channels: int) -> Tensor:
-    """Return `piece` `[1, C, t, H, W]` with `channels` channels; a missing alpha is opaque."""
-    if piece.shape[1] >= channels:
-        return piece[:, :channels]
-    opaque = torch.full_like(piece[:, :1], _white(piece))
-    return torch.cat([piece, opaque], dim=1)
-
-
-def _white(piece: Tensor) -> int:
-    return 1 if piece.is_floating_point() else torch.iinfo(piece.dtype).max
 
 
 class FileSource:

@@ -22,12 +22,12 @@ from ..media.atomic_file import whole_file
 from ..media.audio import read_audio
 from ..media.codecs import codec_for
 from ..media.latent_file import load_latent, save_latent
+from ..media.pictures import with_channels
 from ..media.video_reader import read_video
 from ..media.video_writer import VideoWriter, parts_of
 from .loading import Say, build_kernels, load_named, options_for
 from .progress_bar import ProgressBar
 from .ranks import leads, shared
-from .reconstruction import with_channels
 from .stretch import cropped, estimated, fps_label, frames_label, stretch_named
 
 # Frame rate of the Wan 2.1 models, for latents without a frame rate.

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...kernels import synchronize
+from ..media.pictures import with_channels
 from ..media.video_reader import VideoFile
 from ..media.video_writer import frames_to_uint8
 from ..model import VideoVAE
@@ -125,14 +126,6 @@ class TimedIterator:
         finally:
             synchronize(self._device)
             self.seconds += time.perf_counter() - start
-
-
-def with_channels(pictures: Tensor, channels: int) -> Tensor:
-    """Append opaque alpha to `pictures` `[B, 3, t, H, W]`, uint8 or uint16, if `channels` is 4."""
-    if channels == pictures.shape[1]:
-        return pictures
-    opaque = torch.full_like(pictures[:, :1], torch.iinfo(pictures.dtype).max)
-    return torch.cat([pictures, opaque], dim=1)
 
 
 def shrunk(pictures: Tensor, factor: int) -> Tensor:

@@ -14,13 +14,12 @@ if TYPE_CHECKING:
     from .codecs import (
         CODECS,
         available_codecs,
-        check_depth,
         check_size,
         codec_for,
         codec_named,
     )
     from .latent_file import load_latent, save_latent
-    from .pictures import convert_pictures
+    from .pictures import convert_pictures, with_channels
     from .video_reader import VideoFile, read_video
     from .video_writer import VideoWriter, frames_to_uint8, parts_of, pictures_of
 
@@ -32,7 +31,6 @@ _HOMES = {
     "VideoWriter": "video_writer",
     "pictures_of": "video_writer",
     "available_codecs": "codecs",
-    "check_depth": "codecs",
     "check_size": "codecs",
     "codec_for": "codecs",
     "codec_named": "codecs",
@@ -44,6 +42,7 @@ _HOMES = {
     "read_audio": "audio",
     "read_video": "video_reader",
     "save_latent": "latent_file",
+    "with_channels": "pictures",
 }
 
 

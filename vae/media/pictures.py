@@ -56,6 +56,24 @@ def convert_pictures(pictures: Tensor, dtype: torch.dtype) -> Tensor:
     return (scaled if dtype == torch.uint8 else scaled.round_()).int().to(dtype)
 
 
+def with_channels(frames: Tensor, channels: int) -> Tensor:
+    """Return frames with another number of channels; a missing alpha is opaque.
+
+    Args:
+        frames: `[B, C, t, H, W]`, an integer dtype, or a float dtype with white at 1.
+        channels: 3, or 4 with alpha.
+
+    Returns:
+        `[B, channels, t, H, W]`; `frames` itself if it has them.
+    """
+    if frames.shape[1] == channels:
+        return frames
+    if frames.shape[1] > channels:
+        return frames[:, :channels]
+    white = 1 if frames.is_floating_point() else torch.iinfo(frames.dtype).max
+    return torch.cat([frames, torch.full_like(frames[:, :1], white)], dim=1)
+
+
 def dithered(picture: numpy.ndarray) -> numpy.ndarray:
     """Reduce a picture to 8 bits by ordered dithering; values that 8 bits hold stay as they are.
 
@@ -138,7 +156,6 @@ class FrameMaker:
         self.tags = tags_of(codec, pixel_format)
         self._format, self._bit_depth, self._fps = pixel_format, bit_depth, fps
         self._is_yuv = self.tags["colorspace"] == BT709
-        self._dither = dither
         self._dtype = picture_dtype(pixel_format, bit_depth, dither)
         self._reformatter = VideoReformatter()
 

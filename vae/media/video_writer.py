@@ -126,8 +126,7 @@ class VideoWriter:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of pictures that keeps the depth of the file."""
-        dither = self._dither and self.encoding.bit_depth == 8
-        return picture_dtype(self.encoding.pixel_format, self.encoding.bit_depth, dither)
+        return picture_dtype(self.encoding.pixel_format, self.encoding.bit_depth, self._dither)
 
     def __enter__(self) -> "VideoWriter":
         whole = whole_folder if self.codec.is_sequence else whole_file
