@@ -49,26 +49,35 @@ class _Encoder:
 _NVENC = {"rc": "vbr", "b": "0", "preset": "p5", "tune": "hq"}
 _AMF = {"rc": "cqp", "quality": "quality"}
 _ENCODERS = {
-    # Default CRF of x264: 23; 0 would be a lossless profile that few players support. Strong
-    # adaptive quantization in `smooth` keeps slopes and dither, which would become bands.
+    # Default CRF of x264: 23; 0 would be a lossless profile that few players support. In `smooth`,
+    # adaptive quantization keeps slopes and dither, which would become bands; mbtree and cutree
+    # would take their bits for blocks that later frames refer to.
     "libx264": _Encoder(
-        ("crf",), (51, 16, 1), smooth=((51, 14, 1), {"aq-strength": "2"}), whole=False
+        ("crf",),
+        (51, 16, 1),
+        smooth=((51, 15, 1), {"aq-strength": "2", "mbtree": "0"}),
+        whole=False,
     ),
     "libx265": _Encoder(
         ("crf",),
         (51, 17, 1),
         {"preset": "fast", "x265-params": "log-level=error"},
-        ((51, 16, 1), {"x265-params": "log-level=error:aq-mode=3:aq-strength=2"}),
+        (
+            (51, 17, 1),
+            {"x265-params": "log-level=error:aq-mode=3:aq-strength=2.5:cutree=0"},
+        ),
         whole=False,
     ),
-    # Without b=0 the CRF is only an upper limit to a bit rate.
     "libvpx-vp9": _Encoder(
         ("crf",),
         (63, 24, 2),
         {"b": "0", "deadline": "good", "cpu-used": "4", "row-mt": "1"},
         ((63, 20, 2), {"aq-mode": "1"}),
     ),
-    "libsvtav1": _Encoder(("crf",), (63, 16, 2), {"preset": "8"}),
+    # Its adaptive quantization takes bits from slopes.
+    "libsvtav1": _Encoder(
+        ("crf",), (63, 16, 2), {"preset": "8"}, ((63, 16, 2), {"svtav1-params": "aq-mode=0"})
+    ),
     "libaom-av1": _Encoder(("crf",), (63, 16, 2), {"b": "0", "cpu-used": "6", "row-mt": "1"}),
     # RGB without conversion, because YUV would round it. Version 3 has slices, so that all cores
     # work; each slice has a checksum.

@@ -34,7 +34,7 @@ def gradient(axis="x", frames=FRAMES, height=HEIGHT, width=WIDTH):
     """A gray gradient of 1 / 4 of an 8-bit level per pixel, `[T, H, W, 3]` float64."""
     y, x = np.mgrid[:height, :width]
     along = {"x": x, "y": y + 300.0, "xy": (x + y) / 2**0.5}[axis] * STEP
-    return np.broadcast_to(along[None, ..., None], (frames, height, width, 3))
+    return np.broadcast_to(along.clip(0, 1)[None, ..., None], (frames, height, width, 3))
 
 
 def decoder_output(pictures):
@@ -145,10 +145,21 @@ def test_a_gradient_keeps_its_depth(tmp_path, codec, most, levels):
     assert len(np.unique(result[0, ..., 1])) > levels
 
 
+@pytest.mark.parametrize("frames", [1, 3])
+@pytest.mark.parametrize("axis", ["x", "y"])
+@pytest.mark.parametrize("codec", ["prores", "hevc"])
+def test_ten_bits_keep_a_gradient_of_any_size(tmp_path, codec, axis, frames):
+    for height, width in ((64, 1024), (256, 1024), (128, 128)):
+        expected = gradient(axis, frames, height, width)
+        result = read(written(tmp_path, codec, expected))
+        assert np.abs(result - expected).max() <= 1.5 / 1023
+
+
+@pytest.mark.parametrize("size", [(HEIGHT, WIDTH), (64, 1024), (256, 512)])
 @pytest.mark.parametrize("axis", ["x", "y", "xy"])
 @pytest.mark.parametrize("codec", ["h264", "hevc", "vp9", "ffv1", "png"])
-def test_dither_keeps_the_mean_and_leaves_no_band(tmp_path, codec, axis):
-    expected = gradient(axis)
+def test_dither_keeps_the_mean_and_leaves_no_band(tmp_path, codec, axis, size):
+    expected = gradient(axis, FRAMES, *size)
     result = read(written(tmp_path, codec, expected, bit_depth=8, dither=True))
     levels = (result - expected) * 255
     assert np.abs(blocks(levels)).mean() <= 0.05
