@@ -16,6 +16,7 @@ from .model import VideoVAE
 from .models.checkpoint_keys import to_wan_keys, with_time
 from .models.config import SEEDVR2, LayoutError, VAEConfig, read_configs
 from .streaming.precision import check_computes, fastest_decode_dtype
+from .validation import widened
 
 _logger = logging.getLogger(__name__)
 
@@ -209,7 +210,7 @@ def _check_values(weights: Mapping[str, Tensor]) -> None:
         raise ValueError(
             f"the weights are not floating point: {_some('of them', whole)}; expected floats"
         )
-    broken = [key for key, value in weights.items() if not bool(_widened(value).isfinite().all())]
+    broken = [key for key, value in weights.items() if not bool(widened(value).isfinite().all())]
     if broken:
         raise ValueError(
             f"the weights hold NaN or infinity: {_some('of them', broken)}; expected finite ones"
@@ -228,11 +229,6 @@ def _check_ends(weights: Mapping[str, Tensor], config: VAEConfig, name: str) -> 
     if "conv1.weight" in weights and not weights["conv1.weight"].to(torch.float32).any():
         text = "conv1.weight (quant_conv) is all zeros: all frames encode to the same latent"
         _logger.warning("Fast Video VAE: %s", line(name, text))
-
-
-def _widened(value: Tensor) -> Tensor:
-    """Return 8-bit floats as float32, because PyTorch has few operations for them."""
-    return value.float() if value.element_size() == 1 else value
 
 
 def _copied(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

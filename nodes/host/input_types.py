@@ -273,7 +273,8 @@ def _tensor(value: object, message: str) -> Tensor:
 
 
 def _finite(tensor: Tensor, name: str) -> None:
-    if not torch.isfinite(tensor).all():
+    # PyTorch has no `isfinite` for floats of 8 bits.
+    if not torch.isfinite(tensor.float() if tensor.element_size() == 1 else tensor).all():
         raise ValueError(f"{name} hold NaN or infinity; expected finite values")
 
 

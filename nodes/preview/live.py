@@ -3,7 +3,7 @@
 After each step the denoised latent becomes one picture per latent frame, and a thread sends these
 one after another (`clip_player`). ComfyUI's choice of a method holds: `--preview-method`, or the
 prompt's own. With latent2rgb (and auto, which means it) the colors are one small product on the
-device; with taesd a tiny decoder decodes the clip in the step's thread, for at most a tenth of the
+device; with taesd a tiny decoder decodes the clip in the step's thread, for about a tenth of the
 time of the run. Each step waits for the device once, as in ComfyUI's own preview.
 
 ComfyUI's own callback is used where there is nothing to play (no previews, images, other models),
@@ -211,14 +211,10 @@ def _makers(model: ModelPatcher, latent: Tensor) -> list[_Maker]:
     makers: list[_Maker] = [_Colors(latent_format)]
     if args.preview_method != LatentPreviewMethod.TAESD:
         return makers
-    name = tiny_file(latent.shape[1])
-    if name is None:
-        missing = latent_format.taesd_decoder_name
-        _logger.warning(
-            "Fast Video VAE: models/vae_approx has no %s for previews; using latent2rgb", missing
-        )
-        return makers
     try:
+        name = tiny_file(latent.shape[1])
+        if name is None:
+            raise FileNotFoundError(f"models/vae_approx has no {latent_format.taesd_decoder_name}")
         return [_TinyFrames(tiny_decoder_on(device, name), latent_format), *makers]
     except Exception as error:
         _logger.warning("Fast Video VAE: no tiny decoder for previews; using latent2rgb: %s", error)

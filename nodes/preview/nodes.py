@@ -94,7 +94,11 @@ class PreviewLatent(io.ComfyNode):
 def _decode(name: str, latent: Tensor) -> Tensor:
     """Return the frames of `[B, C, t, h, w]`; errors name the input that is wrong."""
     with about("decoder"):
-        decoders.tiny_model(name)
+        expected, found = decoders.tiny_model(name).decoder.latent_channels, latent.shape[1]
+        if found != expected:
+            raise ValueError(
+                f"{name} is for latents of {expected} channels; expected one for {found}"
+            )
     with about("samples"):
         return decoders.decode(name, latent)
 

@@ -89,3 +89,12 @@ def test_finite_values_with_an_infinite_sum_are_accepted(dtype):
     largest[0, 4, 1, 2, 2] = -math.inf
     with pytest.raises(ValueError, match="2 values that are NaN or infinite"):
         check_finite(largest, "latent")
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_latents_of_eight_bits_are_decoded(dtype):
+    vae = load_vae(random_state_dict(8), dtype=torch.float32)
+    latent = torch.randn(1, 16, 2, 2, 2).to(dtype)
+    assert torch.equal(vae.decode(latent), vae.decode(latent.float()))
+    with pytest.raises(ValueError, match="128 values that are NaN or infinite"):
+        vae.decode(torch.full((1, 16, 2, 2, 2), math.nan).to(dtype))

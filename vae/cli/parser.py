@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ..media.codecs import CODECS
 
@@ -22,6 +22,13 @@ DEMO_FOLDER = Path("fast-video-vae-out")
 Add = Callable[..., Any]
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{PROGRAM}: error: {message}; see {self.prog} --help\n")
+
+
 def parse(argv: Sequence[str] | None, version: str) -> argparse.Namespace:
     """Parse a command line.
 
@@ -35,7 +42,7 @@ def parse(argv: Sequence[str] | None, version: str) -> argparse.Namespace:
     Raises:
         SystemExit: Wrong usage (exit code 2), or `--help` or `--version`.
     """
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=PROGRAM,
         description="Encode and decode videos with the VAE of Wan, Qwen-Image or SeedVR2.",
     )

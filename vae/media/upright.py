@@ -85,8 +85,8 @@ class Upright:
             frame = _displayed(frame)
         deep = bit_depth(frame) > 8
         span = frame.color_range
-        if deep and _is_gray(frame):
-            span = ColorRange.JPEG  # as FFmpeg 8 does; FFmpeg 7 follows the tag
+        if _is_gray(frame):
+            span = ColorRange.JPEG  # as FFmpeg 8 does; `_stretched` follows the tag
         # The size may change within a stream; as in FFmpeg, the size of the first frame is used.
         rgb = self._reformatter.reformat(
             frame,
@@ -103,6 +103,9 @@ class Upright:
         if deep:
             resized = (frame.width, frame.height) != (width, height)
             rgb = _filled(rgb, _filled_bits(frame, resized=resized))
+        if _is_gray(frame) and frame.color_range == ColorRange.MPEG:
+            rgb = _stretched(rgb, bit_depth(frame))
+        if deep:
             if self._deep:
                 return rgb
             return ((rgb.astype(np.int32) * 255 + 32767) // 65535).astype(np.uint8)
@@ -169,6 +172,22 @@ def _filled(picture: np.ndarray, bits: int) -> np.ndarray:
         np.minimum(picture, 0x10000 - (1 << (16 - bits)), out=picture)
         picture += picture >> bits
     return picture
+
+
+def _stretched(picture: np.ndarray, bits: int) -> np.ndarray:
+    """Convert gray of `bits` from limited to full range, by ITU-R BT.709-6; swscale never does.
+
+    Args:
+        picture: `[H, W, 3]`, an integer dtype, converted as if the range were full.
+        bits: Bits per component of the frame.
+
+    Returns:
+        The same shape and dtype.
+    """
+    top, step = np.iinfo(picture.dtype).max, 1 << (bits - 8)
+    codes = picture.astype(np.float32) * (((1 << bits) - 1) / top)
+    unit = ((codes - 16 * step) / (219 * step)).clip(0, 1)
+    return np.rint(unit * top).astype(picture.dtype)
 
 
 def _displayed(frame: av.VideoFrame) -> av.VideoFrame:

@@ -179,11 +179,24 @@ def test_latents_of_other_models_work_if_their_colors_are_certain():
 
 def test_a_file_that_does_not_fit_is_named(tiny, folders):
     tiny("taew2_2.safetensors", 48)
-    with refused("samples: latent has 16 channels; this VAE needs 48"):
+    with refused("decoder: taew2_2.safetensors is for latents of 48 channels; expected one for 16"):
         shown(latent(), decoder="taew2_2.safetensors")
+    tiny("taew2_1.safetensors", 48)  # whatever its name says
+    with refused("decoder: taew2_1.safetensors is for latents of 48 channels; expected one for 16"):
+        shown(latent())
     (folders / "vae_approx" / "taew2_1.safetensors").write_bytes(b"no")
     with refused("decoder: ", "taew2_1.safetensors"):
         shown(latent())
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16])
+@pytest.mark.parametrize("decoder", ["latent2rgb", "lighttaew2_1.safetensors"])
+def test_latents_of_any_float_dtype_are_shown(tiny, dtype, decoder):
+    tiny("lighttaew2_1.safetensors")
+    narrow = latent().to(dtype)
+    images, *_ = shown(narrow, decoder=decoder)
+    expected, *_ = shown(narrow.float(), decoder=decoder)
+    assert torch.equal(images, expected)
 
 
 def test_a_long_or_large_clip_is_shown_in_a_small_file():

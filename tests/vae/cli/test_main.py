@@ -209,7 +209,8 @@ def test_wrong_usage_exits_with_2(run, arguments):
     code, lines, errors = run(*arguments.split())
     assert code == 2
     assert not lines
-    assert errors[-1].startswith("fast-video-vae")
+    (error,) = errors
+    assert error.startswith("fast-video-vae: error: ")
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,17 @@ def test_lossless_rgb_is_the_nearest_number_of_16_bits(tmp_path, suffix, codec, 
     assert torch.equal(piece.view(torch.int16)[0, :, 0], frames[0].view(torch.int16).movedim(2, 0))
 
 
+@pytest.mark.parametrize(("pix_fmt", "bits"), [("gray10le", 10), ("gray16le", 16)])
+def test_gray_follows_its_range(tmp_path, pix_fmt, bits):
+    codes = numbers(bits, HEIGHT, WIDTH, 1, seed=1)
+    path = write_planes(tmp_path / "a.mkv", "ffv1", pix_fmt, [[codes]], matrix=1)
+    neutral = np.full(codes.shape, 128 << (bits - 8))
+    expected = rgb_of(codes, neutral, neutral, bits)[:, :, 0]
+    assert np.abs(wide(first_frame(path)) / 65535 - expected).max() <= 2 / 65535
+    narrow = first_frame(path, dtype=torch.uint8).double().numpy() / 255
+    assert np.abs(narrow - expected).max() <= 0.51 / 255
+
+
 @pytest.mark.parametrize(
     ("pix_fmt", "matrix", "full"),
     [

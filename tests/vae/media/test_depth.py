@@ -149,7 +149,7 @@ def test_a_gradient_keeps_its_depth(tmp_path, codec, most, levels):
 @pytest.mark.parametrize("axis", ["x", "y"])
 @pytest.mark.parametrize("codec", ["prores", "hevc"])
 def test_ten_bits_keep_a_gradient_of_any_size(tmp_path, codec, axis, frames):
-    for height, width in ((64, 1024), (256, 1024), (128, 128)):
+    for height, width in ((64, 1024), (256, 1024), (1024, 96), (128, 128)):
         expected = gradient(axis, frames, height, width)
         result = read(written(tmp_path, codec, expected))
         assert np.abs(result - expected).max() <= 1.5 / 1023
