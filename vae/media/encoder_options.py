@@ -11,33 +11,29 @@ from dataclasses import dataclass, field
 DEFAULT_QUALITY = 70
 
 
-# Values of the quality options at quality 0, 70 and 100.
-_Scale = tuple[float, float, float]
-
-
 @dataclass(frozen=True)
 class _Encoder:
     """The quality options of one encoder, and its other options.
 
     Attributes:
         keys: The names of the quality options.
-        scale: Their values.
+        scale: Their values at quality 0, 70 and 100.
         options: Other options.
-        smooth: Scale and more options for pictures whose smooth areas are in the low bits: more
-            than 8 bits, or dithered.
+        smooth: Their values at 70, and more options, for pictures whose smooth areas are in the low
+            bits: more than 8 bits, or dithered.
         semiplanar: It prefers interleaved chroma.
         whole: It accepts whole numbers only.
     """
 
     keys: tuple[str, ...]
-    scale: _Scale
+    scale: tuple[float, float, float]
     options: dict[str, str] = field(default_factory=dict)
-    smooth: tuple[_Scale, dict[str, str]] | None = None
+    smooth: tuple[float, dict[str, str]] | None = None
     semiplanar: bool = False
     whole: bool = True
 
-    def value(self, quality: int, scale: _Scale) -> str:
-        worst, usual, best = scale
+    def value(self, quality: int, usual: float) -> str:
+        worst, _, best = self.scale
         if quality <= DEFAULT_QUALITY:
             value = worst + (usual - worst) * quality / DEFAULT_QUALITY
         else:
@@ -56,28 +52,26 @@ _ENCODERS = {
     "libx264": _Encoder(
         ("crf",),
         (51, 16, 1),
-        smooth=((51, 15, 1), {"aq-strength": "2", "mbtree": "0"}),
+        smooth=(15, {"aq-strength": "2", "mbtree": "0"}),
         whole=False,
     ),
     "libx265": _Encoder(
         ("crf",),
         (51, 17, 1),
         {"preset": "fast", "x265-params": "log-level=error"},
-        (
-            (51, 17, 1),
-            {"x265-params": "log-level=error:aq-mode=3:aq-strength=2.5:cutree=0:ctu=32"},
-        ),
+        (17, {"x265-params": "log-level=error:aq-mode=3:aq-strength=2.5:cutree=0:ctu=32"}),
         whole=False,
     ),
+    # Without b=0 the CRF is only an upper limit to a bit rate.
     "libvpx-vp9": _Encoder(
         ("crf",),
         (63, 24, 2),
         {"b": "0", "deadline": "good", "cpu-used": "4", "row-mt": "1"},
-        ((63, 20, 2), {"aq-mode": "1"}),
+        (20, {"aq-mode": "1"}),
     ),
     # Its adaptive quantization takes bits from slopes.
     "libsvtav1": _Encoder(
-        ("crf",), (63, 16, 2), {"preset": "8"}, ((63, 16, 2), {"svtav1-params": "aq-mode=0"})
+        ("crf",), (63, 16, 2), {"preset": "8"}, (16, {"svtav1-params": "aq-mode=0"})
     ),
     "libaom-av1": _Encoder(("crf",), (63, 16, 2), {"b": "0", "cpu-used": "6", "row-mt": "1"}),
     # RGB without conversion, because YUV would round it. Version 3 has slices, so that all cores
@@ -131,10 +125,10 @@ def options_of(
     if not 0 <= quality <= 100:
         raise ValueError(f"quality is {quality}; expected 0 to 100")
     known = _ENCODERS[encoder]
-    scale, more = known.scale, {}
+    usual, more = known.scale[1], {}
     if known.smooth is not None and (dithered or "10" in pixel_format):
-        scale, more = known.smooth
-    options = {**known.options, **more, **dict.fromkeys(known.keys, known.value(quality, scale))}
+        usual, more = known.smooth
+    options = {**known.options, **more, **dict.fromkeys(known.keys, known.value(quality, usual))}
     if encoder.startswith("prores") and "444p" in pixel_format:
         options["profile"] = "4"  # 4444
     return options

@@ -105,12 +105,12 @@ class Upright:
             rgb = _filled(rgb, _filled_bits(frame, resized=resized))
         if _is_gray(frame) and frame.color_range == ColorRange.MPEG:
             rgb = _stretched(rgb, bit_depth(frame))
+        if deep == self._deep:
+            return rgb
         if deep:
-            if self._deep:
-                return rgb
             return ((rgb.astype(np.int32) * 255 + 32767) // 65535).astype(np.uint8)
         # A frame of 8 bits in a stream of more.
-        return rgb.astype(np.uint16) * np.uint16(257) if self._deep else rgb
+        return rgb.astype(np.uint16) * np.uint16(257)
 
 
 def quarter_turns(frame: av.VideoFrame) -> int:
