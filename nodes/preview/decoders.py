@@ -34,39 +34,47 @@ class TinyModel(NamedTuple):
     patcher: ModelPatcher
 
 
-def tiny_model(name: str) -> TinyModel:
+def tiny_model(name: str, channels: int) -> TinyModel:
     """Load a tiny decoder; the last two are kept.
 
     Args:
         name: File in models/vae_approx.
+        channels: Channels of the latents.
 
     Returns:
         The decoder, on ComfyUI's offload device for VAEs.
 
     Raises:
         OSError: The file is missing or cannot be opened.
-        ValueError: It is not a tiny decoder.
+        ValueError: It is not a tiny decoder, or one for other latents.
     """
     path = path_of(name)
     found = path.stat()
-    return _loaded(path, found.st_mtime_ns, found.st_size)
+    model = _loaded(path, found.st_mtime_ns, found.st_size)
+    expected = model.decoder.latent_channels
+    if channels != expected:
+        raise ValueError(
+            f"{name} is for latents of {expected} channels; expected one for {channels}"
+        )
+    return model
 
 
-def tiny_decoder_on(device: torch.device, name: str) -> TinyDecoder:
+def tiny_decoder_on(device: torch.device, name: str, channels: int) -> TinyDecoder:
     """Return a copy of a tiny decoder on `device`, which ComfyUI does not move.
 
     Args:
         device: Device of the copy.
         name: File in models/vae_approx.
+        channels: Channels of the latents.
 
     Returns:
         The copy, in the dtype of `dtype_on`.
 
     Raises:
         OSError: The file is missing or cannot be opened.
-        ValueError: It is not a tiny decoder.
+        ValueError: It is not a tiny decoder, or one for other latents.
     """
-    return _copied(tiny_model(name).decoder, device)
+    return _copied(tiny_model(name, channels).decoder, device)
 
 
 def decode(name: str, latent: Tensor) -> Tensor:
@@ -84,9 +92,8 @@ def decode(name: str, latent: Tensor) -> Tensor:
         ValueError: It is not a tiny decoder, or one for other latents.
         torch.OutOfMemoryError: Memory is short even on the CPU.
     """
-    model = tiny_model(name)
+    model = tiny_model(name, latent.shape[1])
     decoder, device = model.decoder, model.patcher.load_device
-    decoder.decode_stream(latent)  # checks it; decodes nothing
     frames = 4 * latent.shape[2] - 3
     size = [length * decoder.spatial_compression for length in latent.shape[-2:]]
     shape = (latent.shape[0] * frames, *size, 3)

@@ -211,11 +211,12 @@ def _makers(model: ModelPatcher, latent: Tensor) -> list[_Maker]:
     makers: list[_Maker] = [_Colors(latent_format)]
     if args.preview_method != LatentPreviewMethod.TAESD:
         return makers
+    channels = latent.shape[1]
     try:
-        name = tiny_file(latent.shape[1])
+        name = tiny_file(channels)
         if name is None:
             raise FileNotFoundError(f"models/vae_approx has no {latent_format.taesd_decoder_name}")
-        return [_TinyFrames(tiny_decoder_on(device, name), latent_format), *makers]
+        return [_TinyFrames(tiny_decoder_on(device, name, channels), latent_format), *makers]
     except Exception as error:
         _logger.warning("Fast Video VAE: no tiny decoder for previews; using latent2rgb: %s", error)
         return makers

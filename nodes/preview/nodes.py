@@ -94,11 +94,7 @@ class PreviewLatent(io.ComfyNode):
 def _decode(name: str, latent: Tensor) -> Tensor:
     """Return the frames of `[B, C, t, h, w]`; errors name the input that is wrong."""
     with about("decoder"):
-        expected, found = decoders.tiny_model(name).decoder.latent_channels, latent.shape[1]
-        if found != expected:
-            raise ValueError(
-                f"{name} is for latents of {expected} channels; expected one for {found}"
-            )
+        decoders.tiny_model(name, latent.shape[1])
     with about("samples"):
         return decoders.decode(name, latent)
 

@@ -65,6 +65,23 @@ def output(comfyui, tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def approx(comfyui, tmp_path, monkeypatch):
+    """An empty models/vae_approx, and tiny decoders in float32."""
+    import folder_paths
+
+    from fast_video_vae.nodes.preview import decoders
+
+    monkeypatch.setattr(decoders, "fastest_decode_dtype", lambda device: torch.float32)
+    folder = tmp_path / "vae_approx"
+    folder.mkdir()
+    known = folder_paths.folder_names_and_paths
+    monkeypatch.setitem(known, "vae_approx", ([str(folder)], known["vae_approx"][1]))
+    folder_paths.filename_list_cache.pop("vae_approx", None)
+    yield folder
+    folder_paths.filename_list_cache.pop("vae_approx", None)
+
+
+@pytest.fixture
 def progress(comfyui, monkeypatch):
     """Record the updates of progress bars as `(value, total)`."""
     import comfy.utils

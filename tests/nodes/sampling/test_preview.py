@@ -2,113 +2,23 @@
 
 import functools
 import threading
-import types
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from fast_video_vae.tests.nodes.sampling.sampler_models import expert, run
-from fast_video_vae.tests.tiny import TinyOracle, random_tiny
+from fast_video_vae.tests.nodes.sampling.preview_runs import (
+    STEPS,
+    bytes_of,
+    clip,
+    failing,
+    sampled,
+    threads,
+)
+from fast_video_vae.tests.nodes.sampling.sampler_models import expert
+from fast_video_vae.tests.tiny import random_tiny
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("comfyui")]
-
-STEPS = 4
-
-
-class Queue:
-    """A server that keeps what is sent to it."""
-
-    def __init__(self):
-        self.client_id, self.sockets_metadata, self.sent = "client", {}, []
-
-    def send_sync(self, event, data, sid=None):
-        self.sent.append((event, data, sid))
-
-    def send_progress_text(self, text, node_id):
-        pass
-
-
-@pytest.fixture
-def queue(monkeypatch):
-    """A prompt runs in a server; the clip plays at 200 pictures per second."""
-    import sys
-
-    from comfy_execution.utils import CurrentNodeContext
-
-    from fast_video_vae.nodes.preview import live
-
-    found = Queue()
-    server = types.SimpleNamespace(PromptServer=types.SimpleNamespace(instance=found))
-    monkeypatch.setitem(sys.modules, "server", server)
-    monkeypatch.setitem(live._FPS, 16, 800)
-    graph = types.SimpleNamespace(
-        get_display_node_id=str, get_parent_node_id=lambda node: None, get_real_node_id=str
-    )
-    state = types.SimpleNamespace(dynprompt=graph)
-    from comfy_execution import progress
-
-    monkeypatch.setattr(progress, "global_progress_registry", state)
-    with CurrentNodeContext("prompt", "node"):
-        yield found
-
-
-@pytest.fixture
-def bars(monkeypatch):
-    """The calls of ComfyUI's progress hook, each 30 ms long: value, and preview."""
-    import comfy.utils
-
-    seen = []
-
-    def hook(value, total, preview, node_id=None):
-        threading.Event().wait(0.03)
-        seen.append((value, preview))
-
-    monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", hook)
-    return seen
-
-
-@pytest.fixture
-def method(monkeypatch):
-    """Set ComfyUI's method for a prompt."""
-    import latent_preview
-
-    yield latent_preview.set_preview_method
-    latent_preview.set_preview_method()
-
-
-@pytest.fixture
-def approx(monkeypatch, tmp_path):
-    """An empty models/vae_approx."""
-    import folder_paths
-
-    from fast_video_vae.nodes.preview import decoders
-
-    # Frames are compared with those of float32.
-    monkeypatch.setattr(decoders, "fastest_decode_dtype", lambda device: torch.float32)
-    known = folder_paths.folder_names_and_paths["vae_approx"]
-    monkeypatch.setitem(
-        folder_paths.folder_names_and_paths, "vae_approx", ([str(tmp_path)], known[1])
-    )
-    folder_paths.filename_list_cache.pop("vae_approx", None)
-    yield tmp_path
-    folder_paths.filename_list_cache.pop("vae_approx", None)
-
-
-def clip(frames=3, side=8):
-    return {"samples": torch.zeros(1, 16, frames, side, side)}
-
-
-def sampled(**given):
-    return run(steps=STEPS, **({"latent_image": clip()} | given))
-
-
-def bytes_of(images):
-    return {image.tobytes() for image in images}
-
-
-def threads():
-    return [each.name for each in threading.enumerate() if each.name == "fast-vae-preview"]
 
 
 def test_every_step_plays_its_latent_frames(queue, bars, method):
@@ -215,115 +125,6 @@ def test_no_thread_is_left_after_an_error(queue, method, monkeypatch, kind):
     assert len(queue.sent) == count
 
 
-@pytest.mark.parametrize("name", ["lighttaew2_1.safetensors", "taew2_1.safetensors"])
-def test_taesd_plays_the_frames_of_a_tiny_decoder(queue, bars, method, approx, monkeypatch, name):
-    from fast_video_vae.nodes.preview import live
-
-    state = random_tiny(16)
-    save_file(state, approx / name)
-    monkeypatch.setattr(live, "_SHARE", 1e9)  # every step may decode
-    method("taesd")
-    result = sampled()["denoised"]["samples"]
-    model = expert()
-    given = model.model.process_latent_in(result) if name.startswith("taew") else result
-    frames = TinyOracle(state)(given)[0, :, ::4].movedim(0, -1)
-    expected = frames.mul(255).clamp(0, 255)
-    played = [image for _, (_, image, _), _ in queue.sent] + [bars[-1][1][1]]
-    found = [torch.frombuffer(bytearray(one.tobytes()), dtype=torch.uint8) for one in played]
-    assert {image.size for image in (bars[-1][1][1], *played)} == {(64, 64)}
-    for frame in expected:
-        assert min((each.view(64, 64, 3) - frame).abs().max() for each in found) <= 1.01
-
-
-def test_taesd_without_a_usable_file_plays_colors(queue, bars, method, approx, caplog):
-    method("taesd")
-    sampled()
-    assert "models/vae_approx has no lighttaew2_1" in caplog.text
-    (approx / "taew2_1.safetensors").write_bytes(b"no")
-    sampled()
-    assert "no tiny decoder for previews" in caplog.text
-    assert {image.size for _, (_, image, _), _ in queue.sent} == {(8, 8)}
-
-
-class Clock:
-    """The time for a preview, in seconds."""
-
-    now = 0.0
-
-    def monotonic(self):
-        return self.now
-
-
-class Queued(torch.Tensor):
-    """A tensor of a device with queued work: the first value that is read back takes a second."""
-
-    reads = (torch.Tensor.item, torch.Tensor.cpu, torch.Tensor.numpy)
-    clock = None
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func in cls.reads and Queued.clock is not None:
-            Queued.clock.now += 1
-            Queued.clock = None
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
-@pytest.fixture
-def step(bars, method, approx, monkeypatch):
-    """Do a step of a second on a device; a latent frame takes 0.15 s. Its picture."""
-    from fast_video_vae.nodes.preview import live
-    from fast_video_vae.vae.preview import TinyDecoder
-
-    save_file(random_tiny(16), approx / "taew2_1.safetensors")
-    clock, decode = Clock(), TinyDecoder.decode_stream
-
-    def slow(self, *given, **options):
-        for piece in decode(self, *given, **options):
-            clock.now += 0.15
-            yield piece
-
-    def done(number, wait_s=0.0):
-        clock.now += wait_s
-        x0 = torch.randn(1, 16, 3, 8, 8, generator=torch.Generator().manual_seed(number))
-        Queued.clock = clock
-        step_done(number, x0.as_subclass(Queued), None, STEPS)
-        return bars[-1][1][1]
-
-    done.clock = clock
-    monkeypatch.setattr(live, "time", clock)
-    monkeypatch.setattr(TinyDecoder, "decode_stream", slow)
-    method("taesd")
-    with torch.inference_mode(), live.playing(expert(), STEPS, {}, clip()["samples"]) as step_done:
-        yield done
-
-
-def test_the_time_of_a_step_is_not_taken_for_that_of_a_decode(step, monkeypatch):
-    from fast_video_vae.nodes.preview import live
-
-    monkeypatch.setattr(live, "_SHARE", 0.4)
-    shown = [step(number) for number in range(STEPS)]
-    assert {image.size for image in shown} == {(64, 64)}
-    assert len(bytes_of(shown)) == STEPS
-
-
-def test_decodes_take_a_tenth_of_the_time_from_the_first_step_on(step):
-    # The first one is given up after a latent frame: 0.15 s of 0.1.
-    assert step(0).size == (8, 8)
-    # The next one begins when there is twice that, and the one after it when its time fits again.
-    assert [step(number).size for number in range(1, 4)] == [(8, 8)] * 3
-    assert step(4, wait_s=1.0).size == (64, 64)
-    before = step.clock.now
-    assert step(5).size == (64, 64)
-    assert step.clock.now == before + 1
-
-
-def failing(error):
-    def fails(*given, **options):
-        raise error
-
-    return fails
-
-
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError, torch.OutOfMemoryError])
 def test_a_preview_that_fails_does_not_end_the_run(
     queue, bars, method, approx, monkeypatch, caplog, kind
@@ -380,28 +181,6 @@ def test_a_patched_part_of_comfyuis_preview_is_used(queue, bars, method, monkeyp
             sampled()
         assert len(calls) == STEPS, name
     assert queue.sent == []
-
-
-def test_files_are_read_once_for_all_runs(queue, bars, method, approx, monkeypatch):
-    """ComfyUI's previewer, which another pack may have wrapped, would read them for its own use."""
-    import comfy.utils
-    import latent_preview
-
-    from fast_video_vae.nodes.preview import decoders
-
-    save_file(random_tiny(16), approx / "lighttaew2_1.safetensors")
-    read, load = [], decoders.load_tiny_decoder
-    wrapped = functools.wraps(core := latent_preview.get_previewer)(lambda *given: core(*given))
-    monkeypatch.setattr(latent_preview, "get_previewer", wrapped)
-    monkeypatch.setattr(comfy.utils, "load_torch_file", failing(AssertionError("ComfyUI's")))
-    monkeypatch.setattr(
-        decoders, "load_tiny_decoder", lambda *given: read.append(given) or load(*given)
-    )
-    method("taesd")
-    sampled()
-    sampled()
-    assert len(read) == 1
-    assert queue.sent
 
 
 def test_the_thread_ends_with_the_server(queue, bars, method, monkeypatch):
