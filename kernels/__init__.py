@@ -22,6 +22,7 @@ An op returns `out`, or a new tensor (channels-last for a video) without it. It 
 | `average_down` | means of groups of the values in each block of frames and pixels |
 | `frames_to_images` | `clamp((x + 1) / 2, 0, 1)` as `[T, H, W, C]`, in float32, uint8 or uint16 |
 | `conv2d`, `conv3d` | `conv(x) + bias + residual + residual_bias`; `gamma`: norm and SiLU of it |
+| `int8_conv3d` | `conv(x - zero) * scale + bias + residual + residual_bias` with sums in int32 |
 """
 
 import importlib
@@ -33,6 +34,7 @@ from torch import Tensor
 from . import checks as check
 from .autotune import is_capturing
 from .backends import CONVOLUTIONS_TRIED, use_backend
+from .codes import code_dtype, code_steps, zero_of
 from .convolution import choice
 from .convolution.budget import TrialBudget, trials
 from .convolution.cudnn import search_pays, searching
@@ -88,6 +90,8 @@ __all__ = [
     "average_down",
     "backend_matrix",
     "bias_residual",
+    "code_dtype",
+    "code_steps",
     "conv2d",
     "conv3d",
     "conv_fuses",
@@ -103,6 +107,7 @@ __all__ = [
     "guarded",
     "has_bfloat16",
     "host_bytes",
+    "int8_conv3d",
     "interleave_time",
     "is_capturing",
     "is_out_of_memory",
@@ -133,6 +138,7 @@ __all__ = [
     "tensor_limit",
     "trials",
     "use_backend",
+    "zero_of",
 ]
 
 # Names of `support.py`, which only the command line needs, so ComfyUI starts without it.
@@ -155,6 +161,8 @@ def rms_norm_silu(
     tail: Tensor | None = None,
     out: Tensor | None = None,
     border: int = 0,
+    codes: Tensor | None = None,
+    saturated: Tensor | None = None,
 ) -> Tensor:
     """Normalise each pixel over its channels, scale, and apply SiLU.
 
@@ -165,6 +173,10 @@ def rms_norm_silu(
     With `tail` the result is the input of a causal convolution, written in the same pass: the tail,
     then the new frames. The last frames of both become the next tail. With `border` each frame of
     the result has zeros around it, for a convolution that does not pad.
+
+    With `codes` the result is in the 8 bits that `int8_conv3d` reads: `clamp(round(y * codes) + 17,
+    0, 255)` in uint8, and the same less 128 in int8 (see `codes.py`). Tail and border are codes
+    too, and NaN has the code of 0.
 
     Args:
         x: `[B, C, T, H, W]`, channels-last.
@@ -177,14 +189,21 @@ def rms_norm_silu(
             channels-last, dtype of `x`. It can be a slice of frames of a longer buffer, and `x`
             itself without `tail` and `border`.
         border: Pixels of zeros around each frame of the result.
+        codes: `[C]`, float32: codes per unit of each channel. `out` and `tail` are int8 or uint8;
+            a new result is uint8 on a CPU, elsewhere int8. None: no codes.
+        saturated: `[2]`, int64, given with `codes`: the number of values outside of the codes is
+            added to the first, and that of NaN to the second.
 
     Returns:
         `out`, or a new tensor of its shape.
     """
     check.video(x=x)
     check.vectors(x, x.shape[1], gamma=gamma, bias=bias)
-    check.window(x, tail, out, border)
+    check.codes(x, codes, saturated, out)
+    check.window(x, tail, out, border, _coded(x, codes, out))
     options = {"silu": silu, "bias": bias, "tail": tail, "out": out, "border": border}
+    if codes is not None:
+        options |= {"codes": codes, "saturated": saturated}
     return run("rms_norm_silu", x, gamma, **options)
 
 
@@ -200,6 +219,8 @@ def group_norm_silu(
     tail: Tensor | None = None,
     out: Tensor | None = None,
     border: int = 0,
+    codes: Tensor | None = None,
+    saturated: Tensor | None = None,
 ) -> Tensor:
     """Normalise each frame over its pixels and each group of channels, and apply SiLU.
 
@@ -233,10 +254,12 @@ def group_norm_silu(
     check.vectors(x, x.shape[1], weight=weight, bias=bias)
     check.divides(groups, x.shape[1], "groups")
     check.statistics(x, groups, statistics)
-    check.window(x, tail, out, border)
+    check.codes(x, codes, saturated, out)
+    check.window(x, tail, out, border, _coded(x, codes, out))
+    options = {} if codes is None else {"codes": codes, "saturated": saturated}
     return run(
         "group_norm_silu", x, weight, bias, groups, eps=eps, silu=silu, statistics=statistics,
-        tail=tail, out=out, border=border,
+        tail=tail, out=out, border=border, **options,
     )  # fmt: skip
 
 
@@ -569,6 +592,44 @@ def conv2d(
     )  # fmt: skip
 
 
+def int8_conv3d(
+    x: Tensor,
+    weight: Tensor | ConvWeight,
+    scale: Tensor | None,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    residual_bias: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Convolve codes with int8 weights, without padding in space or time.
+
+    `sum((x - zero) * weight) * scale + bias + residual + residual_bias`, where `zero` is the code
+    of 0 in the dtype of `x` (see `codes.py`). The sums are exact, in int32; the terms are added
+    from left to right in float32, and the result is rounded once.
+
+    Args:
+        x: `[B, C, T, H, W]`, channels-last, int8 or uint8, with the earlier frames and with a
+            border of codes of 0.
+        weight: `[C_out, C, kt, kh, kw]`, int8.
+        scale: `C_out` factors of the sums, in any shape and float dtype; None: the result is the
+            sums, in int32.
+        bias: `C_out` values, in any shape and float dtype; None: zeros.
+        residual: `[B, C_out, T', H', W']`, channels-last, in `dtype`; None: zeros.
+        residual_bias: `C_out` values, in any shape and float dtype; None: zeros.
+        dtype: Dtype of the result.
+        out: `[B, C_out, T', H', W']`, channels-last, in `dtype`; it can be `residual` itself.
+
+    Returns:
+        `out`, or a new tensor of its shape; `T' = T - kt + 1`, and so are `H'` and `W'`.
+    """
+    weight = ConvWeight.of(weight)
+    terms = {"bias": bias, "residual": residual, "residual_bias": residual_bias, "out": out}
+    check.code_convolution(x, weight, scale, dtype, **terms)
+    return run("int8_conv3d", x, weight, scale, dtype=dtype, **terms)
+
+
 def conv_fuses(
     x: Tensor,
     weight: Tensor | ConvWeight,
@@ -611,3 +672,10 @@ def fp16_pays(device: torch.device) -> bool:
         return False
     found = indexed(device)
     return found is not None and choice.fp16_pays(ask, found)
+
+
+def _coded(x: Tensor, codes: Tensor | None, out: Tensor | None) -> torch.dtype | None:
+    """Return the dtype of the codes of a norm; None: there are none."""
+    if codes is None:
+        return None
+    return code_dtype(x.device) if out is None else out.dtype

@@ -17,6 +17,9 @@ CONVOLUTIONS_TRIED = (*TRIED, "apple")
 # The order where none was measured: the library's own first.
 CONVOLUTION_ORDER = ("aten", "reference")
 
+# The candidates of `int8_conv3d`.
+INT8_ORDER = ("triton", "aten", "reference")
+
 # On Apple GPUs `conv3d` runs at 7 to 9 % of `conv2d` (pytorch/pytorch#192213), and in 16 bits some
 # versions of macOS lack it.
 SLICED_ORDER = ("sliced", *CONVOLUTION_ORDER)

@@ -167,7 +167,13 @@ def target(out: Tensor | None, shape: tuple[int, ...]) -> None:
         raise ValueError(f"out is {list(out.shape)}; expected {list(shape)}")
 
 
-def window(x: Tensor, tail: Tensor | None, out: Tensor | None, border: int = 0) -> None:
+def window(
+    x: Tensor,
+    tail: Tensor | None,
+    out: Tensor | None,
+    border: int = 0,
+    dtype: torch.dtype | None = None,
+) -> None:
     """Check that the tail, the buffer and the border of a norm fit `x`.
 
     Args:
@@ -175,6 +181,7 @@ def window(x: Tensor, tail: Tensor | None, out: Tensor | None, border: int = 0) 
         tail: `[B, C, K, H, W]`, or None.
         out: `[B, C, K + T, H + 2 * border, W + 2 * border]`, or None.
         border: Pixels around each frame of `out`.
+        dtype: Dtype of tail and result; None: that of `x`.
 
     Raises:
         ValueError: One of them does not fit.
@@ -184,8 +191,81 @@ def window(x: Tensor, tail: Tensor | None, out: Tensor | None, border: int = 0) 
     if tail is not None:
         _five_dimensions("tail", tail)
         batch, channels, _, height, width = x.shape
-        _same("tail", tail, (batch, channels, tail.shape[2], height, width), x)
-    result(x, out, shapes.window(x, tail, border))
+        _same("tail", tail, (batch, channels, tail.shape[2], height, width), x, dtype)
+    if out is not None:
+        _same("out", out, shapes.window(x, tail, border), x, dtype)
+
+
+def codes(x: Tensor, factors: Tensor | None, saturated: Tensor | None, out: Tensor | None) -> None:
+    """Check the codes of a norm.
+
+    Args:
+        x: `[B, C, T, H, W]`.
+        factors: `[C]`, or None.
+        saturated: `[2]`, or None.
+        out: `[...]`, or None.
+
+    Raises:
+        ValueError: Only one of the first two is given, or one of the three does not fit.
+    """
+    if (factors is None) != (saturated is None):
+        raise ValueError("only one of codes and saturated is given; expected both or none")
+    if factors is None or saturated is None:
+        return
+    _same("codes", factors, (x.shape[1],), x, torch.float32)
+    _same("saturated", saturated, (2,), x, torch.int64)
+    if out is not None and out.dtype not in (torch.int8, torch.uint8):
+        raise ValueError(f"out is {_name(out.dtype)}; expected int8 or uint8 for codes")
+
+
+def code_convolution(
+    x: Tensor,
+    weight: ConvWeight,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    **terms: Tensor | None,
+) -> None:
+    """Check the arguments of `int8_conv3d`.
+
+    Args:
+        x: `[B, C, T, H, W]`.
+        weight: `[C_out, C, kt, kh, kw]`.
+        scale: `[C_out]`, or None.
+        dtype: Dtype of the result.
+        **terms: `bias` and `residual_bias` `[C_out]`, `residual` and `out` of the result's shape.
+
+    Raises:
+        ValueError: Something does not fit.
+    """
+    if x.dtype not in (torch.int8, torch.uint8):
+        raise ValueError(f"x is {_name(x.dtype)}; expected int8 or uint8")
+    _five_dimensions("x", x)
+    if weight.dtype != torch.int8 or weight.ndim != 5 or weight.shape[1] != x.shape[1]:
+        raise ValueError(
+            f"weight is {list(weight.shape)} in {_name(weight.dtype)}; "
+            f"expected [C_out, {x.shape[1]}, kt, kh, kw] in int8"
+        )
+    if weight.device != x.device:
+        raise ValueError(f"weight is on {weight.device}; expected {x.device}")
+    shape = shapes.convolved(x, weight.shape, (1, 1, 1), (0, 0, 0))
+    if min(shape[1:]) < 1:
+        raise ValueError(
+            f"x is {list(x.shape)}, smaller than the kernel {list(weight.shape[2:])}; "
+            "expected at least its size"
+        )
+    names = ("bias", "residual_bias")
+    vectors(x, weight.shape[0], scale=scale, **{name: terms[name] for name in names})
+    added = any(terms[name] is not None for name in (*names, "residual"))
+    if scale is None and (dtype != torch.int32 or added):
+        terms_too = " with terms" if added else ""
+        raise ValueError(
+            f"the result is {_name(dtype)}{terms_too}; expected int32 sums without a scale"
+        )
+    if scale is not None and dtype not in _DTYPES:
+        raise ValueError(f"the result is {_name(dtype)}; expected a float dtype with a scale")
+    for name in ("residual", "out"):
+        if (tensor := terms[name]) is not None:
+            _same(name, tensor, shape, x, dtype)
 
 
 def statistics(x: Tensor, groups: int, given: Tensor | None) -> None:

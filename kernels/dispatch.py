@@ -18,6 +18,7 @@ from torch import Tensor
 from .backends import (
     CONVOLUTIONS,
     CONVOLUTIONS_TRIED,
+    INT8_ORDER,
     ORDER,
     TRIED,
     convolution_order,
@@ -149,10 +150,12 @@ def _module(name: str) -> Any:  # noqa: ANN401, a module
 
 
 def _order(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
-    convolves = op.startswith("conv")
+    convolves, coded = op.startswith("conv"), op == "int8_conv3d"
     chosen = forced()
-    if chosen is not None and chosen in (CONVOLUTIONS if convolves else ORDER):
+    if chosen is not None and chosen in (CONVOLUTIONS if convolves or coded else ORDER):
         return (chosen,)
+    if coded:
+        return INT8_ORDER
     x = args[0] if args else None
     kind = device_kind(x.device) if isinstance(x, Tensor) else "cpu"
     if kind in (CONVOLUTIONS_TRIED if convolves else TRIED):

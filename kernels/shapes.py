@@ -6,6 +6,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from .codes import code_dtype
+
 Shape = tuple[int, ...]
 
 
@@ -40,9 +42,10 @@ def as_video(frames: Tensor) -> Tensor:
     return frames.transpose(0, 1).unsqueeze(0)
 
 
-def new_window(x: Tensor, tail: Tensor | None, border: int = 0) -> Tensor:
-    """Return memory `[B, C, K + T, H, W]` of the shape `window(x, tail, border)`."""
-    return new_video(x, window(x, tail, border))
+def new_window(x: Tensor, tail: Tensor | None, border: int = 0, *, coded: bool = False) -> Tensor:
+    """Return memory `[B, C, K + T, H, W]` for `window(x, tail, border)`; `coded`: for codes."""
+    like = x.new_empty(0, dtype=code_dtype(x.device)) if coded else x
+    return new_video(like, window(x, tail, border))
 
 
 def window(x: Tensor, tail: Tensor | None, border: int = 0) -> Shape:

@@ -7,7 +7,7 @@ differentiable steps instead.
 """
 
 from .attention import attention
-from .convolution import conv2d, conv3d
+from .convolution import conv2d, conv3d, int8_conv3d
 from .convolution import fuses as fuses
 from .layout import (
     average_down,
@@ -33,6 +33,7 @@ __all__ = [
     "frames_to_images",
     "group_norm_silu",
     "group_norm_statistics",
+    "int8_conv3d",
     "interleave_time",
     "merge_phases",
     "pixel_shuffle_3d",

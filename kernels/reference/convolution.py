@@ -1,11 +1,19 @@
-"""Convolutions in plain PyTorch: the library's product of the joined frames."""
+"""Convolutions in plain PyTorch: the library's product of the joined frames, and int8."""
+
+import itertools
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..codes import zero_of
 from ..convolution.fused import Fused
 from ..convolution.weight import ConvWeight, channels_last
+from ..shapes import convolved, new_video
+
+# float32 holds the sum of this many products of a code less its zero, 238 at most, and a weight,
+# 127 at most: it is below 2^24.
+_EXACT = 512
 
 
 def fuses(
@@ -39,3 +47,57 @@ def conv2d(
     """Run `conv2d(x, weight, stride, padding)`; `x` is `[N, C, H, W]`."""
     y = F.conv2d(x, weight.plain(), None, stride, padding)
     return channels_last(y)
+
+
+def int8_conv3d(
+    x: Tensor,
+    weight: ConvWeight,
+    scale: Tensor | None,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    residual_bias: Tensor | None = None,
+    dtype: torch.dtype,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Sum the products tap by tap in float32, which is exact, and the taps in int32.
+
+    Args:
+        x: `[B, C, T, H, W]`.
+        weight: `[C_out, C, kt, kh, kw]`.
+        scale: `[C_out]`, or None.
+        bias: `[C_out]`, or None.
+        residual: `[B, C_out, T', H', W']`, or None.
+        residual_bias: `[C_out]`, or None.
+        dtype: Dtype of the result.
+        out: `[B, C_out, T', H', W']`, or None.
+
+    Returns:
+        `[B, C_out, T', H', W']`.
+    """
+    taps = weight.plain()
+    shape = convolved(x, taps.shape, (1, 1, 1), (0, 0, 0))
+    out = new_video(x.new_empty(0, dtype=dtype), shape) if out is None else out
+    for each, frame in itertools.product(range(shape[0]), range(shape[2])):
+        sums = _int8_sums(x[each, :, frame : frame + taps.shape[2]], taps, shape)
+        if scale is not None:
+            sums = sums.float().mul_(scale.flatten().float())
+            sums = sums if bias is None else sums.add_(bias.flatten().float())
+            if residual is not None:
+                sums += residual[each, :, frame].movedim(0, -1)
+            sums = sums if residual_bias is None else sums.add_(residual_bias.flatten().float())
+        out[each, :, frame] = sums.movedim(-1, 0)
+    return out
+
+
+def _int8_sums(x: Tensor, taps: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return the sums of `x` `[C, kt, H, W]` for one frame, int32 `[H', W', C_out]`."""
+    *_, height, width = shape
+    rows = x.movedim(0, -1).float() - zero_of(x.dtype)
+    sums = torch.zeros(height, width, taps.shape[0], dtype=torch.int32, device=x.device)
+    for t, h, w in itertools.product(*map(range, taps.shape[2:])):
+        part, tap = rows[t, h : h + height, w : w + width], taps[:, :, t, h, w].float().T
+        for first in range(0, taps.shape[1], _EXACT):
+            channels = slice(first, first + _EXACT)
+            sums += (part[..., channels] @ tap[channels]).to(torch.int32)
+    return sums

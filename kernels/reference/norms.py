@@ -1,6 +1,7 @@
 """Norms, gates and sums, independent for each pixel or frame."""
 
 import math
+from collections.abc import Callable
 from itertools import product
 
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import shapes
+from ..codes import zero_of
 from .memory import copies, delivered, map_blocks, records, widened
 
 # `torch.nn.functional.normalize`, which Wan's RMS_norm uses, divides by max(norm, eps) with this
@@ -24,6 +26,8 @@ def rms_norm_silu(
     tail: Tensor | None = None,
     out: Tensor | None = None,
     border: int = 0,
+    codes: Tensor | None = None,
+    saturated: Tensor | None = None,
 ) -> Tensor:
     """Multiply by the inverse norm of each pixel and by `sqrt(C) * gamma`.
 
@@ -37,6 +41,8 @@ def rms_norm_silu(
         tail: `[B, C, K, H, W]`, or None.
         out: `[B, C, K + T, H + 2 * border, W + 2 * border]`, or None.
         border: Pixels of zeros around each frame.
+        codes: `[C]`, or None.
+        saturated: `[2]`, or None.
 
     Returns:
         `[B, C, K + T, H + 2 * border, W + 2 * border]`.
@@ -58,9 +64,10 @@ def rms_norm_silu(
         rows.mul_(norms.clamp_min_(_NORM_EPS).reciprocal_()).mul_(scale)
         if silu:
             F.silu(rows, inplace=True)
+        encode(rows)
 
-    out = shapes.new_window(x, tail, border) if out is None else out
-    inner = _bordered(out, border)
+    out = shapes.new_window(x, tail, border, coded=codes is not None) if out is None else out
+    inner, encode = _bordered(out, border), _encoder(out, codes, saturated)
     map_blocks(norm, x.movedim(1, -1), _behind(tail, inner).movedim(1, -1))
     _roll(tail, inner)
     return out
@@ -78,6 +85,8 @@ def group_norm_silu(
     tail: Tensor | None = None,
     out: Tensor | None = None,
     border: int = 0,
+    codes: Tensor | None = None,
+    saturated: Tensor | None = None,
 ) -> Tensor:
     """Normalise each frame in three passes over its cached blocks: means, centred squares, result.
 
@@ -94,6 +103,8 @@ def group_norm_silu(
         tail: `[B, C, K, H, W]`, or None.
         out: `[B, C, K + T, H + 2 * border, W + 2 * border]`, or None.
         border: Pixels of zeros around each frame.
+        codes: `[C]`, or None.
+        saturated: `[2]`, or None.
 
     Returns:
         `[B, C, K + T, H + 2 * border, W + 2 * border]`.
@@ -108,13 +119,13 @@ def group_norm_silu(
         y = _with_tail((F.silu(y) if silu else y).to(x.dtype), tail, border)
         return delivered(y, x, out)
 
-    out = shapes.new_window(x, tail, border) if out is None else out
-    inner = _bordered(out, border)
+    out = shapes.new_window(x, tail, border, coded=codes is not None) if out is None else out
+    inner, encode = _bordered(out, border), _encoder(out, codes, saturated)
     new = _behind(tail, inner)
     for b, t in product(range(x.shape[0]), range(x.shape[2])) if x.numel() else ():
         frame = x[b, :, t].movedim(0, -1)
         measured = _measure(frame, wide, groups, eps) if statistics is None else statistics[b, t]
-        _normalize(frame, new[b, :, t].movedim(0, -1), weight, bias, measured, silu)
+        _normalize(frame, new[b, :, t].movedim(0, -1), weight, bias, measured, silu, encode)
     _roll(tail, inner)
     return out
 
@@ -185,13 +196,32 @@ def _with_tail(y: Tensor, tail: Tensor | None, border: int) -> Tensor:
     return _channels_last(F.pad(y, (border,) * 4) if border else y)
 
 
+def _encoder(
+    out: Tensor, codes: Tensor | None, saturated: Tensor | None
+) -> Callable[[Tensor], object]:
+    """Return a function that replaces rows `[..., C]` by their codes in `out` `[...]`."""
+    if codes is None or saturated is None:
+        return lambda rows: rows
+    zero, highest = zero_of(out.dtype), torch.iinfo(out.dtype).max
+
+    def encode(rows: Tensor) -> None:
+        rows.mul_(codes).round_().add_(zero)
+        missing = rows.isnan()
+        outside = ((rows < highest - 255) | (rows > highest)).sum()
+        saturated.add_(torch.stack([outside, missing.sum()]))
+        rows.masked_fill_(missing, zero).clamp_(highest - 255, highest)
+
+    return encode
+
+
 def _bordered(out: Tensor, border: int) -> Tensor:
     """Write zeros to the border of each frame of `out` `[B, C, T, H, W]`; return the rest."""
     if not border:
         return out
+    zero = zero_of(out.dtype)
     for dim in (3, 4):
-        out.narrow(dim, 0, border).zero_()
-        out.narrow(dim, out.shape[dim] - border, border).zero_()
+        out.narrow(dim, 0, border).fill_(zero)
+        out.narrow(dim, out.shape[dim] - border, border).fill_(zero)
     return out[..., border:-border, border:-border]
 
 
@@ -249,7 +279,13 @@ def _measure(frame: Tensor, wide: torch.dtype, groups: int, eps: float) -> Tenso
 
 
 def _normalize(
-    frame: Tensor, target: Tensor, weight: Tensor, bias: Tensor, statistics: Tensor, silu: bool
+    frame: Tensor,
+    target: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    statistics: Tensor,
+    silu: bool,
+    encode: Callable[[Tensor], object],
 ) -> None:
     """Write the group norm of one frame `[H, W, C]` into `target`."""
     each = weight.numel() // statistics.shape[-1]
@@ -260,5 +296,6 @@ def _normalize(
         rows.sub_(mean).mul_(scale).add_(bias)
         if silu:
             F.silu(rows, inplace=True)
+        encode(rows)
 
     map_blocks(norm, frame, target)
