@@ -59,8 +59,9 @@ from .devices import (
     tensor_limit,
 )
 from .dispatch import ask, fusion, run, run_kernel
-from .errors import BackendError, is_out_of_memory, log_once
+from .errors import BackendError, first_line, is_out_of_memory, log_once
 from .gpu_config import GPUConfig, gpu_config
+from .int8_support import int8_lacks
 from .messages import LINE, guarded, line, padded, shown
 from .shapes import convolved, interleaved, merged, new_video, shuffled
 from .tensor_files import PICKLE, SAFETENSORS, ZIP, Header, Place, kind_of, read_header
@@ -98,6 +99,7 @@ __all__ = [
     "default_device",
     "device_kind",
     "device_name",
+    "first_line",
     "fp16_pays",
     "frames_to_images",
     "gpu_compiler",
@@ -108,6 +110,7 @@ __all__ = [
     "has_bfloat16",
     "host_bytes",
     "int8_conv3d",
+    "int8_lacks",
     "interleave_time",
     "is_capturing",
     "is_out_of_memory",
@@ -246,6 +249,8 @@ def group_norm_silu(
         out: `[B, C, K + T, H + 2 * border, W + 2 * border]`, channels-last, dtype of `x`. It can be
             `x` itself without `tail` and `border`.
         border: Pixels of zeros around each frame of the result.
+        codes: As for `rms_norm_silu`.
+        saturated: As for `rms_norm_silu`.
 
     Returns:
         `out`, or a new tensor of its shape.

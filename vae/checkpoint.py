@@ -40,6 +40,8 @@ def load_vae(
     dtype: torch.dtype | None = None,
     encode_dtype: torch.dtype | None = None,
     weights_dtype: torch.dtype | None = None,
+    precision: str = "auto",
+    encode_precision: str = "auto",
 ) -> VideoVAE:
     """Load a VAE of the Wan family or of SeedVR2; its kind is read from its tensors.
 
@@ -54,6 +56,8 @@ def load_vae(
             where that is measured to be faster, until it overflows (`VideoVAE.allow_fp16`).
         encode_dtype: Dtype of encoding, if it differs from `dtype`.
         weights_dtype: Dtype of the stored weights; None: that of the computation.
+        precision: Precision of decoding: "auto", or "int8" (`VideoVAE.precision`).
+        encode_precision: Precision of encoding.
 
     Returns:
         The VAE. It shares no memory with `source`.
@@ -82,6 +86,7 @@ def load_vae(
         weights_dtype=weights_dtype,
     )
     vae.allow_fp16 = dtype is None
+    vae.precision, vae.encode_precision = precision, encode_precision
     return vae
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import TrialBudget, trials
+from .layers.coding import Coding
 from .layers.oom import Relief
 from .layers.workspace import uint16_as_int16
 from .models.base import Network
@@ -20,6 +21,8 @@ from .planning.plan import Plan, empty_limit, make_plan
 from .sharding.shared_ranks import SharedRanks
 from .streaming.bands.shared_devices import SharedDevices
 from .streaming.executors import Team
+from .streaming.int8_layers import Int8Choices
+from .streaming.int8_vae import Int8VAE
 from .streaming.options import AUTOMATIC, StreamOptions
 from .streaming.output import Output, background_writer, delivered, until_complete
 from .streaming.overflow import Watch, allows_fp16, continued
@@ -30,7 +33,7 @@ from .validation import check_frames, check_latent, check_targets, check_tensor,
 from .weights import VAEWeights
 
 
-class VideoVAE(SharedDevices, SharedRanks, VAEWeights):
+class VideoVAE(Int8VAE, SharedDevices, SharedRanks, VAEWeights):
     """A causal video VAE of the Wan family or of SeedVR2.
 
     Created by `load_vae`. Parameters have the names of the original checkpoint. Encoding and
@@ -67,6 +70,7 @@ class VideoVAE(SharedDevices, SharedRanks, VAEWeights):
         self.searches = False
         self.skips_static = True
         self.team = Team(self.replicas)
+        self._int8 = Int8Choices()
 
     @eager
     def encode(self, frames: Tensor, chunk: int | None = None) -> Tensor:
@@ -167,6 +171,7 @@ class VideoVAE(SharedDevices, SharedRanks, VAEWeights):
             known=isinstance(pieces, Tensor),
             single_frame=isinstance(pieces, Tensor)
             and self.config.latent_frames(pieces.shape[2]) == 1,
+            coding=self.coding(computed, pieces, encode=True),
         )
 
     @eager
@@ -210,9 +215,13 @@ class VideoVAE(SharedDevices, SharedRanks, VAEWeights):
         with self.preparing():
             with trials(work):
                 allowed = allows_fp16(self, options, latent)
-                dtype = decode_dtype(asked, device, allow_fp16=allowed, deep=deep)
+                decides = functools.partial(decode_dtype, asked, device, allow_fp16=allowed)
+                dtype = decides(deep=True)
+                coding = self.coding(dtype, latent)
+                dtype = dtype if coding or deep else decides()
             dtype = self.agreed(dtype)
-            watch = Watch() if dtype == torch.float16 != asked else None
+            watches = coding is not None or dtype == torch.float16 != asked
+            watch = Watch(coding) if watches else None
             part = Part(
                 latent, frames, self.decoder, self.config, self.check_latent, keeps=bool(watch)
             )
@@ -226,16 +235,6 @@ class VideoVAE(SharedDevices, SharedRanks, VAEWeights):
         axis = 2 if images is None else 1
         wide = functools.partial(run, dtype=wider)
         return continued(self, options, part, watch, narrow, wide, axis=axis)
-
-    def normalize(self, latent: Tensor) -> Tensor:
-        """Return `(latent - mean) / std` of each channel of `latent` `[B, C_latent, t, h, w]`."""
-        mean, std = self._statistics(latent)
-        return (latent - mean) / std
-
-    def denormalize(self, latent: Tensor) -> Tensor:
-        """Return `latent * std + mean` of each channel of `latent` `[B, C_latent, t, h, w]`."""
-        mean, std = self._statistics(latent)
-        return latent * std + mean
 
     def new_frames(self, latent: Tensor) -> Tensor:
         """Return memory `[B, C, T, H, W]` for the frames of `latent`, in `dtype` on `device`."""
@@ -337,6 +336,7 @@ class VideoVAE(SharedDevices, SharedRanks, VAEWeights):
             single_frame=part.single_frame,
             begins=part.begins,
             budget=work,
+            coding=None if watch is None else watch.coding,
         )
         stream = until_complete(stream, part.frames, as_images=images is not None)
         waits = writer is not None or (watch is not None and device.type != "cpu")
@@ -356,6 +356,7 @@ class VideoVAE(SharedDevices, SharedRanks, VAEWeights):
         single_frame: bool,
         begins: bool = True,
         budget: TrialBudget | None = None,
+        coding: Coding | None = None,
         to_range: Callable[[Tensor], Tensor] | None = None,
     ) -> Iterator[Tensor]:
         """Run the checked pieces of one video, which is `known` as a whole, through the layers."""
@@ -381,12 +382,7 @@ class VideoVAE(SharedDevices, SharedRanks, VAEWeights):
             shards=self.shards,
             team=self.team.of_video() if self.shards is None else None,
             known=known,
+            coding=coding,
         )
         stream = session.run(source)
         return stream if self.shards is None else self.shards.in_step(stream)
-
-    def _statistics(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        check_tensor(latent, "latent", self.config.latent_channels)
-        mean, std = self.config.latent_mean, self.config.latent_std
-        shape = (1, -1, 1, 1, 1)
-        return latent.new_tensor(mean).view(shape), latent.new_tensor(std).view(shape)

@@ -13,6 +13,7 @@ from ..errors import is_out_of_memory
 from . import cudnn, onednn, sliced
 from .compose import sum_of
 from .fused import Fused
+from .onednn_int8 import int8_conv3d as int8_conv3d
 from .weight import ConvWeight, channels_last
 from .window import joined
 

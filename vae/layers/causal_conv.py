@@ -1,17 +1,19 @@
 """The causal convolution: 3D over a window of frames, 2D for the first frame of a video."""
 
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...kernels import Fused, is_out_of_memory
+from ...kernels import Fused, is_out_of_memory, zero_of
 from . import halo_conv, row_bands
 from .causal_layer import CausalLayer
+from .coding import Norm
 from .conv import BIAS, Conv, Terms
-from .conv_weights import turned, turns
+from .conv_weights import CodedForm, coded_form, turned, turns
+from .fill import Fill, Handover, bordered, copied, within
 from .frame_ring import FrameRing
 from .frame_runs import Settling, fitted, halves, run_of
 from .temporal_cache import TemporalCache
@@ -19,44 +21,8 @@ from .temporal_cache import TemporalCache
 # Bands of rows that a frame is cut into when memory is short.
 _BANDS = 4
 
-
-class Fill(Protocol):
-    """An elementwise op or norm that writes its result into a given buffer."""
-
-    def __call__(
-        self, x: Tensor, *, out: Tensor, tail: Tensor | None = None, border: int = 0
-    ) -> object:
-        """Write the result for `x` into `out`.
-
-        Args:
-            x: `[B, C, T, H, W]`, channels-last.
-            out: `[B, C, T, H, W]`, or `[B, C, context + T, H, W]` with `tail`; larger by the
-                border on each side.
-            tail: `[B, C, context, H, W]`: frames that go in front of the result. Afterwards it
-                holds the last `context` frames of `out`.
-            border: Rows and columns of zeros around each frame of `out`.
-        """
-
-
-class Handover:
-    """A tensor that the receiver may free, because the giver keeps no reference to it."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor: Tensor | None = tensor
-
-    def take(self) -> Tensor:
-        """Return the tensor `[B, C, T, H, W]`, once.
-
-        Returns:
-            The tensor.
-
-        Raises:
-            RuntimeError: It was taken before.
-        """
-        tensor, self._tensor = self._tensor, None
-        if tensor is None:
-            raise RuntimeError("the tensor was taken before; expected one receiver")
-        return tensor
+# What the convolution of codes does: it reads a border, and adds all terms.
+_OF_CODES = Fused(sums=True, border=True, bias=True)
 
 
 class _Window(NamedTuple):
@@ -77,8 +43,7 @@ class _Window(NamedTuple):
     @property
     def inner(self) -> Tensor:
         """The frames without their border."""
-        at = slice(self.border, -self.border or None)
-        return self.frames[..., at, at]
+        return within(self.frames, self.border)
 
 
 class CausalConv3d(Conv, CausalLayer):
@@ -100,7 +65,13 @@ class CausalConv3d(Conv, CausalLayer):
         kernel: Taps in (time, height, width); height and width are equal and odd.
         stride: Temporal stride. With 2, frames come in pairs after the first.
         replicate: Pad with copies of the first frame instead of zeros.
+
+    Attributes:
+        norm_before: The norm that writes the input, if this convolution can read codes.
+        code_name: Its name in `Coding.names`; empty: it has none.
     """
+
+    norm_before: Norm | None
 
     def __init__(
         self,
@@ -118,6 +89,39 @@ class CausalConv3d(Conv, CausalLayer):
         self.first_form = "summed" if replicate else "frame"
         self.padding = kernel[1] // 2
         self.growth = max(1, out_channels // in_channels)
+        self.code_name, self.norm_before = "", None
+
+    def follow(self, norm: Norm) -> None:
+        """Allow codes in a video: the inputs are those of `norm` and SiLU."""
+        # Not a module of this one: its parameters have the names of the layer around both.
+        object.__setattr__(self, "norm_before", norm)
+
+    def filled(self, norm: Callable[..., object], cache: TemporalCache) -> Fill:
+        """Return what writes the input of this convolution.
+
+        Args:
+            norm: The norm and SiLU, which can write codes.
+            cache: State of the video.
+
+        Returns:
+            `norm`, or one that writes codes.
+        """
+        coding = cache.coding
+        if coding is None or not self.reads_codes(cache):
+            return norm
+        form = cache.attempt(functools.partial(self._form, "volume", torch.int8))
+        assert isinstance(form, CodedForm)
+        return coding.filling(norm, form.codes)
+
+    def reads_codes(self, cache: TemporalCache) -> bool:
+        """Return whether the input of this convolution is codes in the video of `cache`."""
+        return cache.coding is not None and self.code_name in cache.coding.names
+
+    def like(self, x: Tensor, cache: TemporalCache) -> Tensor:
+        """Return a tensor with the shape of `x` `[B, C, T, H, W]` and the dtype of the input."""
+        if cache.coding is None or not self.reads_codes(cache):
+            return x
+        return x.new_empty((), dtype=cache.coding.dtype).expand(x.shape)
 
     def forward(
         self,
@@ -140,6 +144,8 @@ class CausalConv3d(Conv, CausalLayer):
             until the output is static, which can be none without a residual.
         """
         held = [x.take() if isinstance(x, Handover) else x]
+        if fill is None and self.reads_codes(cache):
+            fill = copied
         if cache.shard is not None and self.padding:
             return halo_conv.convolve(self, held, cache, fill, terms)
         if cache.settling is not None and not cache.first:
@@ -195,7 +201,7 @@ class CausalConv3d(Conv, CausalLayer):
         border = self.padding if fused.border and writes else 0
         if not border and self.keeps_ring(x, cache):
             ring = cache.ring(self, self.context, x)
-            take = _copy if fill is None else fill
+            take = copied if fill is None else fill
             cache.attempt(functools.partial(take, x, out=ring.slot))
             return _Window(ring.frames, ring)
         if self.context and not (fused.tail or cache.first):
@@ -219,6 +225,8 @@ class CausalConv3d(Conv, CausalLayer):
             What is fused.
         """
         pads = (self.padding, self.padding)
+        if self.reads_codes(cache):
+            return _OF_CODES
         if cache.shard is not None and self.padding:
             x, pads = halo_conv.input_like(self, x, cache)
         if cache.first:
@@ -230,6 +238,7 @@ class CausalConv3d(Conv, CausalLayer):
         return (
             cache.rings
             and not (cache.first or cache.thrifty or torch.is_grad_enabled())
+            and not self.reads_codes(cache)
             and self.context > 0
             and self.stride == x.shape[2] == 1
             and turns(self.weight.numel(), x[0].numel())
@@ -258,7 +267,7 @@ class CausalConv3d(Conv, CausalLayer):
         rows = x.shape[3] // _BANDS
         if not rows or (self.replicate and fill is not None):  # its norm needs the whole frame
             raise failed
-        take = _copy if fill is None else fill
+        take = copied if fill is None else fill
         return row_bands.convolve(self, take, x, cache, rows, terms)
 
     def _settled(
@@ -277,8 +286,10 @@ class CausalConv3d(Conv, CausalLayer):
             none = (batch, self.weight.shape[0], 0, height, width)
             return cache.attempt(functools.partial(x.new_empty, none))
         terms = terms.of(lambda residual: cache.attempt(lambda: fitted(residual, frames)))
-        window = self._window(x, cache, fill, frames * self.stride)
-        return self.of_window(window, cache, (self.padding, self.padding), terms)
+        border = self.padding if self.reads_codes(cache) else 0
+        window = self._window(x, cache, fill, frames * self.stride, border)
+        pads = (self.padding - border, self.padding - border)
+        return self.of_window(window, cache, pads, terms)
 
     def of_window(
         self,
@@ -319,7 +330,7 @@ class CausalConv3d(Conv, CausalLayer):
         if fill is None:
             return x
         options = {"border": border} if border else {}
-        filled = cache.scratch(_bordered(x.shape, border), x)
+        filled = cache.scratch(bordered(x.shape, border), self.like(x, cache))
         cache.attempt(functools.partial(fill, x, out=filled, **options))
         return filled
 
@@ -344,36 +355,43 @@ class CausalConv3d(Conv, CausalLayer):
         batch, channels, fresh, height, width = new.shape
         frames = fresh if frames is None else frames
         shape = (batch, channels, self.context + frames, height, width)
-        window = cache.scratch(_bordered(shape, border), new)
-        known = self.context + fresh
+        window = cache.scratch(bordered(shape, border), self.like(new, cache))
+        known, within_border = self.context + fresh, within(window, border)
         if fill is not None and fresh:
             inner, options = window[:, :, :known], {"border": border} if border else {}
             # Each attempt looks the tail up again: making room may have moved it.
             cache.attempt(lambda: fill(new, out=inner, tail=self.tail(new, cache), **options))
         else:
-            window[:, :, : self.context] = self.tail(new, cache)
-            window[:, :, self.context : known] = new
+            if border:
+                window.fill_(zero_of(window.dtype))
+            within_border[:, :, : self.context] = self.tail(new, cache)
+            within_border[:, :, self.context : known] = new
         window[:, :, known:] = window[:, :, known - 1 : known]
         if fill is None or fresh < frames:
-            self.tail(new, cache).copy_(window[:, :, frames:])
+            self.tail(new, cache).copy_(within_border[:, :, frames:])
         return window
 
     def tail(self, x: Tensor, cache: TemporalCache) -> Tensor:
         """Return the `[B, C_in, context, H, W]` tail before `x` from `cache`."""
-        return cache.tail(self, self.context, x)
+        return cache.tail(self, self.context, self.like(x, cache))
+
+    def _coded_form(self, kind: str) -> CodedForm:
+        """Return the form `kind` in int8.
+
+        Raises:
+            RuntimeError: No norm writes the input.
+        """
+        if self.norm_before is None:
+            raise RuntimeError("the convolution follows no norm; expected one that writes codes")
+        return coded_form(self.weight, kind, self.norm_before.steps(), self.sources())
+
+    def sources(self) -> tuple[Tensor, ...]:
+        """Return the weight `[C_out, C_in, ...]`, and the scales of the norm before it."""
+        norm = self.norm_before
+        return super().sources() if norm is None else (*super().sources(), *norm.scales())
 
     def keep(self, x: Tensor, cache: TemporalCache) -> None:
         """Store the last frames of `x` `[B, C_in, T, H, W]` in `cache` as the new tail."""
         if cache.first and self.replicate and self.context:
             x = x.expand(-1, -1, self.context, -1, -1)
         cache.keep(self, self.context, x)
-
-
-def _bordered(shape: Sequence[int], border: int) -> tuple[int, ...]:
-    """Return the shape `[B, C, T, H, W]` of frames with a border on each side."""
-    *outer, height, width = shape
-    return *outer, height + 2 * border, width + 2 * border
-
-
-def _copy(x: Tensor, *, out: Tensor) -> None:
-    out.copy_(x)

@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...kernels import ConvWeight, Fused, conv2d, conv3d, conv_fuses, convolved
+from ...kernels import ConvWeight, Fused, conv2d, conv3d, conv_fuses, convolved, int8_conv3d
 from .conv_weights import (
+    CodedForm,
     Form,
     Forms,
     checksum_of,
@@ -37,12 +38,14 @@ class Terms(NamedTuple):
         residual_bias: `[C_out]`, added together with `residual`.
         biased: Add the bias too. Otherwise the caller adds it, where it would cost a pass.
         gamma: Scales of `rms_norm_silu`, which is applied to the sum; None: it is not.
+        dtype: Dtype of the result for an input of codes without a residual.
     """
 
     residual: Tensor | None = None
     residual_bias: Tensor | None = None
     biased: bool = True
     gamma: Tensor | None = None
+    dtype: torch.dtype = torch.float32
 
     def of(self, change: Callable[[Tensor], Tensor]) -> "Terms":
         """Return a copy with `change(residual)`, if there is a residual `[B, C, T, H, W]`."""
@@ -148,7 +151,9 @@ class Conv(nn.Module):
         Returns:
             The result, channels-last.
         """
-        residual, residual_bias, biased, gamma = terms
+        if not x.is_floating_point():
+            return self._convolve_codes(x, kind, cache, terms)
+        residual, residual_bias, biased, gamma, _ = terms
         out: Tensor | None = None
         if _records(x, self.weight):
             weight, offset = self._derive(kind, x.dtype), self._offset(kind)
@@ -170,6 +175,28 @@ class Conv(nn.Module):
 
         return cache.attempt(product)
 
+    def _convolve_codes(self, x: Tensor, kind: str, cache: TemporalCache, terms: Terms) -> Tensor:
+        """Convolve codes with a border, `x` as for `convolve`; the result is in `terms.dtype`."""
+        form = cache.attempt(functools.partial(self._form, kind, torch.int8))
+        assert isinstance(form, CodedForm)
+        flat = x.ndim == 4
+        residual = terms.residual
+        dtype = terms.dtype if residual is None else residual.dtype
+        options = {
+            "residual": residual.unsqueeze(2) if flat and residual is not None else residual,
+            "residual_bias": terms.residual_bias,
+            "dtype": dtype,
+        }
+        video = x.unsqueeze(2) if flat else x
+
+        def product() -> Tensor:
+            bias = self._bias(kind, None) if terms.biased else None
+            out = options["residual"]
+            return int8_conv3d(video, form.weight, form.scale, bias, out=out, **options)
+
+        y = cache.attempt(product)
+        return y.squeeze(2) if flat else y
+
     def sources(self) -> tuple[Tensor, ...]:
         """Return the parameters `[C_out, C_in, ...]` that the forms are derived from."""
         return (self.weight,)
@@ -181,6 +208,10 @@ class Conv(nn.Module):
         sources = self.sources()
         if form is not None and form.holds(sources):
             return form
+        if dtype == torch.int8:
+            with torch.inference_mode(False), torch.no_grad():
+                self.forms[key] = form = self._coded_form(kind)
+            return form
         weight = self._weight(kind, dtype)
         if not weight.keeps:
             return Form(weight)
@@ -188,6 +219,10 @@ class Conv(nn.Module):
         with torch.inference_mode(False), torch.no_grad():
             self.forms[key] = form = kept_form(weight, self._offset(kind), sources)
         return form
+
+    def _coded_form(self, kind: str) -> Form:
+        """Return the form `kind` in int8, of a convolution that can read codes."""
+        raise NotImplementedError
 
     def _weight(self, kind: str, dtype: torch.dtype) -> ConvWeight:
         """Return the weight for calls of `kind` in `dtype`, which is derived when it is used."""

@@ -2,13 +2,14 @@
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...kernels import ConvWeight
+from .coded_weights import coded_weight
 
 # Forms of larger weights are not kept, because those of Wan 2.2 would double its 705 M. The
 # convolution then reorders the weight in each call: 57 ms instead of 30 for 1024 channels in bf16,
@@ -49,6 +50,19 @@ class Form:
         )
 
 
+@dataclass(frozen=True)
+class CodedForm(Form):
+    """A weight in int8, for codes.
+
+    Attributes:
+        scale: `[C_out]`, float32: factors of the sums.
+        codes: `[C_in]`, float32: codes per unit of the inputs.
+    """
+
+    scale: Tensor = field(kw_only=True)
+    codes: Tensor = field(kw_only=True)
+
+
 class Forms(dict[tuple[str, torch.dtype], Form]):
     """The derived weights of one convolution; a copied or pickled module starts without any."""
 
@@ -73,6 +87,28 @@ def kept_form(weight: ConvWeight, offset: Tensor | None, sources: Sequence[Tenso
     references = tuple(weakref.ref(source) for source in sources)
     stamps = tuple(stamp_of(source) for source in sources)
     return Form(weight, offset, references, stamps, checksum_of(sources))
+
+
+def coded_form(weight: Tensor, kind: str, steps: Tensor, sources: Sequence[Tensor]) -> CodedForm:
+    """Return a form in int8, which is kept.
+
+    Args:
+        weight: The parameter, `[C_out, C_in, kt, kh, kw]`.
+        kind: A kind of `derive`; its weight gets a temporal dimension of one if it has none.
+        steps: `[C_in]`, the step between two codes of each input channel.
+        sources: The parameters, whose state is recorded.
+
+    Returns:
+        The form.
+    """
+    taps = derive(weight, kind, torch.float32)
+    taps = taps.unsqueeze(2) if taps.ndim == 4 else taps
+    coded, scale = coded_weight(taps, steps)
+    coded = coded.contiguous(memory_format=torch.channels_last_3d)
+    kept = ConvWeight(coded.shape, torch.int8, coded.device, lambda: coded)
+    plain = kept_form(kept, None, sources)
+    state = plain.sources, plain.stamps, plain.checksum
+    return CodedForm(kept, None, *state, scale=scale, codes=steps.reciprocal())
 
 
 def keeps_form(kind: str, numbers: int) -> bool:

@@ -15,7 +15,7 @@ from ...kernels import may_border, new_video
 from .lines import FrameShard, Lines
 from .temporal_cache import TemporalCache
 
-# Writes the input of a convolution into `out`, see `causal_conv.Fill`; None: a copy.
+# Writes the input of a convolution into `out`, see `fill.Fill`; None: a copy.
 Write = Callable[..., object] | None
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...kernels import zero_of
 from .conv import BIAS, Terms
 from .temporal_cache import TemporalCache
 
@@ -29,6 +30,10 @@ class BandedConv(Protocol):
     @property
     def weight(self) -> Tensor:
         """The weight `[C_out, C_in, T, H, W]`."""
+        ...
+
+    def like(self, x: Tensor, cache: TemporalCache) -> Tensor:
+        """Return a tensor with the shape of `x` `[B, C, T, H, W]` and the dtype of the input."""
         ...
 
     def of_window(
@@ -100,7 +105,7 @@ def convolve(
         `[B, C_out, T, H, W]`, channels-last.
     """
     batch, _, frames, height, width = x.shape
-    residual, bias, biased, gamma = terms
+    residual, bias, biased, gamma, _ = terms
     out = residual
     if out is None:
         shape = (batch, conv.weight.shape[0], frames // conv.stride, height, width)
@@ -114,11 +119,12 @@ def convolve(
         window = keeps.window(top, bottom)
         above, below = max(0, top - conv.padding), min(height, bottom + conv.padding)
         inner = slice(above - top + conv.padding, below - top + conv.padding)
-        fresh = window[:, :, window.shape[2] - frames :, inner]
+        fresh = window[:, :, window.shape[2] - frames :, inner, keeps.columns]
         cache.attempt(functools.partial(fill, x[:, :, :, above:below], out=fresh))
         keeps.remember(window, top, bottom)
         part = out[:, :, :, top:bottom]
-        y = conv.of_window(window, cache, (0, conv.padding), Terms(biased=biased, gamma=gamma))
+        pads = 0, conv.padding - keeps.side
+        y = conv.of_window(window, cache, pads, Terms(None, None, biased, gamma, out.dtype))
         if residual is None:
             part.copy_(y)
         else:
@@ -143,6 +149,10 @@ class _Tail:
         if self._keeps:
             self._tail()
         self._waiting: tuple[slice, Tensor] | None = None
+        # The convolution of codes does not pad.
+        self._like = conv.like(x, cache)
+        self.side = 0 if self._like.is_floating_point() else conv.padding
+        self.columns = slice(self.side, self.side + x.shape[4])
 
     def _tail(self) -> Tensor:
         """Return the tail; looked up each time, because freeing memory may have moved it."""
@@ -152,14 +162,19 @@ class _Tail:
         """Return the input buffer of a band, with the tail and zeros at the border."""
         batch, channels, frames, height, width = self._x.shape
         pad = self._conv.padding
-        shape = (batch, channels, self._known + frames, bottom - top + 2 * pad, width)
-        window = self._cache.scratch(shape, self._x)
+        rows, zero = bottom - top + 2 * pad, zero_of(self._like.dtype)
+        shape = (batch, channels, self._known + frames, rows, width + 2 * self.side)
+        window = self._cache.scratch(shape, self._like)
         above, below = max(0, top - pad), min(height, bottom + pad)
         first, last = above - top + pad, below - top + pad
-        window[:, :, :, :first].zero_()
-        window[:, :, :, last:].zero_()
+        if self.side:
+            window.fill_(zero)
+        window[:, :, :, :first] = zero
+        window[:, :, :, last:] = zero
         if self._known:
-            window[:, :, : self._known, first:last] = self._tail()[:, :, :, above:below]
+            window[:, :, : self._known, first:last, self.columns] = self._tail()[
+                :, :, :, above:below
+            ]
         self.finish()
         return window
 
@@ -168,10 +183,11 @@ class _Tail:
         if not self._keeps:
             return
         pad, context = self._conv.padding, self._conv.context
-        last = window[:, :, -context:, pad : pad + bottom - top]
+        last = window[:, :, -context:, pad : pad + bottom - top, self.columns]
         if self._cache.first and not self._conv.replicate:
             # Zeros precede the first frame.
-            frames = self._cache.attempt(lambda: F.pad(last, (0, 0, 0, 0, context - 1, 0)))
+            pads, zero = (0, 0, 0, 0, context - 1, 0), zero_of(last.dtype)
+            frames = self._cache.attempt(lambda: F.pad(last, pads, value=zero))
         else:
             frames = self._cache.attempt(last.expand(-1, -1, context, -1, -1).clone)
         self._waiting = slice(top, bottom), frames

@@ -11,7 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ...kernels import new_video
+from ...kernels import new_video, zero_of
+from .coding import Coding
 from .frame_ring import FrameRing
 from .frame_runs import Settling
 from .lines import FrameShard
@@ -35,6 +36,7 @@ class TemporalCache:
             this.
         rings: Keep the tail as a ring where a step is a single frame.
         shard: The part of the frames that this process has; None: whole frames, or a tile.
+        coding: The convolutions that read codes; None: none.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class TemporalCache:
         workspace: Workspace | None = None,
         rings: bool = False,
         shard: FrameShard | None = None,
+        coding: Coding | None = None,
     ) -> None:
         self.first = True
         self.single_frame = single_frame
@@ -52,6 +55,7 @@ class TemporalCache:
         self.thrifty = False
         self.rings = rings
         self.shard = shard
+        self.coding = coding
         self.settling: Settling | None = None
         self.after_first: set[nn.Module] = set()
         self.workspace = Workspace() if workspace is None else workspace
@@ -90,7 +94,9 @@ class TemporalCache:
         if tail is None:
             batch, channels, _, height, width = x.shape
             shape = (batch, channels, context, height, width)
-            tail = self._tails[conv] = self.attempt(lambda: new_video(x, shape).zero_())
+            tail = self._tails[conv] = self.attempt(
+                lambda: new_video(x, shape).fill_(zero_of(x.dtype))
+            )
         elif tail.device != x.device:
             tail = self._tails[conv] = self.attempt(functools.partial(tail.to, x.device))
         return tail

@@ -14,10 +14,11 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ...kernels import attention, bias_residual, interleave_time, rms_norm_silu
-from ..layers.causal_conv import CausalConv3d, Handover
+from ...kernels import attention, bias_residual, code_steps, interleave_time, rms_norm_silu
+from ..layers.causal_conv import CausalConv3d
 from ..layers.causal_layer import CausalLayer
 from ..layers.conv import PointwiseConv, Terms
+from ..layers.fill import Handover
 from ..layers.resample_conv import StridedConv2d, UpsampleConv2d
 from ..layers.temporal_cache import TemporalCache
 
@@ -40,6 +41,8 @@ class RMSNorm(nn.Module):
         tail: Tensor | None = None,
         bias: Tensor | None = None,
         border: int = 0,
+        codes: Tensor | None = None,
+        saturated: Tensor | None = None,
     ) -> Tensor:
         """Compute norm and SiLU of `x`, as `rms_norm_silu` does.
 
@@ -49,11 +52,22 @@ class RMSNorm(nn.Module):
             tail: `[B, C, K, H, W]`, or None.
             bias: `[C]`, added to `x` first, or None.
             border: Rows and columns of zeros around each frame of the result.
+            codes: `[C]`, codes per unit, or None.
+            saturated: `[2]`, the counts of values that codes cannot hold, or None.
 
         Returns:
             `[B, C, K + T, H, W]`, with the border.
         """
-        return rms_norm_silu(x, self.gamma, bias=bias, tail=tail, out=out, border=border)
+        options = {"tail": tail, "out": out, "border": border}
+        return rms_norm_silu(x, self.gamma, bias=bias, codes=codes, saturated=saturated, **options)
+
+    def steps(self) -> Tensor:
+        """Return the step between two codes of each channel of `silu`, `[C]` in float32."""
+        return code_steps(self.gamma)
+
+    def scales(self) -> tuple[Tensor, ...]:
+        """Return the parameters `[C]` that the steps are derived from."""
+        return (self.gamma,)
 
     def forward(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Compute the norm of `x` `[B, C, T, H, W]`, into `out` if given."""
@@ -68,14 +82,12 @@ class ResidualBlock(CausalLayer):
     def __init__(self, in_channels: int, out_channels: int, taps: int = 3) -> None:
         super().__init__()
         kernel = (taps, 3, 3)
-        self.residual = nn.ModuleDict(
-            {
-                "0": RMSNorm(in_channels),
-                "2": CausalConv3d(in_channels, out_channels, kernel),
-                "3": RMSNorm(out_channels),
-                "6": CausalConv3d(out_channels, out_channels, kernel),
-            }
-        )
+        norm1, norm2 = RMSNorm(in_channels), RMSNorm(out_channels)
+        conv1 = CausalConv3d(in_channels, out_channels, kernel)
+        conv2 = CausalConv3d(out_channels, out_channels, kernel)
+        conv1.follow(norm1)
+        conv2.follow(norm2)
+        self.residual = nn.ModuleDict({"0": norm1, "2": conv1, "3": norm2, "6": conv2})
         self.shortcut = (
             None if in_channels == out_channels else PointwiseConv(in_channels, out_channels)
         )
@@ -85,11 +97,13 @@ class ResidualBlock(CausalLayer):
         norm1, norm2 = (cast(RMSNorm, self.residual[key]) for key in "03")
         conv1, conv2 = (cast(CausalConv3d, self.residual[key]) for key in "26")
         late = not conv1.fusing(x, cache).adds_bias
+        enter = conv1.filled(norm1.silu, cache)
         if self._norms_in_place(x, cache):
-            y, fill = Handover(conv1(x, cache, norm1.silu, Terms(gamma=norm2.gamma))), None
+            y, fill = Handover(conv1(x, cache, enter, Terms(gamma=norm2.gamma))), None
         else:
-            y = Handover(conv1(x, cache, norm1.silu, Terms(biased=not late)))
-            fill = functools.partial(norm2.silu, bias=conv1.bias) if late else norm2.silu
+            y = Handover(conv1(x, cache, enter, Terms(biased=not late, dtype=x.dtype)))
+            silu = functools.partial(norm2.silu, bias=conv1.bias) if late else norm2.silu
+            fill = conv2.filled(silu, cache)
         if self.shortcut is None:
             return conv2(y, cache, fill, Terms(x))
         residual = self.shortcut(x, cache, biased=not late)
@@ -98,7 +112,7 @@ class ResidualBlock(CausalLayer):
     def _norms_in_place(self, x: Tensor, cache: TemporalCache) -> bool:
         """Return whether the first convolution writes the norm, and the second reads it there."""
         conv1, conv2 = (cast(CausalConv3d, self.residual[key]) for key in "26")
-        if not conv1.fusing(x, cache, norm=True).norm:
+        if conv2.reads_codes(cache) or not conv1.fusing(x, cache, norm=True).norm:
             return False
         between = x[:, :1].expand(-1, conv2.weight.shape[1], -1, -1, -1)  # only for its shape
         return cache.first or conv2.fusing(between, cache).tail

@@ -1,4 +1,4 @@
-"""float16 decodes that overflow: found piece by piece, and continued in bfloat16.
+"""Decodes in float16 or int8 that overflow: found piece by piece, and continued without.
 
 float16 ends at 65504, where bfloat16 has the range of float32. What overflows becomes infinite, and
 the next norm makes it NaN: nothing in the networks turns that into a finite number again. So a
@@ -19,6 +19,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from ...kernels import log_once
+from ..layers.coding import Coding
 from .options import StreamOptions
 from .part import Part
 
@@ -33,10 +35,13 @@ class Finding:
 
     Args:
         sides: Streams to read the results on, by device; those that are missing are added.
+        coding: The convolutions in int8; None: none.
     """
 
-    def __init__(self, sides: dict[torch.device, torch.cuda.Stream]) -> None:
-        self._sides = sides
+    def __init__(
+        self, sides: dict[torch.device, torch.cuda.Stream], coding: Coding | None = None
+    ) -> None:
+        self._sides, self._coding = sides, coding
         # By thread, which has one device: the sum, and the event after it.
         self._sums: dict[int, tuple[Tensor, torch.cuda.Event | None]] = {}
 
@@ -44,10 +49,12 @@ class Finding:
         """Examine a part of the piece, without a wait for the device.
 
         Args:
-            x: `[B, C, n, H, W]` in float16. The float32 sum of finite ones is finite for less than
+            x: `[B, C, n, H, W]`. The float32 sum of finite ones in float16 is finite for less than
                 5e33 of them.
         """
         total = x.detach().sum(dtype=torch.float32)
+        if self._coding is not None:
+            total = total + self._coding.verdict()
         thread = threading.get_ident()
         if thread in self._sums:
             before, summed = self._sums[thread]
@@ -79,15 +86,20 @@ class Finding:
 
 
 class Watch:
-    """Examines the pieces of one video for NaN and infinity."""
+    """Examines the pieces of one video for NaN and infinity, and for values out of int8.
 
-    def __init__(self) -> None:
+    Attributes:
+        coding: The convolutions in int8; None: none.
+    """
+
+    def __init__(self, coding: Coding | None = None) -> None:
+        self.coding = coding
         self._sides: dict[torch.device, torch.cuda.Stream] = {}
         self._findings: deque[Finding] = deque()
 
     def next_piece(self) -> Finding:
         """Return the examination of the next piece."""
-        self._findings.append(Finding(self._sides))
+        self._findings.append(Finding(self._sides, self.coding))
         return self._findings[-1]
 
     def overflowed(self) -> bool:
@@ -120,9 +132,13 @@ def allows_fp16(vae: NarrowVAE, options: StreamOptions, latent: object = None) -
     Returns:
         False if the caller chose a dtype, autograd records, or a decode of the VAE overflowed.
     """
+    return vae.allow_fp16 and options.dtype is None and not records(vae, latent)
+
+
+def records(vae: NarrowVAE, latent: object = None) -> bool:
+    """Return whether autograd records a decode of `latent` `[B, C_latent, t, h, w]`."""
     sources = [*vae.parameters(), *([latent] if isinstance(latent, Tensor) else [])]
-    records = torch.is_grad_enabled() and any(each.requires_grad for each in sources)
-    return vae.allow_fp16 and options.dtype is None and not records
+    return torch.is_grad_enabled() and any(each.requires_grad for each in sources)
 
 
 def continued(
@@ -151,7 +167,8 @@ def continued(
         The pieces; every frame once.
     """
     at = part.first
-    if not allows_fp16(vae, options, part.first_latent()):  # which may be unknown until here
+    coded, first = watch.coding is not None, part.first_latent()  # unknown until here
+    if records(vae, first) or not (coded or allows_fp16(vae, options, first)):
         yield from wide(part.rest(at))
         return
     with contextlib.closing(narrow()) as pieces:
@@ -165,8 +182,10 @@ def continued(
             return
         del piece  # free it before the other decode makes its plan
     with _lock:
-        is_first, vae.allow_fp16 = vae.allow_fp16, False
-    if is_first:
+        is_first, vae.allow_fp16 = vae.allow_fp16, vae.allow_fp16 and coded
+    if coded:
+        log_once("values were out of the range of int8; such decodes continue in 16 bits")
+    elif is_first:
         _logger.warning(
             "Fast Video VAE: float16 overflowed in a decode; bfloat16 from frame %d on, and in "
             "later decodes of this VAE",

@@ -28,6 +28,7 @@ from ...kernels import (
     searching,
     trials,
 )
+from ..layers.coding import Coding
 from ..layers.conv import Conv, drop_stale_forms
 from ..layers.frame_runs import fitted
 from ..layers.lines import FrameShard
@@ -51,7 +52,6 @@ from .upload import Upload
 
 # Seconds of a search for one new shape, at least; see `searches_shapes`.
 _SEARCH_S = 7.6
-
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -107,6 +107,7 @@ class VideoSession:
         shards: The ranks that share the video; None: this process has all of it.
         team: The devices that can share the work; None: one device.
         known: The whole video is at hand.
+        coding: The convolutions in int8; None: none.
     """
 
     network: Network
@@ -128,13 +129,14 @@ class VideoSession:
     shards: StreamShards | None = None
     team: Team | None = None
     known: bool = False
+    coding: Coding | None = None
 
     def __post_init__(self) -> None:
         self._device = self.relief.device
         # The operations between ranks are not captured.
         self.graphs = self.graphs and self.shards is None
         # Shorter steps would be searched for.
-        self.skips = self.skips and not searches_shapes(self._device)
+        self.skips = self.skips and not (searches_shapes(self._device) or self.coding)
         self._encodes = not isinstance(self.leave, Output)
         # Frames per latent at the input.
         self._group = self.config.temporal_compression if self._encodes else 1
@@ -387,6 +389,7 @@ class VideoSession:
                 workspace=self._workspace,
                 rings=plan.rings and not self.graphs,  # a graph repeats fixed addresses
                 shard=self._shard,
+                coding=self.coding,
             )
             cache.first = self.begins
             return cache

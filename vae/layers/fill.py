@@ -1,0 +1,78 @@
+"""What writes the input of a convolution into its buffer: a norm, or a copy."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...kernels import zero_of
+
+
+class Fill(Protocol):
+    """An elementwise op or norm that writes its result into a given buffer."""
+
+    def __call__(
+        self, x: Tensor, *, out: Tensor, tail: Tensor | None = None, border: int = 0
+    ) -> object:
+        """Write the result for `x` into `out`.
+
+        Args:
+            x: `[B, C, T, H, W]`, channels-last.
+            out: `[B, C, T, H, W]`, or `[B, C, context + T, H, W]` with `tail`; larger by the
+                border on each side.
+            tail: `[B, C, context, H, W]`: frames that go in front of the result. Afterwards it
+                holds the last `context` frames of `out`.
+            border: Rows and columns of zeros around each frame of `out`.
+        """
+
+
+class Handover:
+    """A tensor that the receiver may free, because the giver keeps no reference to it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor: Tensor | None = tensor
+
+    def take(self) -> Tensor:
+        """Return the tensor `[B, C, T, H, W]`, once.
+
+        Returns:
+            The tensor.
+
+        Raises:
+            RuntimeError: It was taken before.
+        """
+        tensor, self._tensor = self._tensor, None
+        if tensor is None:
+            raise RuntimeError("the tensor was taken before; expected one receiver")
+        return tensor
+
+
+def copied(x: Tensor, *, out: Tensor, tail: Tensor | None = None, border: int = 0) -> None:
+    """Copy frames, as a `Fill`.
+
+    Args:
+        x: `[B, C, T, H, W]`.
+        out: As for `Fill`.
+        tail: As for `Fill`.
+        border: As for `Fill`.
+    """
+    inner = within(out, border)
+    known = 0 if tail is None else tail.shape[2]
+    if border:
+        out.fill_(zero_of(out.dtype))
+    inner[:, :, known:] = x
+    if tail is not None:
+        inner[:, :, :known] = tail
+        tail.copy_(inner[:, :, inner.shape[2] - known :])
+
+
+def within(frames: Tensor, border: int) -> Tensor:
+    """Return `frames` `[B, C, T, H, W]` without their `border`."""
+    at = slice(border, -border or None)
+    return frames[..., at, at]
+
+
+def bordered(shape: tuple[int, ...] | torch.Size, border: int) -> tuple[int, ...]:
+    """Return the `shape` `[B, C, T, H, W]` of frames with a `border` on each side."""
+    *outer, height, width = shape
+    return *outer, height + 2 * border, width + 2 * border

@@ -1,0 +1,157 @@
+"""The precision of a VAE, as its attributes."""
+
+import torch
+from torch import Tensor
+
+from ...kernels import first_line, int8_lacks, log_once
+from ..layers.coding import Coding
+from ..layers.conv import PointwiseConv
+from ..models.base import Network
+from ..models.config import SEEDVR2, VAEConfig
+from ..models.patchify import fold_pixels
+from .executors import Team
+from .int8_layers import Int8Choices, Int8Layers, probe
+from .shards import StreamShards
+
+AUTO, INT8 = "auto", "int8"
+
+PRECISIONS = (AUTO, INT8)
+
+# The frames of the measurement of an encode: their number, height and width, and deviation.
+_FRAMES, _PIXELS, _CONTRAST = 9, 48, 0.4
+
+# Why there is no "fp8": float8 has 3 bits of a mantissa. The same convolutions lose 48.4 - 39.0 dB
+# more in it than in int8, and no GPU with float8 multiplies it faster than int8.
+_FP8 = "it loses 9 dB more than int8, at the same speed"
+
+
+class Int8VAE:
+    """The part of a VAE that says which of its convolutions run in int8.
+
+    Attributes:
+        config: Configuration of the VAE.
+        device: Device of the weights.
+        encoder: The encoder, or None.
+        decoder: The decoder.
+        conv2: The convolution before the decoder, or None.
+        team: The devices that share its videos.
+        shards: The ranks that share its videos.
+    """
+
+    config: VAEConfig
+    device: torch.device
+    encoder: Network | None
+    decoder: Network
+    conv2: PointwiseConv | None
+    team: Team
+    shards: StreamShards | None
+    _precision = _encode_precision = AUTO
+
+    _int8: Int8Choices
+
+    @property
+    def precision(self) -> str:
+        """The precision of a decode: "auto", or "int8".
+
+        With "int8" the large convolutions after a norm multiply 8-bit numbers, at up to four times
+        the speed. `int8_layers` chooses those that cost least, so that the frames have at most
+        about 1 dB less than in bfloat16. A decode whose values are out of their range continues in
+        16 bits. Where int8 does not pay, the log has the reason, and the precision is that of
+        "auto".
+        """
+        return self._precision
+
+    @precision.setter
+    def precision(self, precision: str) -> None:
+        self._precision = self._checked(precision, "precision")
+
+    @property
+    def encode_precision(self) -> str:
+        """The precision of an encode, as `precision`.
+
+        A latent in int8 is another start of a sampling, which turns a small difference into another
+        picture. So this is apart.
+        """
+        return self._encode_precision
+
+    @encode_precision.setter
+    def encode_precision(self, precision: str) -> None:
+        self._encode_precision = self._checked(precision, "encode_precision")
+
+    def int8_layers(self, dtype: torch.dtype, *, encode: bool = False) -> Int8Layers:
+        """Return the convolutions that run in int8, which are measured with these weights.
+
+        Args:
+            dtype: Dtype of the other layers.
+            encode: Those of the encoder; otherwise those of the decoder.
+
+        Returns:
+            The choice. The first call takes as long as 20 decodes of 9 frames of 48 x 48.
+
+        Raises:
+            ValueError: Int8 is not supported, or does not pay.
+        """
+        if reason := self._lacks_int8(dtype):
+            raise ValueError(f"precision is int8, but {reason}; expected auto")
+        network = self.encoder if encode else self.decoder
+        if network is None:
+            raise ValueError("the checkpoint has no encoder; only decode works with it")
+        config, place = self.config, self.device
+        if encode:
+            size = _PIXELS // config.spatial_compression * config.spatial_compression
+            frames = (
+                probe(config.image_channels, frames=_FRAMES, size=size).mul(_CONTRAST).clamp(-1, 1)
+            )
+            x = fold_pixels(frames.to(place), config.patch_size)
+        elif self.conv2 is None:
+            x = probe(config.latent_channels).to(place) / config.latent_scale
+        else:
+            with torch.no_grad():
+                x = self.conv2(probe(config.latent_channels).to(place))
+        return self._int8.of(network, "encoder" if encode else "decoder", x, dtype)
+
+    def coding(self, dtype: torch.dtype, source: object, *, encode: bool = False) -> Coding | None:
+        """Return what a new video has in int8; None: nothing.
+
+        Args:
+            dtype: Dtype of the other layers.
+            source: `[B, C, T, H, W]`, or anything else as long as it is unknown.
+            encode: The video is encoded.
+
+        Returns:
+            The coding.
+        """
+        wish = self._encode_precision if encode else self._precision
+        records = isinstance(source, Tensor) and source.requires_grad and torch.is_grad_enabled()
+        if wish == AUTO or records:
+            return None
+        try:
+            names = self.int8_layers(dtype, encode=encode).names
+            reason = "" if names else "every convolution would cost more than 1 dB with its weights"
+        except Exception as error:
+            names, reason = frozenset(), first_line(error)
+        if reason:
+            log_once(f"int8 is not used: {reason}")
+            return None
+        return Coding(names, self.device)
+
+    def _lacks_int8(self, dtype: torch.dtype) -> str:
+        """Return why int8 is not used with layers in `dtype`; empty: it can be."""
+        if len(self.team.crew.devices) > 1 or self.shards is not None:
+            return "several devices share the video, which int8 does not support"
+        if any(weight.requires_grad for weight in self.decoder.parameters()):
+            return "the weights are trained"
+        return int8_lacks(self.device, dtype)
+
+    def _checked(self, precision: str, name: str) -> str:
+        """Return a valid `precision`, or raise a `ValueError` for the argument `name`."""
+        if precision == "fp8":
+            raise ValueError(f"{name} is 'fp8', but {_FP8}; expected auto or int8")
+        if precision not in PRECISIONS:
+            raise ValueError(f"{name} is {precision!r}; expected auto or int8")
+        if precision == INT8 and self.config.family == SEEDVR2:
+            raise ValueError(
+                f"{name} is 'int8', but its codes are for the norms of Wan and Qwen-Image, and "
+                "SeedVR2 has others; expected auto"
+            )
+        return precision
