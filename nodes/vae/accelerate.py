@@ -20,6 +20,7 @@ from comfy.model_patcher import ModelPatcher
 
 from ...vae import SEEDVR2, Checkpoint, VAEConfig, VideoVAE, build_vae, read_checkpoint
 from ..host.devices import ALL, ONE, names, selected
+from ..host.error_text import about
 from . import pieces
 from .comfy_vae import FastVAE
 from .first_stage import FastVideoVAE
@@ -49,6 +50,7 @@ class Choice:
             command line is.
         devices: The devices that share a video, a selection of `host.devices`; None: those of the
             VAE, or one.
+        precisions: Precisions of decoding and of encoding; None: those of the VAE, or "auto".
     """
 
     dtype: torch.dtype | None = None
@@ -56,6 +58,7 @@ class Choice:
     chunk: int | None = None
     allow_fp16: bool = False
     devices: str | None = None
+    precisions: tuple[str, str] | None = None
 
 
 def load(path: str | Path, choice: Choice) -> FastVAE:
@@ -190,19 +193,21 @@ def _refusal(vae: comfy.sd.VAE, choice: Choice) -> str | None:
 def _settled(vae: comfy.sd.VAE, choice: Choice) -> Choice:
     """Return the choice with open values filled in from the VAE."""
     decodes = encodes = vae.vae_dtype
-    chunk, devices = choice.chunk, choice.devices
+    chunk, devices, precisions = choice.chunk, choice.devices, choice.precisions
     allow_fp16 = not any(getattr(args, flag, False) for flag in _DTYPE_FLAGS)
     if isinstance(vae, FastVAE):
         model = vae.first_stage_model
         decodes, encodes, chunk = model.dtype, model.encode_dtype, chunk or model.chunk
         allow_fp16 = model.allow_fp16
         devices = devices or model.selection
+        precisions = precisions or (model.precision, model.encode_precision)
     return Choice(
         choice.dtype or decodes,
         choice.encode_dtype or choice.dtype or encodes,
         chunk,
         choice.dtype is None and allow_fp16,
         devices,
+        precisions,
     )
 
 
@@ -225,6 +230,9 @@ def _built(
     )
     model.chunk, model.allow_fp16 = settled.chunk, settled.allow_fp16
     model.selection = selection
+    if settled.precisions is not None:
+        with about("precision"):
+            model.precision, model.encode_precision = settled.precisions
     return model
 
 

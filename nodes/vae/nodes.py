@@ -19,10 +19,12 @@ from ..host.widgets import (
     AUTO,
     CATEGORY,
     DTYPES,
+    PRECISIONS,
     chunk_input,
     dtype_input,
     log_unused,
     once,
+    precision_input,
     timing_output,
 )
 
@@ -38,13 +40,14 @@ _BUNDLED = "bundled demo"
 _VIDEO, _IMAGES = "video", "images"
 
 
-def _settings(dtype: str, encode_dtype: str, chunk: str) -> list[io.Input]:
+def _settings(dtype: str, encode_dtype: str, chunk: str, precision: str) -> list[io.Input]:
     """Return the inputs that a VAE keeps, with the meaning of their defaults."""
     return [
         dtype_input(f"Data type of the computation. auto: {dtype}."),
         dtype_input(f"Data type for encoding only. auto: {encode_dtype}.", "encode_dtype"),
         chunk_input(chunk),
         *machine.devices_input(),
+        precision_input(precision),
     ]
 
 
@@ -74,6 +77,7 @@ class Load(io.ComfyNode):
                     "ComfyUI's choice for VAEs, which --fp32-vae, --bf16-vae and --fp16-vae set",
                     "same as for decoding",
                     "chosen from video size and free memory",
+                    "that of the data type",
                 ),
             ],
             outputs=[io.Vae.Output(display_name="VAE")],
@@ -87,10 +91,16 @@ class Load(io.ComfyNode):
     @classmethod
     @checked
     def execute(
-        cls, vae_name: str, dtype: str, encode_dtype: str, chunk: int, devices: str = machine.ONE
+        cls,
+        vae_name: str,
+        dtype: str,
+        encode_dtype: str,
+        chunk: int,
+        devices: str = machine.ONE,
+        precision: str = AUTO,
     ) -> io.NodeOutput:
         """Load the file."""
-        choice = _choice(dtype, encode_dtype, chunk, devices)
+        choice = _choice(dtype, encode_dtype, chunk, devices, precision)
         with timing.span("load", vae_name):
             return io.NodeOutput(_loaded(vae_name, choice))
 
@@ -119,6 +129,7 @@ class Accelerate(io.ComfyNode):
                     "same as the input VAE",
                     "same as dtype above; if that is auto too, same as the input VAE",
                     "same as the input VAE, else chosen from video size and free memory",
+                    "same as the input VAE, else that of the data type",
                 ),
             ],
             outputs=[io.Vae.Output(display_name="VAE")],
@@ -132,12 +143,18 @@ class Accelerate(io.ComfyNode):
     @classmethod
     @checked
     def execute(
-        cls, vae: object, dtype: str, encode_dtype: str, chunk: int, devices: str = machine.ONE
+        cls,
+        vae: object,
+        dtype: str,
+        encode_dtype: str,
+        chunk: int,
+        devices: str = machine.ONE,
+        precision: str = AUTO,
     ) -> io.NodeOutput:
         """Replace the network in a copy."""
         if not isinstance(vae, comfy.sd.VAE):
             raise ValueError(f"vae: got a {type(vae).__name__}; expected a VAE of ComfyUI")
-        choice = _choice(dtype, encode_dtype, chunk, devices)
+        choice = _choice(dtype, encode_dtype, chunk, devices, precision)
         with about("vae"), timing.span("load", "accelerated VAE"):
             fast = accelerate.accelerate(vae, choice)
         return io.NodeOutput(fast)
@@ -298,11 +315,12 @@ def _loaded(vae_name: str, choice: object) -> object:
     return loaded
 
 
-def _choice(dtype: str, encode_dtype: str, chunk: int, devices: str) -> object:
+def _choice(dtype: str, encode_dtype: str, chunk: int, devices: str, precision: str) -> object:
     with about("devices"):
         found = machine.available(devices)
     dtypes = DTYPES.get(dtype), DTYPES.get(encode_dtype)
-    return accelerate.Choice(*dtypes, chunk or None, devices=found)
+    precisions = None if precision == AUTO else PRECISIONS[precision]
+    return accelerate.Choice(*dtypes, chunk or None, devices=found, precisions=precisions)
 
 
 def _check_devices(devices: str | None) -> bool | str:

@@ -13,7 +13,7 @@ import functools
 import math
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..layers.coding import Coding, name_convolutions
 from ..layers.conv import Conv
-from ..layers.conv_weights import stamp_of
+from ..layers.conv_weights import checksum_of
 from ..layers.temporal_cache import TemporalCache
 from ..layers.workspace import canonical
 from ..models.base import Network
@@ -89,7 +89,7 @@ class Int8Choices:
     """The choices of a VAE, each made when it is first needed; a copied VAE starts without any."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, torch.dtype], tuple[Sequence[object], Int8Layers]] = {}
+        self._known: dict[tuple[str, torch.dtype, torch.device], tuple[int, Int8Layers]] = {}
         self._lock = threading.Lock()
 
     def __deepcopy__(self, memo: object) -> "Int8Choices":
@@ -110,11 +110,13 @@ class Int8Choices:
         Returns:
             The choice, made anew when the weights have changed.
         """
-        stamps = [stamp_of(weight) for weight in network.parameters()]
-        with self._lock:
-            known = self._known.get((part, dtype))
-            if known is None or known[0] != stamps:
-                known = self._known[part, dtype] = stamps, choose(network, x, dtype)
+        key = part, dtype, x.device
+        with self._lock, torch.inference_mode(False):
+            # By value: a host may move the weights away and back between two videos.
+            checksum = int(checksum_of([weight.detach() for weight in network.parameters()]))
+            known = self._known.get(key)
+            if known is None or known[0] != checksum:
+                known = self._known[key] = checksum, choose(network, x, dtype)
             return known[1]
 
 
