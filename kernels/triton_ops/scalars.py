@@ -63,8 +63,9 @@ def encoded(y, codes, saturated, held, ZERO: tl.constexpr, dtype: tl.constexpr):
     outside = (v <= _FIRST - 0.5) | (v > _LAST + 0.5)
     # One reduction for both counts.
     counts = tl.sum(tl.sum(tl.where(missing, _NAN, outside.to(tl.int32)), axis=1), axis=0)
+    counts = counts.to(tl.int64)
     over, lost = counts % _NAN, counts // _NAN
-    tl.atomic_add(saturated, over.to(tl.int64), mask=over > 0, sem="relaxed")
-    tl.atomic_add(saturated + 1, lost.to(tl.int64), mask=lost > 0, sem="relaxed")
+    tl.atomic_add(saturated, over, mask=over > 0, sem="relaxed")
+    tl.atomic_add(saturated + 1, lost, mask=lost > 0, sem="relaxed")
     whole = tl.minimum(tl.maximum(v, _FIRST), _LAST) + _WHOLE
     return (whole.to(tl.int32, bitcast=True) + ZERO).to(dtype)
