@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from fast_video_vae import kernels
 from fast_video_vae.kernels import BackendError
 from fast_video_vae.tests.kernels import formulas
-from fast_video_vae.tests.kernels.cases import Poisoned, each_dtype, random, video
+from fast_video_vae.tests.kernels.cases import Poisoned, each_dtype, random, some, video
 
 OPS = ("rms_norm_silu", "group_norm_silu")
 ZERO = {torch.uint8: 17, torch.int8: -111}
@@ -54,7 +54,8 @@ def check(result, saturated, low, high):
         for each, other in ((high, low), (low, high))
     )  # fmt: skip
     assert surely <= saturated[0] <= perhaps
-    assert surely == perhaps, "a value is too close to the last half for an exact count"
+    # Among many values, some are too close to the last half for an exact count.
+    assert perhaps - surely <= low.numel() // 4096
     assert saturated[1] == lost.sum()
 
 
@@ -132,10 +133,11 @@ def test_tails_and_borders_are_codes(backend, dtype, op, known, border):
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (7, 9), (1, 67), (13, 1)])
 def test_codes_of_all_shapes_are_those_of_the_formula(backend, dtype, op, channels, height, width):
     """Several tiles, which begin within a row, or one pixel."""
-    for known, border, silu in product((None, 1, 2), (0, 1, 2), (True, False)):
-        for frames, result in ((1, torch.uint8), (3, torch.int8)):
-            x = video(2, channels, frames, height, width, dtype=dtype)
-            run(op, x, known=known, border=border, result=result, silu=silu)
+    examples = product((None, 1, 2), (0, 1, 2), (True, False), (1, 3))
+    for known, border, silu, frames in some(backend, examples, 3):
+        x = video(2, channels, frames, height, width, dtype=dtype)
+        result = torch.uint8 if frames == 1 else torch.int8
+        run(op, x, known=known, border=border, result=result, silu=silu)
 
 
 @by_triton
