@@ -134,9 +134,10 @@ def _right(
 ) -> set[str]:
     """Return the backends of `names` that run a call of `new_call` and agree with the reference."""
 
-    def run(name: str) -> tuple[Tensor, Tensor | None]:
+    def run(name: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
         arguments = new_call()
-        return ask(name, op, **arguments), arguments.get("tail")
+        y = ask(name, op, **arguments)
+        return y, arguments.get("tail"), arguments.get("saturated")
 
     expected = run("reference")
     x, right = expected[0], {"reference"}
@@ -215,6 +216,9 @@ def _kind(op: str, x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     key: list[Any] = [op, x.device, x.dtype, _channels(x)]
     optional = sample_inputs.OPTIONAL.get(op, ())
     named = {**dict(zip(_parameters(op), args, strict=False)), **kwargs}
+    coded = sample_inputs.coded_dtype(x.device, named)
+    if coded is not None:
+        key.append(coded)
     vectors = set()
     for name, value in named.items():
         if not isinstance(value, Tensor):

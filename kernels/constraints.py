@@ -174,7 +174,8 @@ def overlaps(target: Tensor | None, source: Tensor | None, *, same: bool = False
     start, stop = _extent(source)
     if first >= stop or start >= last:
         return False
-    return not (same and first == start and target.stride() == source.stride())
+    alike = target.dtype == source.dtype and target.stride() == source.stride()
+    return not (same and first == start and alike)
 
 
 def is_dense(x: Tensor, *dims: int) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import shapes
+from .codes import code_dtype, code_steps
 
 # Parameters with one value per channel, which the ops read in float32.
 VECTORS = frozenset({"gamma", "weight", "bias", "residual_bias"})
@@ -113,11 +114,56 @@ def call(
             "grid": (frames, height + 1, width + 1),
             "source": (frames // times, height, width),
         }
-        shape = shapes.get(name, (frames, height, width))
-        return numbers(1, *shape, value.shape[1]).movedim(-1, 1)
+        shape = 1, *shapes.get(name, (frames, height, width)), value.shape[1]
+        if name == "tail" and coded is not None:
+            return _any_codes(shape, coded, generator).movedim(-1, 1)
+        return numbers(*shape).movedim(-1, 1)
 
-    made = {name: like(name, value) for name, value in given.items() if name != "out"}
+    coded = coded_dtype(device, given)
+    left = ("out", "codes", "saturated")
+    made = {name: like(name, value) for name, value in given.items() if name not in left}
+    if coded is not None:
+        return made | _coded(made, coded)
     return made | _target(op, made, given.get("out"))
+
+
+def coded_dtype(device: torch.device, given: Mapping[str, Any]) -> torch.dtype | None:
+    """Return the dtype of the codes that a call writes.
+
+    Args:
+        device: Device of the call.
+        given: Arguments of the call by name, such as `codes` `[C]` and `out` `[B, C, T, H, W]`.
+
+    Returns:
+        None for a call without codes.
+    """
+    if given.get("codes") is None:
+        return None
+    out: Tensor | None = given.get("out")
+    return code_dtype(device) if out is None else out.dtype
+
+
+def _any_codes(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Return codes of `dtype`, all of them equally frequent, in `shape` `[...]`."""
+    first, last = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    options = {"generator": generator, "device": generator.device, "dtype": dtype}
+    return torch.randint(first, last + 1, shape, **options)
+
+
+def _coded(made: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Return the arguments of a norm for codes of `dtype`: most values have one, and a few do not.
+
+    The result is memory of a code that few values have, because all of it must be written.
+    """
+    x: Tensor = made["x"]
+    scales = (made["weight"], made["bias"]) if "weight" in made else (made["gamma"],)
+    shape = shapes.window(x, made.get("tail"), made.get("border", 0))
+    out = shapes.new_video(x.new_empty(0, dtype=dtype), shape).fill_(torch.iinfo(dtype).max)
+    return {
+        "out": out,
+        "codes": code_steps(*scales).reciprocal(),
+        "saturated": torch.zeros(2, dtype=torch.int64, device=x.device),
+    }
 
 
 def _target(op: str, made: dict[str, Any], out: Tensor | None) -> dict[str, Any]:

@@ -15,10 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import shapes
+from ..codes import zero_of
 from ..constraints import refuse_videos, refuse_window
 from .rows import interior, roll
 from .runtime import launch
-from .scalars import narrow, silu_of
+from .scalars import encoded, narrow, silu_of
 from .tiles import ELEMENTS, blocks, dense, power_of_two, refuse_sizes, strides, tile
 
 # Tiles per program: enough that its output is small against its input.
@@ -37,6 +38,8 @@ def group_norm_silu(
     tail: Tensor | None = None,
     out: Tensor | None = None,
     border: int = 0,
+    codes: Tensor | None = None,
+    saturated: Tensor | None = None,
 ) -> Tensor:
     """Measure the frames unless `statistics` are given, and write a tile of `out` per program.
 
@@ -51,13 +54,15 @@ def group_norm_silu(
         tail: `[B, C, K, H, W]`, or None.
         out: `[B, C, K + T, H + 2 * border, W + 2 * border]`, or None.
         border: Pixels of zeros around each frame.
+        codes: `[C]`, or None.
+        saturated: `[2]`, or None.
 
     Returns:
         `[B, C, K + T, H + 2 * border, W + 2 * border]`.
     """
     refuse_sizes(x)
     refuse_window(x, tail, out, border)
-    out = shapes.new_window(x, tail, border) if out is None else out
+    out = shapes.new_window(x, tail, border, coded=codes is not None) if out is None else out
     refuse_sizes(out)
     if statistics is None:
         statistics = group_norm_statistics(x, groups, eps)
@@ -68,10 +73,11 @@ def group_norm_silu(
         _write,
         (blocks(pixels, rows), frames, batch),
         x, dense(weight), dense(bias), statistics.contiguous(), out if tail is None else tail, out,
+        None if codes is None else dense(codes), saturated,
         pixels, frames, 0 if tail is None else tail.shape[2], width,
         *strides(x), *strides(tail), *strides(out),
         warps=warps, CHANNELS=channels, GROUPS=groups, SILU=silu, BORDER=border,
-        ROWS=rows, BLOCK=block,
+        ZERO=zero_of(out.dtype), ROWS=rows, BLOCK=block,
     )  # fmt: skip
     return out
 
@@ -203,10 +209,10 @@ def _combine(
 
 @triton.jit(do_not_specialize=["pixels", "frames", "known", "width"])
 def _write(
-    x, weight, bias, statistics, tail, out, pixels, frames, known, width,
+    x, weight, bias, statistics, tail, out, codes, saturated, pixels, frames, known, width,
     x_batch, x_frame, tail_batch, tail_frame, out_batch, out_frame,
     CHANNELS: tl.constexpr, GROUPS: tl.constexpr, SILU: tl.constexpr, BORDER: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ZERO: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write some pixels of one new frame, and its share of the tail."""
     first = tl.program_id(0) * ROWS
@@ -234,14 +240,18 @@ def _write(
     y = (v - mean[None, :]) * scale[None, :] + offset[None, :]
     if SILU:
         y = silu_of(y)
-    if BORDER:
-        y = tl.where(held, y, 0.0)
-    y = narrow(y, out.dtype.element_ty)
+    if codes is not None:
+        steps = tl.load(codes + channel, mask=exists, other=0)
+        y = encoded(y, steps, saturated, held, ZERO, out.dtype.element_ty)
+    else:
+        if BORDER:
+            y = tl.where(held, y, 0.0)
+        y = narrow(y, out.dtype.element_ty)
 
     out += video * out_batch + start
     tail += video * tail_batch + origin
     last = frame + known - frames  # negative for all frames without a tail
     if last >= 0:
-        roll(tail, out, tail_frame, out_frame, last, frames, source, held, at, mask)
+        roll(tail, out, tail_frame, out_frame, last, frames, source, held, at, mask, ZERO)
         tl.store(tail + last * tail_frame + source, y, mask=held)
     tl.store(out + (known + frame) * out_frame + at, y, mask=mask)

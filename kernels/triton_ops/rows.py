@@ -13,9 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import shapes
+from ..codes import zero_of
 from ..constraints import refuse_overlap, refuse_rows, refuse_videos, refuse_window, row_distance
 from .runtime import launch
-from .scalars import narrow, silu_of
+from .scalars import encoded, narrow, silu_of
 from .tiles import blocks, dense, given, refuse_sizes, refuse_span, strides, tile
 
 
@@ -28,11 +29,28 @@ def rms_norm_silu(
     tail: Tensor | None = None,
     out: Tensor | None = None,
     border: int = 0,
+    codes: Tensor | None = None,
+    saturated: Tensor | None = None,
 ) -> Tensor:
-    """Run `rms_norm_silu(x, gamma, silu, bias, tail, out, border)`; `x` is `[B, C, T, H, W]`."""
+    """Normalise the pixels of a tile per program, each in one pass over its channels.
+
+    Args:
+        x: `[B, C, T, H, W]`, channels-last.
+        gamma: `[C]`.
+        silu: Apply SiLU.
+        bias: `[C]`, or None.
+        tail: `[B, C, K, H, W]`, or None.
+        out: `[B, C, K + T, H + 2 * border, W + 2 * border]`, or None.
+        border: Pixels of zeros around each frame.
+        codes: `[C]`, or None.
+        saturated: `[2]`, or None.
+
+    Returns:
+        `[B, C, K + T, H + 2 * border, W + 2 * border]`.
+    """
     refuse_sizes(x)
     refuse_window(x, tail, out, border)
-    out = shapes.new_window(x, tail, border) if out is None else out
+    out = shapes.new_window(x, tail, border, coded=codes is not None) if out is None else out
     refuse_sizes(out)
     batch, channels, frames, _, width = x.shape
     pixels = out.shape[3] * out.shape[4]
@@ -46,6 +64,8 @@ def rms_norm_silu(
         gamma if bias is None else dense(bias),
         out if tail is None else tail,
         out,
+        None if codes is None else dense(codes),
+        saturated,
         pixels,
         frames,
         0 if tail is None else tail.shape[2],
@@ -59,6 +79,7 @@ def rms_norm_silu(
         ROOT=math.sqrt(channels),
         SILU=silu,
         BORDER=border,
+        ZERO=zero_of(out.dtype),
         ROWS=rows,
         BLOCK=block,
     )
@@ -155,15 +176,17 @@ def interior(first, row, pixels, width, BORDER: tl.constexpr):
 
 
 @triton.jit
-def roll(tail, out, tail_frame, out_frame, last, frames, source, held, at, mask):
+def roll(
+    tail, out, tail_frame, out_frame, last, frames, source, held, at, mask, ZERO: tl.constexpr
+):  # fmt: skip
     """Copy the old tail to the front of `out` and move it by `frames`, for the pixels of a tile.
 
     The program of a new frame that becomes frame `last` of the tail does every `frames`-th frame up
     to it, so no other program reads or writes these. `source` and `held` are the offsets and the
-    mask of the tail, and differ from `at` and `mask` of `out` if `out` has a border.
+    mask of the tail, and differ from `at` and `mask` of `out` if `out` has a border of `ZERO`.
     """
     for k in range(last % frames, last + 1, frames):
-        old = tl.load(tail + k * tail_frame + source, mask=held, other=0)
+        old = tl.load(tail + k * tail_frame + source, mask=held, other=ZERO)
         tl.store(out + k * out_frame + at, old, mask=mask)
         # The threads of a program may divide the values differently for loads and stores.
         tl.debug_barrier()
@@ -173,10 +196,10 @@ def roll(tail, out, tail_frame, out_frame, last, frames, source, held, at, mask)
 
 @triton.jit(do_not_specialize=["pixels", "frames", "known", "width", "given"])
 def _rms_norm_silu(
-    x, gamma, bias, tail, out, pixels, frames, known, width, given,
+    x, gamma, bias, tail, out, codes, saturated, pixels, frames, known, width, given,
     x_batch, x_frame, tail_batch, tail_frame, out_batch, out_frame,
     CHANNELS: tl.constexpr, ROOT: tl.constexpr, SILU: tl.constexpr, BORDER: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ZERO: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * ROWS
     frame = tl.program_id(1).to(tl.int64)
@@ -202,15 +225,19 @@ def _rms_norm_silu(
     y = v * (1.0 / norm)[:, None] * scale[None, :]
     if SILU:
         y = silu_of(y)
-    if BORDER:
-        y = tl.where(held, y, 0.0)
-    y = narrow(y, out.dtype.element_ty)
+    if codes is not None:
+        steps = tl.load(codes + channel, mask=exists, other=0)
+        y = encoded(y, steps, saturated, held, ZERO, out.dtype.element_ty)
+    else:
+        if BORDER:
+            y = tl.where(held, y, 0.0)
+        y = narrow(y, out.dtype.element_ty)
 
     out += video * out_batch + start
     tail += video * tail_batch + origin
     last = frame + known - frames  # negative for all frames without a tail
     if last >= 0:
-        roll(tail, out, tail_frame, out_frame, last, frames, source, held, at, mask)
+        roll(tail, out, tail_frame, out_frame, last, frames, source, held, at, mask, ZERO)
         tl.store(tail + last * tail_frame + source, y, mask=held)
     tl.store(out + (known + frame) * out_frame + at, y, mask=mask)
 

@@ -1,13 +1,25 @@
-"""Functions that all kernels share: rounding of a result, and SiLU."""
+"""Functions that all kernels share: rounding of a result, to a dtype or to codes, and SiLU."""
 
-# ruff: noqa: ANN001, ANN201 (kernels: Triton's types, constants in capitals)
+# ruff: noqa: ANN001, ANN201, N803 (kernels: Triton's types, constants in capitals)
 
 import triton
 import triton.language as tl
 
+from ..codes import ZERO as ZERO_CODE
 from .runtime import interpreted
 
 INTERPRETED = tl.constexpr(interpreted())
+
+# The first and the last code, as distances from the code of 0.
+_FIRST = tl.constexpr(-float(ZERO_CODE))
+_LAST = tl.constexpr(255.0 - ZERO_CODE)
+
+# Float32 of this size has no fraction, so a sum with it is rounded to the nearest even integer. Its
+# low byte is 0, so that of the sum is the integer. AMD GPUs and the interpreter round the same way.
+_WHOLE = tl.constexpr(1.5 * 2**23)
+
+# Added to the sum of a tile's saturated values for a NaN: more than a tile has values.
+_NAN = tl.constexpr(1 << 16)
 
 
 @triton.jit
@@ -27,3 +39,33 @@ def narrow(x, dtype: tl.constexpr):
 def silu_of(y):
     """Return `y * sigmoid(y)`: 0 where `exp` overflows, NaN for `-inf`, like the product."""
     return y / (1 + tl.exp(-y))
+
+
+@triton.jit
+def encoded(y, codes, saturated, held, ZERO: tl.constexpr, dtype: tl.constexpr):
+    """Round a tile to codes, and count the values that have none.
+
+    Args:
+        y: `[ROWS, BLOCK]`, float32.
+        codes: `[BLOCK]`, float32: codes per unit of each channel.
+        saturated: `[2]` in memory, int64: values outside of the codes, and NaN, are added.
+        held: `[ROWS, BLOCK]`: the values that count; the others have the code of 0.
+        ZERO: Code of 0.
+        dtype: Dtype of codes, int8 or uint8.
+
+    Returns:
+        `[ROWS, BLOCK]`, the codes.
+    """
+    v = y * codes[None, :]
+    missing = held & (v != v)
+    v = tl.where(held & (v == v), v, 0.0)
+    # `rint` rounds the half below the first code, -17.5, out of the codes, and 238.5 into them.
+    outside = (v <= _FIRST - 0.5) | (v > _LAST + 0.5)
+    # One reduction for both counts.
+    counts = tl.sum(tl.sum(tl.where(missing, _NAN, outside.to(tl.int32)), axis=1), axis=0)
+    counts = counts.to(tl.int64)
+    over, lost = counts % _NAN, counts // _NAN
+    tl.atomic_add(saturated, over, mask=over > 0, sem="relaxed")
+    tl.atomic_add(saturated + 1, lost, mask=lost > 0, sem="relaxed")
+    whole = tl.minimum(tl.maximum(v, _FIRST), _LAST) + _WHOLE
+    return (whole.to(tl.int32, bitcast=True) + ZERO).to(dtype)

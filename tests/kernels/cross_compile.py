@@ -24,7 +24,7 @@ from triton.compiler import ASTSource
 _PACKAGE = "fast_video_vae.kernels.triton_ops"
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_NAMES |= {torch.uint8: "u8", torch.uint16: "u16"}
+_NAMES |= {torch.uint8: "u8", torch.uint16: "u16", torch.int8: "i8", torch.int64: "i64"}
 
 rows, group_norm, layout, attention, convolution, tiles = (
     importlib.import_module(f"{_PACKAGE}.{name}")
@@ -58,7 +58,7 @@ def launches(chip, dtype, channels, length=None):
         options = {"num_warps": warps} | ({"num_stages": num_stages} if num_stages else {})
         started.append((kernel, args, constants, options))
 
-    def video(count, frames, height=360, width=640):
+    def video(count, frames, height=360, width=640, dtype=dtype):
         shape = (1, frames, height, width, count)
         return torch.empty(shape, dtype=dtype, device="meta").movedim(-1, 1)
 
@@ -79,6 +79,12 @@ def launches(chip, dtype, channels, length=None):
     rows.bias_residual(x, numbers, x, numbers, out=x)
     for border in (0, 1):
         group_norm.group_norm_silu(x, numbers, numbers, 32, tail=tail, border=border)
+    saturated = torch.empty(2, dtype=torch.int64, device="meta")
+    coded = {"codes": torch.empty(channels, device="meta"), "saturated": saturated}
+    coded["tail"] = video(channels, 2, dtype=torch.int8)
+    for border in (0, 1):
+        rows.rms_norm_silu(x, numbers, bias=numbers, border=border, **coded)
+        group_norm.group_norm_silu(x, numbers, numbers, 32, border=border, **coded)
     grid = video(4 * channels, 4, 361, 641)
     layout.merge_phases(grid, video(channels, 2), 2, bias=numbers)
     layout.merge_phases(grid)

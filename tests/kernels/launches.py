@@ -98,7 +98,13 @@ def of_cuda(
 
 
 def _norm(
-    name: str, shape: Sequence[int], inner: int, outer: int, known: int, size: int, more: int
+    name: str,
+    shape: Sequence[int],
+    inner: int,
+    outer: int,
+    known: int,
+    sizes: tuple[int, int],
+    more: int,
 ) -> Traffic:
     """Count a norm that writes the frames of a window, in the order of its programs.
 
@@ -108,23 +114,24 @@ def _norm(
         inner: Pixels of a frame.
         outer: Pixels of a frame of the result, with its border.
         known: Frames of the tail.
-        size: Bytes of a number.
+        sizes: Bytes of a number of the input, and of the result and the tail.
         more: Bytes of the parameters.
 
     Returns:
         The bytes.
     """
     videos, frames, channels = shape
-    read = written = 0
+    read = written = 0  # of the tail and the result
     for frame in range(frames):
-        read, written = read + inner, written + outer
+        written += outer
         last = frame + known - frames  # in the next tail; negative: not in it
         for old in range(last % frames, last + 1, frames):
             read, written = read + inner, written + outer
             written += inner if old >= frames else 0
         written += inner if last >= 0 else 0
-    each = videos * channels * size
-    return Traffic(name, each * read + more, each * written)
+    each, (size, result) = videos * channels, sizes
+    read = frames * inner * size + read * result
+    return Traffic(name, each * read + more, each * written * result)
 
 
 def _nbytes(*tensors: Tensor | None) -> int:
@@ -135,8 +142,8 @@ def _triton_norm(name: str, a: Any, vectors: Sequence[Tensor]) -> Traffic:
     _, frames, videos = a.programs
     wide = a.width + 2 * a.BORDER
     inner = a.width * (a.pixels // wide - 2 * a.BORDER)
-    shape, size = (videos, frames, a.CHANNELS), a.x.element_size()
-    return _norm(name, shape, inner, a.pixels, a.known, size, _nbytes(*vectors))
+    shape, sizes = (videos, frames, a.CHANNELS), (a.x.element_size(), a.out.element_size())
+    return _norm(name, shape, inner, a.pixels, a.known, sizes, _nbytes(*vectors, a.codes))
 
 
 def _triton_rms_norm(a: Any) -> Traffic:
@@ -219,7 +226,8 @@ def _vectors(channels: int, size: int, *vectors: Any) -> int:
 def _cuda_norm(name: str, window: Any, size: int, more: int) -> Traffic:
     shape = _videos(window.items), window.frames, window.channels
     known = window.known if window.tail.data else 0
-    return _norm(name, shape, window.height * window.width, window.pixels, known, size, more)
+    inner = window.height * window.width
+    return _norm(name, shape, inner, window.pixels, known, (size, size), more)
 
 
 def _cuda_rms_norm(op: Any, size: int, _: Any) -> Traffic:

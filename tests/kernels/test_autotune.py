@@ -198,6 +198,69 @@ def test_a_trial_checks_optional_tensors_that_the_first_call_lacks(team, given):
     assert found == ("reference",)
 
 
+def coded(channels, result=None, **options):
+    """Return the options of a norm that writes codes."""
+    given = {"codes": torch.ones(channels), "saturated": torch.zeros(2, dtype=torch.int64)}
+    out = None if result is None else video(1, channels, 2, 4, 4).to(result)
+    return {"silu": True, "bias": None, "tail": None, "out": out, "border": 0, **given, **options}
+
+
+def test_calls_with_codes_have_a_trial_of_their_own(team):
+    """A backend with wrong codes, or one with wrong counts, serves only calls without them."""
+
+    def moves(x, gamma, **options):
+        y = reference.rms_norm_silu(x, gamma, **options)
+        return y if options.get("codes") is None else y.bitwise_xor_(4)
+
+    def forgets(x, gamma, **options):
+        if options.get("codes") is not None:
+            options["saturated"] = torch.zeros_like(options["saturated"])
+        return reference.rms_norm_silu(x, gamma, **options)
+
+    team.does.update(early=moves, late=forgets)
+    args, all_three = (video(1, 16, 2, 4, 4), random(16)), ("reference", "late", "early")
+    plain = {"silu": True, "bias": None, "tail": None, "out": None, "border": 0}
+    counts = coded(16)
+    for options, expected in (
+        (plain, all_three),
+        (counts, ("reference",)),
+        (coded(16, border=1), ("reference",)),
+        (plain, all_three),
+    ):
+        assert autotune.order(dispatch.ask, "rms_norm_silu", args, options) == expected
+    assert len(autotune._orders) == 3
+    assert not counts["saturated"].any()  # trials do not touch the tensors of the caller
+
+
+def test_one_trial_serves_codes_of_one_dtype(team):
+    args = video(1, 16, 2, 4, 4), random(16)
+    tail = video(1, 16, 2, 4, 4).to(torch.uint8)
+    alike = [coded(16), coded(16, torch.uint8), coded(16, tail=tail), coded(16, bias=args[1])]
+    assert trials(team, "rms_norm_silu", *((args, given) for given in alike)) == 1
+    assert trials(team, "rms_norm_silu", (args, coded(16, torch.int8))) == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", ["rms_norm_silu", "group_norm_silu"])
+@pytest.mark.parametrize("result", [None, torch.int8, torch.uint8])
+@pytest.mark.parametrize("border", [0, 1])
+def test_most_values_of_a_sample_call_have_a_code(op, dtype, result, border):
+    args, kwargs = inputs(op, dtype)
+    kwargs |= coded(24, result) | {"border": border}
+    if op == "group_norm_silu":
+        del kwargs["bias"]
+    given = sample_inputs.names(getattr(reference, op), args, kwargs)
+    made = sample_inputs.call(op, (4, 33, 31), dtype, CPU, given)
+    assert made["out"].dtype == (result or torch.uint8)
+    again = sample_inputs.call(op, (4, 33, 31), dtype, CPU, given)
+    getattr(reference, op)(**made)
+    outside, missing = made["saturated"].tolist()
+    assert 0 < outside < made["x"].numel() / 100
+    assert missing == 0
+    assert not again["saturated"].any()
+    assert len(made["out"].unique()) > 100
+
+
 def lacks_memory(*_, **__):
     # The driver's words, without an exception type of their own.
     raise RuntimeError("CUDA driver error: out of memory")

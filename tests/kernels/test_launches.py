@@ -103,6 +103,21 @@ def test_a_norm_moves_the_frames_of_its_window(backend, frames, tail, units):
     assert counter.total == units * video(96, 1).nbytes + gamma.nbytes
 
 
+@pytest.mark.parametrize("backend", ["triton"])
+@pytest.mark.parametrize(("frames", "tail", "read", "written"), [(4, 0, 4, 4), (4, 2, 4, 10)])
+def test_a_norm_moves_one_byte_per_code(backend, frames, tail, read, written):
+    """`read` frames of 16-bit numbers, and `written` of codes, those of the old tail included."""
+    x, gamma = video(96, frames), torch.empty(96, dtype=torch.bfloat16, device="meta")
+    given = {"tail": video(96, tail).to(torch.int8)} if tail else {}
+    given["codes"] = torch.empty(96, device="meta")
+    given["saturated"] = torch.empty(2, dtype=torch.int64, device="meta")
+    with torch.no_grad(), count_bytes.counted(backend=backend) as counter:
+        kernels.rms_norm_silu(x, gamma, **given)
+    assert counter.launches == 1
+    moved = read * video(96, 1).nbytes + written * video(96, 1).numel()
+    assert counter.total == moved + gamma.nbytes + given["codes"].nbytes
+
+
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 def test_a_group_norm_reads_twice_and_writes_once(backend):
     x, numbers = video(128, 4), torch.empty(128, device="meta")
