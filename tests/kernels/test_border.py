@@ -27,7 +27,9 @@ from fast_video_vae.tests.kernels.cases import Poisoned, each_dtype, random, som
 
 OPS = ("rms_norm_silu", "group_norm_silu")
 
-writing = pytest.mark.parametrize("backend", ["reference", "triton", "cuda", "native"], indirect=True)
+writing = pytest.mark.parametrize(
+    "backend", ["reference", "triton", "cuda", "native"], indirect=True
+)
 
 
 def arguments(op, channels):
