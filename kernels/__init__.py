@@ -249,8 +249,8 @@ def group_norm_silu(
         out: `[B, C, K + T, H + 2 * border, W + 2 * border]`, channels-last, dtype of `x`. It can be
             `x` itself without `tail` and `border`.
         border: Pixels of zeros around each frame of the result.
-        codes: As for `rms_norm_silu`.
-        saturated: As for `rms_norm_silu`.
+        codes: `[C]`, float32, or None, as for `rms_norm_silu`.
+        saturated: `[2]`, int64, given with `codes`, as for `rms_norm_silu`.
 
     Returns:
         `out`, or a new tensor of its shape.

@@ -64,27 +64,29 @@ def refuse_window(x: Tensor, tail: Tensor | None, out: Tensor | None, border: in
         x: `[B, C, T, H, W]`.
         tail: `[B, C, K, H, W]`, or None.
         out: `[B, C, K + T, H + 2 * border, W + 2 * border]`, or None.
-        border: Pixels around each frame of `out`; only without any it can be `x`.
+        border: Pixels around each frame of `out`; only without any, and in the dtype of `x`, it can
+            be `x`.
 
     Raises:
         Refusal: Memory overlaps or has another layout.
     """
     refuse_videos(x=x, tail=tail, out=out)
-    refuse_overlap(out, x=x, tail=tail, same=tail is None and not border)
+    same = out is not None and tail is None and not border and out.dtype == x.dtype
+    refuse_overlap(out, x=x, tail=tail, same=same)
     refuse_overlap(tail, x=x)
 
 
-def refuse_border(border: int) -> None:
-    """Refuse frames with a border, for kernels that write none.
+def refuse_codes(saturated: Tensor | None) -> None:
+    """Refuse counters of values without a code that are not adjacent.
 
     Args:
-        border: Pixels of zeros around each frame of the result.
+        saturated: `[2]`, or None.
 
     Raises:
-        Refusal: It is not 0.
+        Refusal: They are not adjacent.
     """
-    if border:
-        raise Refusal("there is no kernel that writes a border")
+    if saturated is not None and not saturated.is_contiguous():
+        raise Refusal("the numbers of saturated are not adjacent")
 
 
 def refuse_subclass(x: Tensor) -> None:

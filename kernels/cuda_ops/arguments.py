@@ -7,7 +7,7 @@ Structures of 8-byte fields come first, so that padding is the same on both side
 import functools
 import struct
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from typing import NamedTuple
 
 import torch
@@ -131,13 +131,16 @@ def items(parts: int, frames: int, videos: int) -> Items:
     return Items(count, (_forms(fields), tuple(_values(fields))))
 
 
-def pack_of(dtype: torch.dtype, channels: int, *fields: Fields) -> int:
+def pack_of(
+    dtype: torch.dtype, channels: int, *fields: Fields, codes: Sequence[Fields] = ()
+) -> int:
     """Return the numbers that a thread reads at once.
 
     Args:
         dtype: Dtype of the activations.
         channels: Adjacent numbers of all tensors.
         *fields: `Video`s and `Vector`s.
+        codes: `Video`s of single bytes.
 
     Returns:
         Those of 16 bytes, or 1 if a tensor is not aligned.
@@ -145,8 +148,12 @@ def pack_of(dtype: torch.dtype, channels: int, *fields: Fields) -> int:
     count = _PACK_BYTES // dtype.itemsize
     if channels % count:
         return 1
-    for form, (address, *strides) in fields:
-        if int(address) % _PACK_BYTES:
+    aligned = [
+        *zip(repeat(_PACK_BYTES), fields, strict=False),
+        *zip(repeat(count), codes, strict=False),
+    ]
+    for size, (form, (address, *strides)) in aligned:
+        if int(address) % size:
             return 1
         if form == "Pqq" and any(stride % count for stride in strides):
             return 1

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from .. import shapes
-from ..constraints import refuse_videos, refuse_window
+from ..constraints import refuse_codes, refuse_videos, refuse_window
+from ..errors import Refusal
 from .arguments import (
     THREADS,
     Fields,
@@ -45,21 +46,42 @@ def rms_norm_silu(
     tail: Tensor | None = None,
     out: Tensor | None = None,
     border: int = 0,
+    codes: Tensor | None = None,
+    saturated: Tensor | None = None,
 ) -> Tensor:
-    """Run `rms_norm_silu(x, gamma, silu, bias, tail, out, border)`; `x` is `[B, C, T, H, W]`."""
+    """Run `rms_norm_silu(x, gamma, silu, bias, tail, out, border, codes, saturated)`.
+
+    Args:
+        x: `[B, C, T, H, W]`, channels-last.
+        gamma: `[C]`.
+        silu: Apply SiLU.
+        bias: `[C]`, or None.
+        tail: `[B, C, K, H, W]`, or None.
+        out: `[B, C, K + T, H + 2 * border, W + 2 * border]`, or None.
+        border: Pixels of zeros around each frame.
+        codes: `[C]`, or None.
+        saturated: `[2]`, or None.
+
+    Returns:
+        `[B, C, K + T, H + 2 * border, W + 2 * border]`.
+    """
     refuse_window(x, tail, out, border)
-    out = shapes.new_window(x, tail, border) if out is None else out
+    out = _target(x, tail, out, border, codes, saturated)
     channels = x.shape[1]
     scale, offset = dense(gamma, x), dense(bias, x)
     vectors = vector(scale), vector(offset)
-    pack = pack_of(x.dtype, channels, video(x), video(tail), video(out), *vectors)
+    codes = dense(codes, x)
+    pack = _pack(x, tail, out, codes, *vectors)
     team = 1
     while team < _WARP and team * _HELD * pack < channels:
         team *= 2
     teams = THREADS // team
-    window, count = _window(x, tail, out, border, teams, silu=silu)
+    window, count = _window(
+        x, tail, out, border, teams, silu=silu, codes=codes, saturated=saturated
+    )
     arguments = packed(*vectors, *window, ("f", (math.sqrt(channels),)))
-    launch("rms_norm", "norm_pixels", x, count, (team, teams), arguments, PACK=pack)
+    coded = {} if codes is None else {"CODES": 1}
+    launch("rms_norm", "norm_pixels", x, count, (team, teams), arguments, PACK=pack, **coded)
     return out
 
 
@@ -75,6 +97,8 @@ def group_norm_silu(
     tail: Tensor | None = None,
     out: Tensor | None = None,
     border: int = 0,
+    codes: Tensor | None = None,
+    saturated: Tensor | None = None,
 ) -> Tensor:
     """Measure the frames unless `statistics` are given, and write some pixels of `out` per block.
 
@@ -89,24 +113,30 @@ def group_norm_silu(
         tail: `[B, C, K, H, W]`, or None.
         out: `[B, C, K + T, H + 2 * border, W + 2 * border]`, or None.
         border: Pixels of zeros around each frame.
+        codes: `[C]`, or None.
+        saturated: `[2]`, or None.
 
     Returns:
         `[B, C, K + T, H + 2 * border, W + 2 * border]`.
     """
     refuse_window(x, tail, out, border)
+    out = _target(x, tail, out, border, codes, saturated)
     if statistics is None:
         statistics = group_norm_statistics(x, groups, eps)
-    out = shapes.new_window(x, tail, border) if out is None else out
     channels = x.shape[1]
     scale, offset, statistics = dense(weight, x), dense(bias, x), statistics.contiguous()
     vectors = vector(scale), vector(offset)
-    pack = pack_of(x.dtype, channels, video(x), video(tail), video(out), *vectors)
+    codes = dense(codes, x)
+    pack = _pack(x, tail, out, codes, *vectors)
     threads = _threads(channels // pack)
-    window, count = _window(x, tail, out, border, threads[1] * _PIXELS, silu=silu)
+    window, count = _window(
+        x, tail, out, border, threads[1] * _PIXELS, silu=silu, codes=codes, saturated=saturated
+    )
     arguments = packed(
         *vectors, pointer(statistics), *window, divisor(channels // groups), ("i", (groups,))
     )
-    launch("group_norm", "write_pixels", x, count, threads, arguments, PACK=pack)
+    coded = {} if codes is None else {"CODES": 1}
+    launch("group_norm", "write_pixels", x, count, threads, arguments, PACK=pack, **coded)
     return out
 
 
@@ -155,8 +185,58 @@ def _threads(packs: int) -> tuple[int, int]:
     return wide, THREADS // wide
 
 
+def _target(
+    x: Tensor,
+    tail: Tensor | None,
+    out: Tensor | None,
+    border: int,
+    codes: Tensor | None,
+    saturated: Tensor | None,
+) -> Tensor:
+    """Return memory for the result of a norm.
+
+    Args:
+        x: `[B, C, T, H, W]`.
+        tail: `[B, C, K, H, W]`, or None.
+        out: `[B, C, K + T, H + 2 * border, W + 2 * border]`, or None.
+        border: Pixels around each frame of `out`.
+        codes: `[C]`, or None.
+        saturated: `[2]`, or None.
+
+    Returns:
+        `out`, or a new tensor of its shape.
+
+    Raises:
+        Refusal: The codes are not int8, or their counters are not adjacent.
+    """
+    refuse_codes(saturated)
+    out = shapes.new_window(x, tail, border, coded=codes is not None) if out is None else out
+    if codes is not None and out.dtype != torch.int8:
+        raise Refusal(f"there is no kernel for codes in {str(out.dtype).removeprefix('torch.')}")
+    return out
+
+
+def _pack(
+    x: Tensor, tail: Tensor | None, out: Tensor, codes: Tensor | None, *vectors: Fields
+) -> int:
+    """Return the numbers that a thread reads at once; the arguments are those of a norm."""
+    if codes is None:
+        return pack_of(x.dtype, x.shape[1], video(x), video(tail), video(out), *vectors)
+    steps = vector(codes)
+    written = video(tail), video(out)
+    return pack_of(x.dtype, x.shape[1], video(x), steps, *vectors, codes=written)
+
+
 def _window(
-    x: Tensor, tail: Tensor | None, out: Tensor, border: int, each: int, *, silu: bool
+    x: Tensor,
+    tail: Tensor | None,
+    out: Tensor,
+    border: int,
+    each: int,
+    *,
+    silu: bool,
+    codes: Tensor | None,
+    saturated: Tensor | None,
 ) -> tuple[tuple[Fields, ...], int]:
     """Return `Window` for items of some pixels, and the number of items.
 
@@ -167,6 +247,8 @@ def _window(
         border: Pixels around each frame of `out`.
         each: Pixels of an item.
         silu: Apply SiLU.
+        codes: `[C]`, dense, or None.
+        saturated: `[2]`, or None.
 
     Returns:
         The fields, and the number.
@@ -184,6 +266,8 @@ def _window(
         video(x),
         video(tail),
         video(out),
+        pointer(codes),
+        pointer(saturated),
         work.fields,
         divisor(out.shape[4]),
         ("IIIIiiii", sizes),

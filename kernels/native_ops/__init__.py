@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import shapes
 from ..constraints import (
     is_dense,
-    refuse_border,
+    refuse_codes,
     refuse_dtype,
     refuse_gradients,
     refuse_overlap,
@@ -33,15 +33,34 @@ def rms_norm_silu(
     tail: Tensor | None = None,
     out: Tensor | None = None,
     border: int = 0,
+    codes: Tensor | None = None,
+    saturated: Tensor | None = None,
 ) -> Tensor:
-    """Run `rms_norm_silu(x, gamma, silu, bias, tail, out, border)`; `x` is `[B, C, T, H, W]`."""
-    _check(x, gamma, bias)
-    refuse_border(border)
-    refuse_window(x, tail, out)
+    """Run `rms_norm_silu(x, gamma, silu, bias, tail, out, border, codes, saturated)`.
+
+    Args:
+        x: `[B, C, T, H, W]`, channels-last.
+        gamma: `[C]`.
+        silu: Apply SiLU.
+        bias: `[C]`, or None.
+        tail: `[B, C, K, H, W]`, or None.
+        out: `[B, C, K + T, H + 2 * border, W + 2 * border]`, or None.
+        border: Pixels of zeros around each frame.
+        codes: `[C]`, or None.
+        saturated: `[2]`, or None.
+
+    Returns:
+        `[B, C, K + T, H + 2 * border, W + 2 * border]`.
+
+    Raises:
+        Refusal: The kernels do not support the call.
+    """
+    _check(x, gamma, bias, codes)
+    _refuse_window(x, tail, out, border, saturated)
     CPU.load()
-    out = shapes.new_window(x, tail) if out is None else out
+    out = shapes.new_window(x, tail, border, coded=codes is not None) if out is None else out
     torch.ops.fast_video_vae.rms_norm_silu.default(
-        x, _vector(gamma), silu, _vector(bias), tail, out
+        x, _vector(gamma), silu, _vector(bias), tail, border, _vector(codes), saturated, out
     )
     return out
 
@@ -58,8 +77,10 @@ def group_norm_silu(
     tail: Tensor | None = None,
     out: Tensor | None = None,
     border: int = 0,
+    codes: Tensor | None = None,
+    saturated: Tensor | None = None,
 ) -> Tensor:
-    """Compute `group_norm_silu(x, weight, bias, groups, eps, silu, statistics, tail, out)`.
+    """Normalise each frame, measured first without `statistics`, and write rows of `out`.
 
     Args:
         x: `[B, C, T, H, W]`, channels-last.
@@ -70,24 +91,26 @@ def group_norm_silu(
         silu: Apply SiLU.
         statistics: `[B, T, 2, groups]`, or None.
         tail: `[B, C, K, H, W]`, or None.
-        out: `[B, C, K + T, H, W]`, or None.
-        border: 0; others are refused.
+        out: `[B, C, K + T, H + 2 * border, W + 2 * border]`, or None.
+        border: Pixels of zeros around each frame.
+        codes: `[C]`, or None.
+        saturated: `[2]`, or None.
 
     Returns:
-        `[B, C, K + T, H, W]`.
+        `[B, C, K + T, H + 2 * border, W + 2 * border]`.
 
     Raises:
-        Refusal: There is a border, or the kernels do not support the call.
+        Refusal: The kernels do not support the call.
     """
-    _check(x, weight, bias, statistics)
-    refuse_border(border)
-    refuse_window(x, tail, out)
+    _check(x, weight, bias, statistics, codes)
+    _refuse_window(x, tail, out, border, saturated)
     CPU.load()
-    out = shapes.new_window(x, tail) if out is None else out
+    out = shapes.new_window(x, tail, border, coded=codes is not None) if out is None else out
     given = None if statistics is None else statistics.contiguous()
     torch.ops.fast_video_vae.group_norm_silu.default(
-        x, _vector(weight), _vector(bias), groups, eps, silu, given, tail, out
-    )
+        x, _vector(weight), _vector(bias), groups, eps, silu, given, tail, border,
+        _vector(codes), saturated, out,
+    )  # fmt: skip
     return out
 
 
@@ -264,6 +287,27 @@ def _check(x: Tensor, *others: Tensor | None) -> None:
         raise Refusal(f"the tensors are on {x.device.type}; native needs the CPU")
     refuse_dtype(x)
     refuse_gradients(x, *others)
+
+
+def _refuse_window(
+    x: Tensor, tail: Tensor | None, out: Tensor | None, border: int, saturated: Tensor | None
+) -> None:
+    """Refuse memory that the norms cannot write.
+
+    Args:
+        x: `[B, C, T, H, W]`.
+        tail: `[B, C, K, H, W]`, or None.
+        out: `[B, C, K + T, H + 2 * border, W + 2 * border]`, or None.
+        border: Pixels around each frame of `out`.
+        saturated: `[2]`, or None.
+
+    Raises:
+        Refusal: Memory overlaps or has another layout, or frames without pixels have a border.
+    """
+    refuse_window(x, tail, out, border)
+    refuse_codes(saturated)
+    if border and not x.numel():
+        raise Refusal("the tensor is empty")
 
 
 def _vector(values: Tensor | None) -> Tensor | None:

@@ -105,11 +105,13 @@ def video(*shape, dtype=torch.float32, seed=0):
 
 def poison(dtype):
     """Return a value that no op writes for the inputs of the tests."""
-    return math.nan if dtype.is_floating_point else 173
+    if dtype.is_floating_point:
+        return math.nan
+    return -83 if dtype == torch.int8 else 173
 
 
 class Poisoned:
-    """Dense `memory` filled with NaN or 173, inside a longer buffer.
+    """Dense `memory` filled with NaN, 173 or -83, inside a longer buffer.
 
     `offset` is the number of elements in front of it; an odd one makes it misaligned.
     """
@@ -124,7 +126,11 @@ class Poisoned:
         result = view.clone()
         view.fill_(poison(view.dtype))
         # As int32, because uint16 has few ops.
-        clean = self._buffer.isnan() if view.is_floating_point() else self._buffer.int() == 173
+        clean = (
+            self._buffer.isnan()
+            if view.is_floating_point()
+            else self._buffer.int() == poison(view.dtype)
+        )
         assert clean.all(), "written outside of out"
         return result
 

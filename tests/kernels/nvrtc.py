@@ -55,7 +55,9 @@ def variants():
 
 
 def _more(source, constants):
-    """Return the other constants of a source: results of another dtype have no packs."""
+    """Return the other constants of a source: images have no packs."""
+    if source in ("rms_norm", "group_norm"):
+        return [{}, {"CODES": 1}]
     if source != "spread":
         return [{}]
     kinds = [

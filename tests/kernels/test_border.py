@@ -19,6 +19,7 @@ from fast_video_vae.kernels import (
     measure,
     reference,
     sample_inputs,
+    use_backend,
 )
 from fast_video_vae.kernels.errors import Refusal
 from fast_video_vae.tests.kernels import formulas
@@ -26,7 +27,9 @@ from fast_video_vae.tests.kernels.cases import Poisoned, each_dtype, random, som
 
 OPS = ("rms_norm_silu", "group_norm_silu")
 
-writing = pytest.mark.parametrize("backend", ["reference", "triton", "cuda"], indirect=True)
+writing = pytest.mark.parametrize(
+    "backend", ["reference", "triton", "cuda", "native"], indirect=True
+)
 
 
 def arguments(op, channels):
@@ -126,19 +129,19 @@ def test_infinities_and_nan_do_not_reach_the_border(backend, op):
     assert torch.equal(y.nan_to_num(7.0), surrounded(inner.nan_to_num(7.0), 1))
 
 
-@pytest.mark.parametrize("backend", ["native"], indirect=True)
+@pytest.mark.parametrize("backend", ["native", "cuda"], indirect=True)
 @pytest.mark.parametrize("op", OPS)
-def test_backends_without_a_border_refuse_it(backend, op):
+def test_frames_without_pixels_are_left_to_the_reference(backend, op):
+    """All of their result is border."""
     args, options = arguments(op, 12)
-    x, tail = video(1, 12, 2, 3, 4), video(1, 12, 1, 3, 4, seed=1)
-    before = tail.clone()
-    with pytest.raises(BackendError, match="there is no kernel that writes a border"):
-        getattr(kernels, op)(x, *args, **options, tail=tail, border=1)
-    assert torch.equal(tail, before)
-    getattr(kernels, op)(x, *args, **options, tail=tail, border=0)
+    x = video(1, 12, 2, 0, 4)
+    with pytest.raises(BackendError, match="the tensor is empty"):
+        getattr(kernels, op)(x, *args, **options, border=1)
+    with use_backend("reference"):
+        assert not getattr(kernels, op)(x, *args, **options, border=1).count_nonzero()
 
 
-@pytest.mark.parametrize("backend", ["triton", "cuda"], indirect=True)
+@pytest.mark.parametrize("backend", ["triton", "cuda", "native"], indirect=True)
 def test_a_border_in_the_memory_of_the_input_is_refused(backend):
     """A frame of one row has the strides of a bordered one."""
     buffer, gamma = video(1, 12, 3, 3, 4), random(12)

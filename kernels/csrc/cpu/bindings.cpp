@@ -151,12 +151,45 @@ std::vector<float> padded(const Tensor& values, int64_t count, float factor = 1,
   return result;
 }
 
+// The result of a norm of `x`; `steps` is memory for the codes.
+Results results_of(const Video& x, const Tensor& like, const MaybeTensor& tail, int64_t border,
+                   const MaybeTensor& codes, const MaybeTensor& saturated, const Tensor& out,
+                   std::vector<float>& steps) {
+  Results results;
+  results.tail = maybe_video_of(tail, out);
+  results.out = video_of(out, out);
+  results.border = border;
+  const int64_t known = results.tail.frames;
+  TORCH_CHECK(border >= 0);
+  if (tail) check_size(results.tail, x.batch, x.channels, known, x.height, x.width);
+  check_size(results.out, x.batch, x.channels, x.frames + known, x.height + 2 * border,
+             x.width + 2 * border);
+  TORCH_CHECK(codes.has_value() == saturated.has_value());
+  if (!codes) {
+    TORCH_CHECK(out.scalar_type() == like.scalar_type());
+    return results;
+  }
+  results.is_signed = out.scalar_type() == at::kChar;
+  TORCH_CHECK(results.is_signed || out.scalar_type() == at::kByte);
+  TORCH_CHECK(saturated->scalar_type() == at::kLong && saturated->is_contiguous() &&
+              saturated->numel() == 2);
+  steps = padded(*codes, x.channels);
+  results.codes = steps.data();
+  results.saturated = saturated->data_ptr<int64_t>();
+  results.zero = results.is_signed ? kZeroCode - 128 : kZeroCode;
+  return results;
+}
+
 void rms_norm_silu(const Tensor& x, const Tensor& gamma, bool silu, const MaybeTensor& bias,
-                   const MaybeTensor& tail, const Tensor& out) {
-  RmsNormSilu op{dtype_of(x), silu, video_of(x, x), maybe_video_of(tail, x), video_of(out, x)};
+                   const MaybeTensor& tail, int64_t border, const MaybeTensor& codes,
+                   const MaybeTensor& saturated, const Tensor& out) {
+  std::vector<float> steps;
+  RmsNormSilu op{};
+  op.dtype = dtype_of(x);
+  op.silu = silu;
+  op.x = video_of(x, x);
+  op.results = results_of(op.x, x, tail, border, codes, saturated, out, steps);
   const Video& v = op.x;
-  if (tail) check_size(op.tail, v.batch, v.channels, op.tail.frames, v.height, v.width);
-  check_size(op.out, v.batch, v.channels, v.frames + op.tail.frames, v.height, v.width);
   const auto scale = padded(gamma, v.channels, std::sqrt(static_cast<float>(v.channels)));
   op.scale = scale.data();
   std::vector<float> offset;
@@ -165,7 +198,7 @@ void rms_norm_silu(const Tensor& x, const Tensor& gamma, bool silu, const MaybeT
   // A block of a frame is about 16 to 32 KB, so that it stays in the first caches.
   op.rows = std::max<int64_t>(1, 8192 / std::max<int64_t>(1, v.channels));
   const int64_t tasks = v.batch * ceil_div(v.pixels(), op.rows);
-  spread(kernels().rms_norm_silu, op, tasks, op.rows * v.channels * op.out.frames);
+  spread(kernels().rms_norm_silu, op, tasks, op.rows * v.channels * op.results.out.frames);
 }
 
 // Converts sums over the pixels of a frame to the mean and 1 / sqrt(var + eps) of each group.
@@ -240,17 +273,16 @@ void group_norm_statistics(const Tensor& x, int64_t groups, double eps, const Te
 
 void group_norm_silu(const Tensor& x, const Tensor& weight, const Tensor& bias, int64_t groups,
                      double eps, bool silu, const MaybeTensor& statistics,
-                     const MaybeTensor& tail, const Tensor& out) {
+                     const MaybeTensor& tail, int64_t border, const MaybeTensor& codes,
+                     const MaybeTensor& saturated, const Tensor& out) {
+  std::vector<float> steps;
   GroupNormSilu op{};
   op.dtype = dtype_of(x);
   op.silu = silu;
   op.x = video_of(x, x);
-  op.tail = maybe_video_of(tail, x);
-  op.out = video_of(out, x);
+  op.results = results_of(op.x, x, tail, border, codes, saturated, out, steps);
   const Video& v = op.x;
   TORCH_CHECK(groups > 0 && v.channels % groups == 0);
-  if (tail) check_size(op.tail, v.batch, v.channels, op.tail.frames, v.height, v.width);
-  check_size(op.out, v.batch, v.channels, v.frames + op.tail.frames, v.height, v.width);
   const int64_t frames = v.batch * v.frames, each = v.channels / groups;
   std::vector<float> own;
   const float* numbers = nullptr;
@@ -277,7 +309,7 @@ void group_norm_silu(const Tensor& x, const Tensor& weight, const Tensor& bias, 
   op.scale = scale.data();
   op.offset = offset.data();
   spread(kernels().group_norm_silu, op, v.batch * v.height,
-         v.width * v.channels * op.out.frames);
+         v.width * v.channels * op.results.out.frames);
 }
 
 void silu_mul(const Tensor& x, const Tensor& gate, const Tensor& out) {
@@ -450,10 +482,11 @@ auto nothing(void (*)(Args...)) {
 
 #define FVV_EACH(DO)                                                                     \
   DO(rms_norm_silu, "(Tensor x, Tensor gamma, bool silu, Tensor? bias, "                 \
-                    "Tensor(a!)? tail, Tensor(b!) out) -> ()")                           \
+                    "Tensor(a!)? tail, int border, Tensor? codes, "                      \
+                    "Tensor(b!)? saturated, Tensor(c!) out) -> ()")                      \
   DO(group_norm_silu, "(Tensor x, Tensor weight, Tensor bias, int groups, float eps, "   \
-                      "bool silu, Tensor? statistics, Tensor(a!)? tail, "                \
-                      "Tensor(b!) out) -> ()")                                           \
+                      "bool silu, Tensor? statistics, Tensor(a!)? tail, int border, "    \
+                      "Tensor? codes, Tensor(b!)? saturated, Tensor(c!) out) -> ()")     \
   DO(group_norm_statistics, "(Tensor x, int groups, float eps, Tensor(a!) out) -> ()")   \
   DO(silu_mul, "(Tensor x, Tensor gate, Tensor(a!) out) -> ()")                          \
   DO(bias_residual, "(Tensor x, Tensor? bias, Tensor? residual, Tensor? residual_bias, " \

@@ -2,11 +2,14 @@
 // the floats of a vector. The including file selects the instructions by a pragma.
 
 #define FVV_INLINE static inline __attribute__((always_inline))
+#define FVV_METHOD inline __attribute__((always_inline))
 
 namespace fast_video_vae {
 namespace FVV_ISA {
 
 #include "vector.h"
+
+#include "results.h"
 
 #include "rows.h"
 

@@ -37,11 +37,31 @@ struct Rows {
   char* at(int64_t row) const { return data + row * stride; }
 };
 
+// The code of 0 in uint8.
+constexpr int32_t kZeroCode = 17;
+
+// The frames that a norm writes: those of the tail, then the new ones, each with a border.
+struct Results {
+  Video tail, out;               // `tail.data` may be null
+  int64_t border = 0;            // pixels
+  int zero = 0;                  // bytes of the border
+  const float* codes = nullptr;  // null: values; otherwise codes per unit, padded
+  bool is_signed = false;        // codes are int8
+  int64_t* saturated = nullptr;  // the numbers of values outside of the codes, and of NaN
+
+  int64_t known() const { return tail.data ? tail.frames : 0; }
+  // Address of value `index` of new frame `t`.
+  char* new_at(int64_t b, int64_t t, int64_t index) const {
+    return out.at(b, known() + t, index);
+  }
+};
+
 // Task: a block of `rows` pixels, in all frames.
 struct RmsNormSilu {
   Dtype dtype;
   bool silu;
-  Video x, tail, out;   // `tail.data` may be null
+  Video x;
+  Results results;
   const float* scale;   // gamma * sqrt(C), padded
   const float* bias;    // null or padded
   int64_t rows;
@@ -61,7 +81,8 @@ struct GroupNormSums {
 struct GroupNormSilu {
   Dtype dtype;
   bool silu;
-  Video x, tail, out;   // `tail.data` may be null
+  Video x;
+  Results results;
   int64_t padded;       // C, padded
   const float* scale;   // [B * T, padded]
   const float* offset;  // [B * T, padded]

@@ -1,16 +1,5 @@
 // Ops that normalise, gate or add to rows of channels. Included by kernels.h.
 
-// Calls `function<T>(...)` for the type of the values.
-#define FVV_BY_DTYPE(dtype, function, ...)                            \
-  switch (dtype) {                                                    \
-    case Dtype::float32: return function<float>(__VA_ARGS__);         \
-    case Dtype::bfloat16: return function<BFloat16>(__VA_ARGS__);     \
-    case Dtype::float16: return function<Float16>(__VA_ARGS__);       \
-    default: return;                                                  \
-  }
-
-FVV_INLINE int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
-
 // Values of a row, plus the bias of their channels if there is one.
 template <bool BIAS, class T, class Part>
 FVV_INLINE Floats load_biased(const T* x, const float* bias, int64_t i, Part part) {
@@ -37,18 +26,19 @@ FVV_INLINE float sum_of_squares(const T* x, const float* bias, int64_t count) {
 }
 
 // y = f((x + bias) * factor * scale), elementwise.
-template <bool SILU, bool BIAS, class T>
-FVV_INLINE void scale_row(const T* x, const float* bias, T* y, int64_t count, float factor,
-                          const float* scale) {
+template <bool SILU, bool BIAS, class T, class Result>
+FVV_INLINE void scale_row(const T* x, const float* bias, typename Result::Item* y, Result& result,
+                          int64_t count, float factor, const float* scale) {
   each_vector(count, [&](int64_t i, auto part) {
     const Floats v = load_biased<BIAS>(x, bias, i, part) * factor * load(scale + i, Whole());
-    store(y + i, SILU ? silu(v) : v, part);
+    result.put(y, i, SILU ? silu(v) : v, part);
   });
 }
 
-template <class T, bool SILU, bool BIAS>
-static void rms_norm_silu_rows(const T* x, T* y, int64_t rows, int64_t channels,
-                               const float* scale, const float* bias) {
+template <class T, bool SILU, bool BIAS, class Result>
+static void rms_norm_silu_rows(const T* x, typename Result::Item* y, Result& shared, int64_t rows,
+                               int64_t channels, const float* scale, const float* bias) {
+  Result result = shared;  // in registers
   // As many rows at a time as a vector has lanes, if the first cache holds them: sums, roots and
   // quotients have long latencies.
   const int64_t some = lesser(kLanes, 1 + 16384 / (channels * (int64_t)sizeof(T)));
@@ -61,49 +51,60 @@ static void rms_norm_silu_rows(const T* x, T* y, int64_t rows, int64_t channels,
     const Floats norms = at_least(square_root(load(factors, Whole())), 1e-12f);
     store(factors, 1.0f / norms, Whole());
     for (int64_t k = 0; k < count; ++k, x += channels, y += channels) {
-      scale_row<SILU, BIAS>(x, bias, y, channels, factors[k], scale);
+      scale_row<SILU, BIAS>(x, bias, y, result, channels, factors[k], scale);
     }
+    result.convert(y - count * channels, count * channels);
   }
+  shared = result;
 }
 
-template <class T, bool SILU>
-FVV_INLINE void rms_norm_silu_block(const RmsNormSilu& op, const T* x, T* y, int64_t rows) {
+template <class T, bool SILU, class Result>
+FVV_INLINE void rms_norm_silu_block(const RmsNormSilu& op, const T* x, typename Result::Item* y,
+                                    Result& result, int64_t rows) {
+  const int64_t channels = op.x.channels;
   if (op.bias) {
-    rms_norm_silu_rows<T, SILU, true>(x, y, rows, op.x.channels, op.scale, op.bias);
+    rms_norm_silu_rows<T, SILU, true>(x, y, result, rows, channels, op.scale, op.bias);
   } else {
-    rms_norm_silu_rows<T, SILU, false>(x, y, rows, op.x.channels, op.scale, nullptr);
+    rms_norm_silu_rows<T, SILU, false>(x, y, result, rows, channels, op.scale, nullptr);
   }
 }
 
-template <class T>
-static void rms_norm_silu_of(const RmsNormSilu& op, int64_t begin, int64_t end) {
-  const int64_t channels = op.x.channels, pixels = op.x.pixels(), frames = op.x.frames;
-  const int64_t kept = op.tail.data ? op.tail.frames : 0;
+template <class T, class Result>
+static void rms_norm_silu_of(const RmsNormSilu& op, Result result, int64_t begin, int64_t end) {
+  const int64_t channels = op.x.channels, pixels = op.x.pixels();
   const int64_t blocks = ceil_div(pixels, op.rows);
   for (int64_t task = begin; task < end; ++task) {
     const int64_t b = task / blocks, first = task % blocks * op.rows;
     const int64_t rows = lesser(op.rows, pixels - first);
-    const int64_t start = first * channels, bytes = rows * channels * sizeof(T);
-    for (int64_t k = 0; k < kept; ++k) {
-      __builtin_memcpy(op.out.at(b, k, start), op.tail.at(b, k, start), bytes);
+    write_border(op.results, op.x, b, first, rows);
+    begin_window(op.results, op.x, b, first, rows);
+    for (int64_t t = 0; t < op.x.frames; ++t) {
+      each_run(op.x, op.results.border, first, rows, [&](int64_t from, int64_t to, int64_t some) {
+        const T* x = (const T*)op.x.at(b, t, from * channels);
+        auto* y = (typename Result::Item*)op.results.new_at(b, t, to * channels);
+        if (op.silu) {
+          rms_norm_silu_block<T, true>(op, x, y, result, some);
+        } else {
+          rms_norm_silu_block<T, false>(op, x, y, result, some);
+        }
+      });
     }
-    for (int64_t t = 0; t < frames; ++t) {
-      const T* x = (const T*)op.x.at(b, t, start);
-      T* y = (T*)op.out.at(b, kept + t, start);
-      if (op.silu) {
-        rms_norm_silu_block<T, true>(op, x, y, rows);
-      } else {
-        rms_norm_silu_block<T, false>(op, x, y, rows);
-      }
-    }
-    for (int64_t k = 0; k < kept; ++k) {
-      __builtin_memcpy(op.tail.at(b, k, start), op.out.at(b, frames + k, start), bytes);
-    }
+    end_window(op.results, op.x, b, first, rows);
+  }
+  result.finish();
+}
+
+template <class T>
+static void rms_norm_silu_to(const RmsNormSilu& op, int64_t begin, int64_t end) {
+  if (op.results.codes) {
+    rms_norm_silu_of<T>(op, Codes(op.results), begin, end);
+  } else {
+    rms_norm_silu_of<T>(op, Values<T>(op.results), begin, end);
   }
 }
 
 static void rms_norm_silu(const RmsNormSilu& op, int64_t begin, int64_t end) {
-  FVV_BY_DTYPE(op.dtype, rms_norm_silu_of, op, begin, end);
+  FVV_BY_DTYPE(op.dtype, rms_norm_silu_to, op, begin, end);
 }
 
 // Adds the sums of x - shift and of its square over rows to `sums`, for each channel. The shift
@@ -173,46 +174,59 @@ static void group_norm_sums(const GroupNormSums& op, int64_t begin, int64_t end)
   FVV_BY_DTYPE(op.dtype, group_norm_sums_of, op, begin, end);
 }
 
-template <class T, bool SILU>
-static void group_norm_silu_rows(const T* x, T* y, int64_t rows, int64_t channels,
-                                 const float* scale, const float* offset) {
+template <class T, bool SILU, class Result>
+static void group_norm_silu_rows(const T* x, typename Result::Item* y, Result& shared,
+                                 int64_t rows, int64_t channels, const float* scale,
+                                 const float* offset) {
+  Result result = shared;  // in registers
   for (int64_t row = 0; row < rows; ++row, x += channels, y += channels) {
     each_vector(channels, [&](int64_t c, auto part) {
       const Floats v =
           load(x + c, part) * load(scale + c, Whole()) + load(offset + c, Whole());
-      store(y + c, SILU ? silu(v) : v, part);
+      result.put(y, c, SILU ? silu(v) : v, part);
     });
+    result.convert(y, channels);
   }
+  shared = result;
+}
+
+template <class T, class Result>
+static void group_norm_silu_of(const GroupNormSilu& op, Result result, int64_t begin,
+                               int64_t end) {
+  const int64_t channels = op.x.channels, frames = op.x.frames, width = op.x.width;
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t b = task / op.x.height, first = task % op.x.height * width;
+    write_border(op.results, op.x, b, first, width);
+    for (int64_t t = 0; t < frames; ++t) {
+      const float* scale = op.scale + (b * frames + t) * op.padded;
+      const float* offset = op.offset + (b * frames + t) * op.padded;
+      each_run(op.x, op.results.border, first, width, [&](int64_t from, int64_t to, int64_t some) {
+        const T* x = (const T*)op.x.at(b, t, from * channels);
+        auto* y = (typename Result::Item*)op.results.new_at(b, t, to * channels);
+        if (op.silu) {
+          group_norm_silu_rows<T, true>(x, y, result, some, channels, scale, offset);
+        } else {
+          group_norm_silu_rows<T, false>(x, y, result, some, channels, scale, offset);
+        }
+      });
+    }
+    begin_window(op.results, op.x, b, first, width);
+    end_window(op.results, op.x, b, first, width);
+  }
+  result.finish();
 }
 
 template <class T>
-static void group_norm_silu_of(const GroupNormSilu& op, int64_t begin, int64_t end) {
-  const int64_t channels = op.x.channels, frames = op.x.frames, width = op.x.width;
-  const int64_t kept = op.tail.data ? op.tail.frames : 0, bytes = width * channels * sizeof(T);
-  for (int64_t task = begin; task < end; ++task) {
-    const int64_t b = task / op.x.height, start = task % op.x.height * width * channels;
-    for (int64_t t = 0; t < frames; ++t) {
-      const T* x = (const T*)op.x.at(b, t, start);
-      T* y = (T*)op.out.at(b, kept + t, start);
-      const float* scale = op.scale + (b * frames + t) * op.padded;
-      const float* offset = op.offset + (b * frames + t) * op.padded;
-      if (op.silu) {
-        group_norm_silu_rows<T, true>(x, y, width, channels, scale, offset);
-      } else {
-        group_norm_silu_rows<T, false>(x, y, width, channels, scale, offset);
-      }
-    }
-    for (int64_t k = 0; k < kept; ++k) {
-      __builtin_memcpy(op.out.at(b, k, start), op.tail.at(b, k, start), bytes);
-    }
-    for (int64_t k = 0; k < kept; ++k) {
-      __builtin_memcpy(op.tail.at(b, k, start), op.out.at(b, frames + k, start), bytes);
-    }
+static void group_norm_silu_to(const GroupNormSilu& op, int64_t begin, int64_t end) {
+  if (op.results.codes) {
+    group_norm_silu_of<T>(op, Codes(op.results), begin, end);
+  } else {
+    group_norm_silu_of<T>(op, Values<T>(op.results), begin, end);
   }
 }
 
 static void group_norm_silu(const GroupNormSilu& op, int64_t begin, int64_t end) {
-  FVV_BY_DTYPE(op.dtype, group_norm_silu_of, op, begin, end);
+  FVV_BY_DTYPE(op.dtype, group_norm_silu_to, op, begin, end);
 }
 
 template <class T>

@@ -148,6 +148,81 @@ FVV_INLINE void store(uint8_t* to, Floats v, Whole) {
 #endif
 }
 
+// To nearest even, for |v| < 1024; others and NaN become negative or larger than 1023.
+FVV_INLINE Words to_nearest(Floats v) {
+#if FVV_LANES == 16
+  return (Words)_mm512_cvtps_epi32(v);
+#elif FVV_LANES == 8
+  return (Words)_mm256_cvtps_epi32(v);
+#else
+  // 1.5 * 2^23 leaves the number in the low bits. The sum is not contracted with a product that
+  // `v` is, because the minimum is between them.
+  return (Words)(at_most(v, 1024.0f) + 12582912.0f) - 0x4b400000;
+#endif
+}
+
+// Whether a lane is above 255, or negative.
+FVV_INLINE bool exceeds_byte(Words v) {
+#if FVV_LANES == 16
+  return _mm512_test_epi32_mask((__m512i)v, _mm512_set1_epi32(~255)) != 0;
+#elif FVV_LANES == 8
+  return !_mm256_testz_si256((__m256i)v, _mm256_set1_epi32(~255));
+#else
+  uint32_t bits = 0;
+  for (int64_t i = 0; i < kLanes; ++i) bits |= v[i];
+  return bits > 255;
+#endif
+}
+
+// The number of lanes of a mask.
+FVV_INLINE int64_t lanes_of(Words mask) {
+#if FVV_LANES == 16
+  return __builtin_popcount(_mm512_movepi32_mask((__m512i)mask));
+#elif FVV_LANES == 8
+  return __builtin_popcount(_mm256_movemask_ps((__m256)mask));
+#else
+  int64_t count = 0;
+  for (int64_t i = 0; i < kLanes; ++i) count += mask[i] & 1;
+  return count;
+#endif
+}
+
+// The low bytes.
+FVV_INLINE void store_bytes(uint8_t* to, Words v, Whole) {
+#if FVV_LANES == 16
+  write(to, _mm512_cvtepi32_epi8((__m512i)v));
+#elif FVV_LANES == 8
+  const __m256i low = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,
+                                       0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+  const __m256i bytes = _mm256_shuffle_epi8((__m256i)v, low);
+  const __m128i joined =
+      _mm_unpacklo_epi32(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1));
+  _mm_storel_epi64((__m128i*)to, joined);
+#else
+  write(to, __builtin_convertvector(v, Bytes));
+#endif
+}
+
+FVV_INLINE void store_bytes(uint8_t* to, Words v, Part part) {
+#if FVV_LANES == 16
+  const __mmask16 mask = (__mmask16)((1u << part.count) - 1);
+  _mm512_mask_cvtepi32_storeu_epi8(to, mask, (__m512i)v);
+#else
+  uint8_t buffer[kLanes];
+  store_bytes(buffer, v, Whole());
+  for (int64_t i = 0; i < part.count; ++i) to[i] = buffer[i];
+#endif
+}
+
+// A mask of all lanes, or of the first `count`.
+FVV_INLINE Words within(Whole) { return ~Words{}; }
+
+FVV_INLINE Words within(Part part) {
+  Words mask = {};
+  for (int64_t i = 0; i < part.count; ++i) mask[i] = ~0u;
+  return mask;
+}
+
 // To nearest even, for v >= 0. A sum with `v` could be contracted with the product that `v` is, so
 // it is only compared.
 FVV_INLINE void store(uint16_t* to, Floats v, Whole) {

@@ -7,12 +7,16 @@
 namespace fast_video_vae {
 
 // `[B, C, T, H, W]`: the pixels of a frame are adjacent rows of C numbers. Strides are in numbers.
-struct Video {
-  T* data;
+template <class Number>
+struct VideoOf {
+  Number* data;
   int64 batch, frame;
 };
 
-__device__ __forceinline__ T* frame_of(const Video& x, int64 video, int64 frame) {
+using Video = VideoOf<T>;
+
+template <class Number>
+__device__ __forceinline__ Number* frame_of(const VideoOf<Number>& x, int64 video, int64 frame) {
   return x.data + video * x.batch + frame * x.frame;
 }
 

@@ -164,6 +164,7 @@ FVV_KERNEL combine_chunks(const Groups op) {
 FVV_KERNEL write_pixels(const GroupNorm op) {
   const Window& w = op.window;
   const int rows = blockDim.y;
+  begin();
   for (uint32 item = blockIdx.x; item < w.items.count; item += gridDim.x) {
     const Place at = place_of(w.items, item);
     const Frame frame = frame_of(w, at);
@@ -188,7 +189,7 @@ FVV_KERNEL write_pixels(const GroupNorm op) {
           const Pixel pixel = pixel_of(w, start + k * rows);
           if (!pixel.exists) break;
           if (frame.last >= 0) roll(w, frame, pixel, channel);
-          Pack y{};
+          Result y = zeros();
           if (pixel.inside) {
             float v[N];
             widen(held[k], v);
@@ -196,13 +197,14 @@ FVV_KERNEL write_pixels(const GroupNorm op) {
             for (int i = 0; i < N; ++i) v[i] = (v[i] - mean[i]) * scale[i];
             add(v, op.bias, channel);
             if (w.silu) silu(v);
-            y = narrow<T>(v);
+            y = result_of(w.codes, v, channel);
           }
           write(w, frame, pixel, channel, y);
         }
       }
     }
   }
+  finish(w.codes);
 }
 
 }  // namespace fast_video_vae

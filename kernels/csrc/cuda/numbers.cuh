@@ -52,6 +52,21 @@ __device__ __forceinline__ void store(Number* to, const P& pack) {
     }
     return;
   }
+  if constexpr (sizeof(P) == 8) {
+    const uint2 words = *reinterpret_cast<const uint2*>(&pack);
+    asm volatile("st.global.v2.b32 [%0], {%1, %2};"
+                 :
+                 : "l"(__cvta_generic_to_global(to)), "r"(words.x), "r"(words.y)
+                 : "memory");
+    return;
+  }
+  if constexpr (sizeof(P) == 4) {
+    asm volatile("st.global.b32 [%0], %1;"
+                 :
+                 : "l"(__cvta_generic_to_global(to)), "r"(*reinterpret_cast<const uint32*>(&pack))
+                 : "memory");
+    return;
+  }
 #endif
   *reinterpret_cast<P*>(to) = pack;
 }

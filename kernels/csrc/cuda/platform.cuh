@@ -8,6 +8,8 @@ using int64 = long long;
 using uint32 = unsigned int;
 using uint16 = unsigned short;
 using uint8 = unsigned char;
+using int8 = signed char;
+using uint64 = unsigned long long;
 
 constexpr int kWarp = 32;
 

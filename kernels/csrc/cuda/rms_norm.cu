@@ -33,14 +33,14 @@ __device__ __forceinline__ float squares(const float (&v)[N]) {
   return sum;
 }
 
-__device__ __forceinline__ Pack scaled(const RmsNorm& op, float (&v)[N], int channel,
-                                       float factor) {
+__device__ __forceinline__ Result scaled(const RmsNorm& op, float (&v)[N], int channel,
+                                         float factor) {
   float gamma[N];
   widen(op.gamma, channel, gamma);
 #pragma unroll
   for (int i = 0; i < N; ++i) v[i] = v[i] * factor * gamma[i];
   if (op.window.silu) silu(v);
-  return narrow<T>(v);
+  return result_of(op.window.codes, v, channel);
 }
 
 }  // namespace
@@ -49,6 +49,7 @@ __device__ __forceinline__ Pack scaled(const RmsNorm& op, float (&v)[N], int cha
 FVV_KERNEL norm_pixels(const RmsNorm op) {
   const Window& w = op.window;
   const int first = threadIdx.x * N, step = blockDim.x * N;
+  begin();
   for (uint32 item = blockIdx.x; item < w.items.count; item += gridDim.x) {
     const Place at = place_of(w.items, item);
     const Frame frame = frame_of(w, at);
@@ -90,12 +91,14 @@ FVV_KERNEL norm_pixels(const RmsNorm op) {
     for (int k = 0; k < kHeld; ++k) {
       const int channel = first + k * step;
       if (channel >= end) continue;
+      // Codes need the registers of the numbers that a pack becomes.
+      if (FVV_CODES && pixel.inside) biased(op, packs[k], channel, held[k]);
       write(w, frame, pixel, channel,
-            pixel.inside ? scaled(op, held[k], channel, factor) : Pack{});
+            pixel.inside ? scaled(op, held[k], channel, factor) : zeros());
     }
 #pragma unroll 1
     for (int channel = first + kHeld * step; channel < end; channel += step) {
-      Pack y{};
+      Result y = zeros();
       if (pixel.inside) {
         float v[N];
         biased(op, load<Pack>(x + channel), channel, v);
@@ -104,6 +107,7 @@ FVV_KERNEL norm_pixels(const RmsNorm op) {
       write(w, frame, pixel, channel, y);
     }
   }
+  finish(w.codes);
 }
 
 }  // namespace fast_video_vae

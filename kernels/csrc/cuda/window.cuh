@@ -3,14 +3,17 @@
 // synchronisation is needed.
 #pragma once
 
+#include "codes.cuh"
 #include "frames.cuh"
 
 namespace fast_video_vae {
 
 struct Window {
-  Video x, tail, out;  // `tail.data` may be null
-  Items items;         // parts are those of a frame of `out`
-  Divisor columns;     // of a frame of `out`
+  Video x;
+  VideoOf<Y> tail, out;  // `tail.data` may be null
+  Codes codes;
+  Items items;           // parts are those of a frame of `out`
+  Divisor columns;       // of a frame of `out`
   uint32 pixels;       // of a frame of `out`
   uint32 height, width, border;
   int channels, frames, known;  // new frames, and frames of the tail
@@ -20,7 +23,7 @@ struct Window {
 // A new frame: the pixels of `x`, and those of the first frames of the tail and of the result.
 struct Frame {
   const T* x;
-  T *tail, *out;
+  Y *tail, *out;
   int number, last;  // `last` is its number in the next tail; negative: it is not in it
 };
 
@@ -54,12 +57,12 @@ __device__ __forceinline__ Pixel pixel_of(const Window& w, uint32 index) {
 // to it, so no other thread reads or writes these.
 __device__ __forceinline__ void roll(const Window& w, const Frame& frame, const Pixel& pixel,
                                      int channel) {
-  T* const tail = frame.tail + pixel.source + channel;
-  T* const out = frame.out + pixel.target + channel;
+  Y* const tail = frame.tail + pixel.source + channel;
+  Y* const out = frame.out + pixel.target + channel;
 #pragma unroll 1
   for (int k = frame.last % w.frames; k <= frame.last; k += w.frames) {
-    Pack old{};
-    if (pixel.inside) old = load<Pack>(tail + k * w.tail.frame);
+    Result old = zeros();
+    if (pixel.inside) old = load<Result>(tail + k * w.tail.frame);
     store(out + k * w.out.frame, old);
     if (pixel.inside && k >= w.frames) store(tail + (k - w.frames) * w.tail.frame, old);
   }
@@ -67,7 +70,7 @@ __device__ __forceinline__ void roll(const Window& w, const Frame& frame, const 
 
 // Writes a pack of a new frame to the result, and to the tail.
 __device__ __forceinline__ void write(const Window& w, const Frame& frame, const Pixel& pixel,
-                                      int channel, const Pack& pack) {
+                                      int channel, const Result& pack) {
   store(frame.out + (w.known + frame.number) * w.out.frame + pixel.target + channel, pack);
   if (frame.last >= 0 && pixel.inside) {
     store(frame.tail + frame.last * w.tail.frame + pixel.source + channel, pack);

@@ -176,6 +176,16 @@ inline uint32_t __float_as_uint(float v) {
   return bits;
 }
 
+inline float __fadd_rn(float a, float b) { return a + b; }
+
+// The threads of a block take turns, and so do blocks.
+template <class Number>
+Number atomicAdd(Number* to, Number more) {
+  const Number before = *to;
+  *to += more;
+  return before;
+}
+
 inline int __float2int_rn(float v) { return static_cast<int>(nearbyintf(v)); }
 
 inline float __int_as_float(int bits) { return __uint_as_float(static_cast<uint32_t>(bits)); }
