@@ -46,7 +46,7 @@ def weight_rows(weight, at, left, SUMMED: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def _with_terms(
+def with_terms(
     total, channel, at, there, bias, residual, residual_bias, given, C_OUT: tl.constexpr
 ):
     """Add bias, residual and its bias, from left to right."""
@@ -84,13 +84,13 @@ def finish(
     """
     channel_0 = channel + tl.arange(0, N0)
     at_0 = pixel[:, None] * C_OUT + channel_0[None, :]
-    total_0 = _with_terms(
+    total_0 = with_terms(
         total_0, channel_0, at_0, there, bias, residual, residual_bias, given, C_OUT
     )
     if N1 > 0:
         channel_1 = channel + N0 + tl.arange(0, N1)
         at_1 = pixel[:, None] * C_OUT + channel_1[None, :]
-        total_1 = _with_terms(
+        total_1 = with_terms(
             total_1, channel_1, at_1, there, bias, residual, residual_bias, given, C_OUT
         )
     if NORM:

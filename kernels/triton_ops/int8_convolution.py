@@ -27,42 +27,66 @@ _CODES, _VALUES = 16, 8
 # Summed products from which blocks of 64 that cross taps waste little: 27 x 96 fill 40.5 of 41.
 _MANY = 1024
 
+# Products of two codes whose sum fits into 31 bits, before the zero is subtracted: 128 * 128 each.
+_MOST = (1 << 17) - 1
+
 
 class _Family(NamedTuple):
-    """Tiles for some chips, by output channels: the one of the first key that is large enough.
+    """Tiles for some chips.
 
     Attributes:
-        tiles: The tiles.
-        direct: As in `convolution_tiles.py`.
+        tiles: Tiles by their output channels: the one of the first key that is large enough.
+        whole: Channels of the widest tile.
+        direct: The tensor cores read shared memory, and keep more than one block of channels.
     """
 
     tiles: dict[int, ConvTile]
+    whole: int = 192
     direct: bool = False
 
 
+# Each tile has 8 warps per SM, in one program or two, and a quarter of them per tensor core. The
+# margin of `count_sass.py` is at least 2 for 96 and more channels with the rate of A100, so loads
+# are the limit. They set the sizes:
+# - The L2 cache gives about 5 TB/s on a GeForce RTX 4090, and its tensor cores need a byte per 66
+#   products. A tile of 128 x 96 has 55 per byte and one of 128 x 192 has 77; `cached` makes it 88
+#   and 104 at best, because the L1 cache has two of three pixels of a kernel row.
+# - Warps own rows of both blocks of channels. With 32 rows, 96 channels take 8 loads from shared
+#   memory for 24 products, and with 16 rows 7 for 12. Shared memory takes 4 cycles per load and
+#   serves 4 tensor cores, whose products take 16 cycles on a GeForce and 8 on A100. So 16 rows keep
+#   half of the shared memory busy on a GeForce, and are too few for A100.
+# - 32 rows by 192 channels spill.
 _GEFORCE = _Family(
     {
-        32: ConvTile(256, 64, 8, 4),
-        96: ConvTile(256, 64, 8, 3),
-        128: ConvTile(256, 64, 8, 3),
-        192: ConvTile(128, 64, 8, 3),
-    }
+        32: ConvTile(256, 64, 8, 3, cached=True),
+        96: ConvTile(128, 64, 4, 3, cached=True),
+        128: ConvTile(256, 64, 8, 3, cached=True),
+        192: ConvTile(128, 64, 8, 3, cached=True),
+    },
 )
 _AMPERE = _Family(
     {
-        32: ConvTile(256, 64, 8, 4),
-        96: ConvTile(256, 64, 8, 4),
-        128: ConvTile(256, 64, 8, 4),
-        192: ConvTile(128, 64, 4, 4),
-    }
+        32: ConvTile(256, 64, 8, 4, cached=True),
+        128: ConvTile(256, 64, 8, 4, cached=True),
+        160: ConvTile(128, 64, 8, 4, cached=True),
+    },
+    whole=160,
 )
 _HOPPER = _Family(
     {
-        128: ConvTile(256, 128, 8, 4),
+        96: ConvTile(256, 64, 8, 4),
         192: ConvTile(128, 128, 8, 4),
     },
     direct=True,
 )
+_BLACKWELL = _Family(
+    {
+        96: ConvTile(256, 64, 8, 4),
+        192: ConvTile(128, 128, 8, 4),
+    },
+    direct=True,
+)
+_GEFORCE_BLACKWELL = _Family(_GEFORCE.tiles | {128: ConvTile(128, 64, 8, 3, cached=True)})
 
 _FAMILIES = {
     (8, 0): _AMPERE,
@@ -70,10 +94,9 @@ _FAMILIES = {
     (8, 6): _GEFORCE,
     (8, 9): _GEFORCE,
     (9, 0): _HOPPER,
-    (10, 0): _AMPERE,
-    (10, 3): _AMPERE,
-    (12, 0): _GEFORCE,
-    (12, 1): _GEFORCE,
+    (10, 0): _BLACKWELL,
+    (12, 0): _GEFORCE_BLACKWELL,
+    (12, 1): _GEFORCE_BLACKWELL,
 }
 
 
@@ -139,20 +162,39 @@ def tile_of(chip: Chip, outputs: int, inputs: int, summed: int) -> ConvTile | No
     family = None if isinstance(chip, str) else _FAMILIES.get(chip)
     if family is None:
         return None
-    width = widths_of(outputs)[0]
+    width = _width(outputs, family)
     tile = next(tile for most, tile in family.tiles.items() if width <= most)
     depth = min(tile.depth, inputs & -inputs)
     if depth < 64:
         depth = 64 if summed >= _MANY else 32
     # With as many stages as iterations, the compiler unrolls the loop, and registers spill.
     stages = min(tile.stages, max(2, blocks(summed, depth) - 1))
-    split = split_of(width, large_first=family.direct)
-    return replace(tile, depth=depth, stages=stages, outputs=split)
+    return replace(tile, depth=depth, stages=stages, outputs=_split(width, family))
+
+
+def _width(outputs: int, family: _Family) -> int:
+    """Return the channels of a tile for `outputs`: the widest of those that waste the least."""
+    if outputs <= family.whole:
+        return max(32, widths_of(outputs)[0])
+    fitting = [width for width in (192, 160, 128, 96) if width <= family.whole]
+    return min(fitting, key=lambda width: blocks(outputs, width) * width)
+
+
+def _split(width: int, family: _Family) -> tuple[int, int]:
+    """Return `width` channels as two blocks, each a power of two.
+
+    A loop with one product keeps parts of it in registers, and Triton 3.9 takes these apart into
+    bytes: 181 `PRMT` instead of 8 for 32 products. With two products it does not.
+    """
+    split = split_of(width, large_first=False)
+    return split if split[1] or family.direct else (width // 2, width // 2)
 
 
 def _run(tile: ConvTile, x: Tensor, weight: ConvWeight, terms: _Terms, out: Tensor) -> None:
     """Refuse what the kernel cannot read, and launch it."""
     residual, kernel = terms.residual, tuple(weight.shape[2:])
+    if math.prod(weight.shape[1:]) > _MOST:
+        raise Refusal(f"the tensor cores saturate sums of more than {_MOST} products")
     refuse_videos(x=x, residual=residual, out=out)
     refuse_overlap(out, x=x)
     refuse_overlap(out, residual=residual, same=True)

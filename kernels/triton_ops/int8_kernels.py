@@ -11,25 +11,32 @@ no load has a condition. The code of zero leaves the sums after the loop: `sum((
 import triton
 import triton.language as tl
 
-from .convolution_kernels import finish, weight_offsets, weight_rows
+from .convolution_kernels import weight_offsets, weight_rows, with_terms
+from .scalars import narrow
 
 
 @triton.jit
-def _store_sums(total, channel, pixel, there, sums, out, ZERO: tl.constexpr, C_OUT: tl.constexpr):
-    """Write the sums in int32."""
+def _finish(
+    total, channel, pixel, there, sums, scale, bias, residual, residual_bias, out, given,
+    ZERO: tl.constexpr, C_OUT: tl.constexpr,
+):  # fmt: skip
+    """Subtract the zero, scale, add the terms, round once, and write; int32 is not scaled.
+
+    A block of channels is written before the next one, so that its values leave the registers.
+    """
     wanted = channel < C_OUT
     total -= tl.load(sums + channel, mask=wanted, other=0)[None, :] * ZERO
     at = pixel[:, None] * C_OUT + channel[None, :]
-    tl.store(out + at, total, mask=there[:, None] & wanted[None, :])
-
-
-@triton.jit
-def _scaled(total, channel, sums, scale, ZERO: tl.constexpr, C_OUT: tl.constexpr):
-    """Return the sums times the scale of their channel, in float32."""
-    wanted = channel < C_OUT
-    total -= tl.load(sums + channel, mask=wanted, other=0)[None, :] * ZERO
-    factor = tl.load(scale + channel, mask=wanted, other=0).to(tl.float32)
-    return total.to(tl.float32) * factor[None, :]
+    mask = there[:, None] & wanted[None, :]
+    if out.dtype.element_ty == tl.int32:
+        tl.store(out + at, total, mask=mask)
+    else:
+        factor = tl.load(scale + channel, mask=wanted, other=0).to(tl.float32)
+        y = total.to(tl.float32) * factor[None, :]
+        y = with_terms(y, channel, at, there, bias, residual, residual_bias, given, C_OUT)
+        # The threads of a program may divide the values differently for loads and stores.
+        tl.debug_barrier()
+        tl.store(out + at, narrow(y, out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(
@@ -113,22 +120,15 @@ def convolve_codes(
     skipped = frame.to(tl.int64)
     corner = first.to(tl.int64) * C_OUT
     out += (video * out_batch + skipped * out_frame) * OUT_UNIT + corner
+    residual += (video * residual_batch + skipped * residual_frame) * OUT_UNIT + corner
     row = tl.arange(0, M)
     there = first + row < pixels
-    channel_0, channel_1 = channel + tl.arange(0, N0), channel
+    _finish(
+        total_0, channel + tl.arange(0, N0), row, there,
+        sums, scale, bias, residual, residual_bias, out, given, ZERO, C_OUT,
+    )  # fmt: skip
     if N1 > 0:
-        channel_1 = channel + N0 + tl.arange(0, N1)
-    if out.dtype.element_ty == tl.int32:
-        _store_sums(total_0, channel_0, row, there, sums, out, ZERO, C_OUT)
-        if N1 > 0:
-            _store_sums(total_1, channel_1, row, there, sums, out, ZERO, C_OUT)
-    else:
-        residual += (video * residual_batch + skipped * residual_frame) * OUT_UNIT + corner
-        scaled_0 = _scaled(total_0, channel_0, sums, scale, ZERO, C_OUT)
-        scaled_1 = scaled_0
-        if N1 > 0:
-            scaled_1 = _scaled(total_1, channel_1, sums, scale, ZERO, C_OUT)
-        finish(
-            scaled_0, scaled_1, channel, row, there,
-            bias, residual, residual_bias, out, out, given, C_OUT, 1.0, False, N0, N1,
+        _finish(
+            total_1, channel + N0 + tl.arange(0, N1), row, there,
+            sums, scale, bias, residual, residual_bias, out, given, ZERO, C_OUT,
         )  # fmt: skip
