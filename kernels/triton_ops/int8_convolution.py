@@ -37,7 +37,7 @@ class _Family(NamedTuple):
     Attributes:
         tiles: Tiles by their output channels: the one of the first key that is large enough.
         whole: Channels of the widest tile.
-        direct: The tensor cores read shared memory, and keep more than one block of channels.
+        direct: One block of channels is as fast as two.
     """
 
     tiles: dict[int, ConvTile]
@@ -79,15 +79,11 @@ _HOPPER = _Family(
     },
     direct=True,
 )
-_BLACKWELL = _Family(
-    {
-        96: ConvTile(256, 64, 8, 4),
-        192: ConvTile(128, 128, 8, 4),
-    },
-    direct=True,
-)
+# Tensor cores of sm_100 have memory for the sums; one block of 64 channels spills while it is read.
+_BLACKWELL = _HOPPER._replace(direct=False)
 _GEFORCE_BLACKWELL = _Family(_GEFORCE.tiles | {128: ConvTile(128, 64, 8, 3, cached=True)})
 
+# Not (10, 3), which multiplies int8 slowly.
 _FAMILIES = {
     (8, 0): _AMPERE,
     (8, 7): _AMPERE,
