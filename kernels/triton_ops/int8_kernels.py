@@ -112,10 +112,10 @@ def convolve_codes(
                 a = tl.load(at, cache_modifier=CACHE)  # pyright: ignore
             start = step
         b = weight_rows(weight + start, weight_0, SUMMED - start, SUMMED, K)
-        total_0 = tl.dot(a, b, total_0)
+        total_0 = tl.dot(a, b, total_0, out_dtype=tl.int32)
         if N1 > 0:
             b = weight_rows(weight + start, weight_1, SUMMED - start, SUMMED, K)
-            total_1 = tl.dot(a, b, total_1)
+            total_1 = tl.dot(a, b, total_1, out_dtype=tl.int32)
 
     skipped = frame.to(tl.int64)
     corner = first.to(tl.int64) * C_OUT
