@@ -17,16 +17,17 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 IMAGE_DTYPES = (*DTYPES, torch.uint8, torch.uint16)
 
 
-def refuse_dtype(x: Tensor) -> None:
+def refuse_dtype(x: Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
     """Refuse a dtype that the kernels do not support.
 
     Args:
         x: `[...]`, the activation.
+        dtypes: Those that they support.
 
     Raises:
-        Refusal: The dtype is not in `DTYPES`.
+        Refusal: The dtype is another one.
     """
-    if x.dtype not in DTYPES:
+    if x.dtype not in dtypes:
         raise Refusal(f"there is no kernel for {str(x.dtype).removeprefix('torch.')}")
 
 

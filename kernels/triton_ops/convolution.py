@@ -17,9 +17,9 @@ from ..convolution.weight import ConvWeight
 from ..errors import Refusal
 from .convolution_kernels import convolve
 from .convolution_patches import convolve_patches
-from .convolution_tiles import WIDEST, ConvTile, tiles_for
-from .runtime import GRID_LIMIT, launch
-from .tiles import blocks, chip_of, dense, given, refuse_span, strides
+from .convolution_tiles import WIDEST, ConvTile, grid_of, tiles_for, videos_of
+from .runtime import launch
+from .tiles import blocks, chip_of, dense, given, refuse_span, strides, unit_of
 
 # Values of a 16-byte load.
 _LOAD = 8
@@ -165,7 +165,7 @@ def _is_described(x: Tensor, taps: Tensor) -> bool:
     batch, frame, *_ = _steps(x)
     plane = math.prod(x.shape[3:]) * x.shape[1]
     whole = frame >= plane and frame % plane == 0 and batch >= frame and batch % frame == 0
-    return whole and _unit(x.shape[1], x) == _LOAD and taps.data_ptr() % 16 == 0
+    return whole and unit_of(_LOAD, x.shape[1], x) == _LOAD and taps.data_ptr() % 16 == 0
 
 
 def _steps(x: Tensor) -> list[int]:
@@ -198,7 +198,7 @@ def _run(
         for each in (terms.bias, terms.residual_bias, terms.gamma)
     )
     added = out if residual is None else residual
-    out_unit, known = _unit(out.shape[1], out, added), 0 if tail is None else tail.shape[2]
+    out_unit, known = unit_of(_LOAD, out.shape[1], out, added), 0 if tail is None else tail.shape[2]
     given_terms = given(terms.bias, residual, terms.residual_bias)
     vectors = bias, added, residual_bias, gamma
     out_steps = [step // out_unit for each in (residual, out) for step in strides(each)]
@@ -214,11 +214,13 @@ def _run(
             **constants,
         )
         return
+    if kernel[1] * kernel[2] > _MOST_TAPS:
+        raise Refusal(f"the kernel has more than {_MOST_TAPS} taps in a frame")
     source = x if tail is None else tail
-    in_unit = _unit(x.shape[1], x, source)
+    in_unit = unit_of(_LOAD, x.shape[1], x, source)
     launch(
         convolve,
-        _grid(tile, x, out, kernel, stride),
+        grid_of(tile, x, out, kernel, stride),
         *(x, source, taps, *vectors, out),
         *(out.shape[2], known, *x.shape[3:], out.shape[4], math.prod(out.shape[3:]), given_terms),
         *(step // in_unit for each in (x, tail) for step in strides(each)),
@@ -265,26 +267,6 @@ def _options(tile: ConvTile, inputs: int, outputs: int, taps: int) -> dict[str, 
     return options | {"M": tile.pixels, "CACHE": ".ca" if tile.cached else ""}
 
 
-def _grid(
-    tile: ConvTile, x: Tensor, out: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...]
-) -> tuple[int, int]:
-    """Return the programs for `out` `[B, C_out, T, H, W]`, or refuse what 32 bits cannot count."""
-    outputs, frames, height, width = out.shape[1:]
-    inputs, columns = x.shape[1], x.shape[4]
-    if kernel[1] * kernel[2] > _MOST_TAPS:
-        raise Refusal(f"the kernel has more than {_MOST_TAPS} taps in a frame")
-    programs = blocks(outputs, tile.width) * frames * blocks(height * width, tile.pixels)
-    rows = (tile.pixels // width + 2) * stride[1] + kernel[1]
-    refuse_span(
-        programs,
-        height * width + tile.pixels,
-        (rows * columns + stride[2] * width + kernel[2]) * inputs,
-        (outputs + tile.width) * (math.prod(kernel) * inputs + tile.depth),
-        (tile.pixels + 1) * outputs,
-    )
-    return programs, _videos(out)
-
-
 def _patch_grid(tile: ConvTile, out: Tensor) -> tuple[int, int]:
     """Return the programs for `out` `[B, C_out, T, H, W]`, or refuse what 32 bits cannot count."""
     outputs, frames, height, width = out.shape[1:]
@@ -292,19 +274,4 @@ def _patch_grid(tile: ConvTile, out: Tensor) -> tuple[int, int]:
     patches = blocks(height, rows) * blocks(width, tile.columns)
     programs = blocks(outputs, tile.width) * frames * patches
     refuse_span(programs, (rows * width + tile.columns) * outputs + tile.width)
-    return programs, _videos(out)
-
-
-def _videos(out: Tensor) -> int:
-    """Return the number of videos of `out` `[B, C, T, H, W]`, or refuse too many."""
-    if out.shape[0] > GRID_LIMIT:
-        raise Refusal(f"more than {GRID_LIMIT} videos")
-    return out.shape[0]
-
-
-def _unit(channels: int, *tensors: Tensor) -> int:
-    """Return how many values a load of each of `tensors` `[B, C, T, H, W]` has: 8, 4, 2 or 1."""
-    unit = math.gcd(_LOAD, channels)
-    for x in tensors:
-        unit = math.gcd(unit, *strides(x), x.data_ptr() // x.element_size())
-    return unit
+    return programs, videos_of(out)

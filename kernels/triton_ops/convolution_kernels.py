@@ -29,7 +29,7 @@ def product(a, b, total, HALF: tl.constexpr):
 
 
 @triton.jit
-def _weights(channel, k, SUMMED: tl.constexpr, C_OUT: tl.constexpr, WIDTH: tl.constexpr):
+def weight_offsets(channel, k, SUMMED: tl.constexpr, C_OUT: tl.constexpr, WIDTH: tl.constexpr):
     """Return the offsets of rows `k` of the weight; channels after the last repeat it."""
     if C_OUT % WIDTH != 0:
         # Without it, the offsets from channel to channel are constants in the loads.
@@ -38,15 +38,15 @@ def _weights(channel, k, SUMMED: tl.constexpr, C_OUT: tl.constexpr, WIDTH: tl.co
 
 
 @triton.jit
-def _rows(weight, at, left, SUMMED: tl.constexpr, K: tl.constexpr):
+def weight_rows(weight, at, left, SUMMED: tl.constexpr, K: tl.constexpr):
     """Load `K` rows of the weight, of which `left` exist."""
     there = (tl.arange(0, K) < left)[:, None]
     at += weight
-    return tl.load(at) if SUMMED % K == 0 else tl.load(at, mask=there, other=0.0)
+    return tl.load(at) if SUMMED % K == 0 else tl.load(at, mask=there, other=0)
 
 
 @triton.jit
-def _with_terms(
+def with_terms(
     total, channel, at, there, bias, residual, residual_bias, given, C_OUT: tl.constexpr
 ):
     """Add bias, residual and its bias, from left to right."""
@@ -84,13 +84,13 @@ def finish(
     """
     channel_0 = channel + tl.arange(0, N0)
     at_0 = pixel[:, None] * C_OUT + channel_0[None, :]
-    total_0 = _with_terms(
+    total_0 = with_terms(
         total_0, channel_0, at_0, there, bias, residual, residual_bias, given, C_OUT
     )
     if N1 > 0:
         channel_1 = channel + N0 + tl.arange(0, N1)
         at_1 = pixel[:, None] * C_OUT + channel_1[None, :]
-        total_1 = _with_terms(
+        total_1 = with_terms(
             total_1, channel_1, at_1, there, bias, residual, residual_bias, given, C_OUT
         )
     if NORM:
@@ -170,12 +170,12 @@ def convolve(
     x_frame = x_frame.to(tl.int64) * IN_UNIT
 
     k = tl.arange(0, K)
-    weight_0 = _weights(channel + tl.arange(0, N0), k, SUMMED, C_OUT, N0 + N1)
+    weight_0 = weight_offsets(channel + tl.arange(0, N0), k, SUMMED, C_OUT, N0 + N1)
     total_0 = tl.zeros([M, N0], tl.float32)
     weight_1 = weight_0
     total_1 = total_0
     if N1 > 0:
-        weight_1 = _weights(channel + N0 + tl.arange(0, N1), k, SUMMED, C_OUT, N0 + N1)
+        weight_1 = weight_offsets(channel + N0 + tl.arange(0, N1), k, SUMMED, C_OUT, N0 + N1)
         total_1 = tl.zeros([M, N1], tl.float32)
     for step in range(0, SUMMED, K):
         k = step + tl.arange(0, K)
@@ -199,10 +199,10 @@ def convolve(
             a = tl.load(at, mask=(k < SUMMED)[None, :], other=0.0, cache_modifier=CACHE)  # pyright: ignore
         else:
             a = tl.load(at, cache_modifier=CACHE)  # pyright: ignore
-        b = _rows(weight + step, weight_0, SUMMED - step, SUMMED, K)
+        b = weight_rows(weight + step, weight_0, SUMMED - step, SUMMED, K)
         total_0 = product(a, b, total_0, HALF)
         if N1 > 0:
-            b = _rows(weight + step, weight_1, SUMMED - step, SUMMED, K)
+            b = weight_rows(weight + step, weight_1, SUMMED - step, SUMMED, K)
             total_1 = product(a, b, total_1, HALF)
 
     skipped = frame.to(tl.int64)

@@ -10,6 +10,7 @@ caller times the variants of a call, and the order here is that of the expected 
 
 import functools
 import importlib.util
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -20,7 +21,9 @@ from torch import Tensor
 
 from ..convolution.fused import Fused
 from ..convolution.weight import ConvWeight
-from .tiles import Chip, blocks, chip_of
+from ..errors import Refusal
+from .runtime import GRID_LIMIT
+from .tiles import Chip, blocks, chip_of, refuse_span
 
 # Most channels of a tile; more would spill registers.
 WIDEST = 192
@@ -253,9 +256,9 @@ def tiles_of(chip: Chip, dtype: torch.dtype, outputs: int, inputs: int = 0) -> t
     if family is None or dtype not in (torch.float16, torch.bfloat16):
         return ()
     chosen = _patches(family, dtype, outputs, inputs)
-    for width in _widths(outputs):
+    for width in widths_of(outputs):
         row = next(tiles for most, tiles in family.tiles.items() if width <= most)
-        split = _blocks_of(width, large_first=family.direct)
+        split = split_of(width, large_first=family.direct)
         chosen += [replace(tile, outputs=split) for tile in row]
     fitting = [
         tile
@@ -267,14 +270,53 @@ def tiles_of(chip: Chip, dtype: torch.dtype, outputs: int, inputs: int = 0) -> t
     return tuple(sorted(fitting, key=lambda tile: not tile.half)[:_MOST])
 
 
+def grid_of(
+    tile: ConvTile, x: Tensor, out: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...]
+) -> tuple[int, int]:
+    """Return the programs of tiles of adjacent pixels.
+
+    Args:
+        tile: What a program computes.
+        x: `[B, C, T, H, W]`.
+        out: `[B, C_out, T', H', W']`.
+        kernel: Taps in time, height and width.
+        stride: Stride in time, height and width.
+
+    Returns:
+        Programs of a video, and videos.
+
+    Raises:
+        Refusal: 32 bits cannot count them, or the values of a tile.
+    """
+    outputs, frames, height, width = out.shape[1:]
+    inputs, columns = x.shape[1], x.shape[4]
+    programs = blocks(outputs, tile.width) * frames * blocks(height * width, tile.pixels)
+    rows = (tile.pixels // width + 2) * stride[1] + kernel[1]
+    refuse_span(
+        programs,
+        height * width + tile.pixels,
+        (rows * columns + stride[2] * width + kernel[2]) * inputs,
+        (outputs + tile.width) * (math.prod(kernel) * inputs + tile.depth),
+        (tile.pixels + 1) * outputs,
+    )
+    return programs, videos_of(out)
+
+
+def videos_of(out: Tensor) -> int:
+    """Return the number of videos of `out` `[B, C, T, H, W]`, or refuse too many."""
+    if out.shape[0] > GRID_LIMIT:
+        raise Refusal(f"more than {GRID_LIMIT} videos")
+    return out.shape[0]
+
+
 def _patches(family: _Family, dtype: torch.dtype, outputs: int, inputs: int) -> list[ConvTile]:
     """Return the tiles with descriptors, which load blocks of 32 or 64 channels."""
     depth = min(64, inputs & -inputs)
     if depth < 32 or not family.patches:
         return []
-    width = _widths(outputs)[0]
+    width = widths_of(outputs)[0]
     row = next(tiles for most, tiles in family.patches.items() if width <= most)
-    split = _blocks_of(width, large_first=family.direct)
+    split = split_of(width, large_first=family.direct)
     return [
         replace(
             tile,
@@ -302,7 +344,7 @@ def _family(chip: Chip) -> _Family | None:
     return _FAMILIES.get(chip)
 
 
-def _widths(outputs: int) -> tuple[int, ...]:
+def widths_of(outputs: int) -> tuple[int, ...]:
     """Return the channels of tiles for `outputs`: whole pixels, or two that waste the least."""
     if outputs <= WIDEST:
         return (min(width for width in _WHOLE if width >= outputs),)
@@ -310,7 +352,7 @@ def _widths(outputs: int) -> tuple[int, ...]:
     return tuple(width for width in _PARTIAL if padded[width] == min(padded.values()))[:2]
 
 
-def _blocks_of(width: int, *, large_first: bool) -> tuple[int, int]:
+def split_of(width: int, *, large_first: bool) -> tuple[int, int]:
     """Return `width` channels as two powers of two; the second is 0 for a power of two."""
     large = 1 << width.bit_length() - 1
     small = width - large

@@ -8,23 +8,24 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ..constraints import refuse_dtype, refuse_gradients, refuse_subclass
+from ..constraints import DTYPES, refuse_dtype, refuse_gradients, refuse_subclass
 from ..errors import Refusal
 from .convolution_tiles import fuses as fuses
 from .convolution_tiles import variants as variants
 from .runtime import refuse_device, require
 
 
-def _op(file: str, name: str) -> Callable[..., Tensor]:
-    """Return an op whose first tensor is the activation."""
+def _op(file: str, name: str, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Callable[..., Tensor]:
+    """Return an op whose first tensor is the activation, in one of `dtypes`."""
 
     def run(*args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401, those of the op
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         x = tensors[0]
         refuse_device(x.device, x.dtype)
-        refuse_dtype(x)
+        refuse_dtype(x, dtypes)
         refuse_subclass(x)
         refuse_gradients(*tensors)
         if not x.numel():
@@ -44,6 +45,7 @@ conv3d = _op("convolution", "conv3d")
 frames_to_images = _op("layout", "frames_to_images")
 group_norm_silu = _op("group_norm", "group_norm_silu")
 group_norm_statistics = _op("group_norm", "group_norm_statistics")
+int8_conv3d = _op("int8_convolution", "int8_conv3d", (torch.int8,))
 interleave_time = _op("layout", "interleave_time")
 merge_phases = _op("layout", "merge_phases")
 pixel_shuffle_3d = _op("layout", "pixel_shuffle_3d")

@@ -4,6 +4,8 @@ A tile is some rows of pixels times all channels, in blocks of powers of two: 96
 with a mask. A quarter of the lanes is idle then, which costs nothing while memory is the limit.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -83,6 +85,23 @@ def strides(x: Tensor | None) -> tuple[int, int]:
     if x is None:
         return 0, 0
     return x.stride(0) if x.shape[0] > 1 else 0, x.stride(2) if x.shape[2] > 1 else 0
+
+
+def unit_of(most: int, channels: int, *tensors: Tensor) -> int:
+    """Return how many values a load has, so that each is aligned.
+
+    Args:
+        most: Values of the widest load, a power of two.
+        channels: Values of a pixel.
+        *tensors: `[B, C, T, H, W]`, in channels-last memory.
+
+    Returns:
+        A power of two.
+    """
+    unit = math.gcd(most, channels)
+    for x in tensors:
+        unit = math.gcd(unit, *strides(x), x.data_ptr() // x.element_size())
+    return unit
 
 
 def dense(values: Tensor) -> Tensor:

@@ -4,7 +4,8 @@
 interpreter off; `bf16,384,3600` is attention with a head of 384 over 3,600 pixels. The ops run on
 meta tensors, and every kernel that they launch is compiled as Triton would on its first call.
 `conv-fp16,96,192` is all tiles of a convolution of 96 to 192 channels, for AMD GPUs such as
-`gfx942` too. The output is one line of JSON per kernel.
+`gfx942` too; `int8-fp16,96,192` is the one of int8 codes. The output is one line of JSON per
+kernel.
 """
 
 import importlib
@@ -22,11 +23,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 _PACKAGE = "fast_video_vae.kernels.triton_ops"
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_NAMES |= {torch.uint8: "u8", torch.uint16: "u16", torch.int8: "i8", torch.int64: "i64"}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NAMES |= {torch.uint8: "u8", torch.uint16: "u16", torch.int8: "i8"}
+_NAMES |= {torch.int32: "i32", torch.int64: "i64"}
 
-rows, group_norm, layout, attention, convolution, tiles = (
+rows, group_norm, layout, attention, convolution, int8_convolution, tiles = (
     importlib.import_module(f"{_PACKAGE}.{name}")
     for name in (
         "rows",
@@ -34,6 +36,7 @@ rows, group_norm, layout, attention, convolution, tiles = (
         "layout",
         "attention",
         "convolution",
+        "int8_convolution",
         "convolution_tiles",
     )
 )
@@ -131,6 +134,37 @@ def convolutions(chip, dtype, inputs, outputs):
     return started
 
 
+def codes(chip, dtype, inputs, outputs):
+    """Return the launches of int8 convolutions with all terms, and one of the plain sums."""
+    started = []
+
+    def launch(kernel, grid, *args, warps=4, num_stages=None, **constants):
+        del grid
+        options = {"num_warps": warps, "num_stages": num_stages}
+        started.append((kernel, args, constants, options))
+
+    def video(count, frames, height, width, kind):
+        shape = (1, frames, height, width, count)
+        return torch.empty(shape, dtype=kind, device="meta").movedim(-1, 1)
+
+    def run(kernel, scale, kind):
+        times, high, wide = kernel
+        weight = torch.empty(outputs, inputs, *kernel, dtype=torch.int8, device="meta")
+        x = video(inputs, 3 + times, 359 + high, 639 + wide, torch.int8)
+        residual = None if scale is None else video(outputs, 4, 360, 640, kind)
+        int8_convolution.int8_conv3d(
+            x, convolution.ConvWeight.of(weight), scale, scale,
+            residual=residual, residual_bias=scale, dtype=kind, out=residual,
+        )  # fmt: skip
+
+    int8_convolution.launch, int8_convolution.chip_of = launch, lambda _: key_of(chip)
+    scale = torch.empty(outputs, device="meta")
+    for kernel in ((3, 3, 3), (1, 3, 3), (3, 1, 1), (1, 1, 1)):
+        run(kernel, scale, dtype)
+    run((3, 3, 3), None, torch.int32)
+    return started
+
+
 def compiled(kernel, args, constants, options, chip):
     """Compile a launch with the specialisation that Triton chooses for aligned memory."""
     signature, known, sixteens = {}, dict(constants), []
@@ -201,19 +235,21 @@ def resources(result):
     return {"registers": registers, "stack": stack + local, "widest": widest, "tma": loads}
 
 
+# Launches of a case by the word in front of its dtype.
+STARTED = {"": launches, "conv": convolutions, "int8": codes}
+
+
 def main(arguments):
     chips, cases = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]
     for case in cases:
         name, *sizes = case.split(",")
+        kind, _, dtype = name.rpartition("-")
         for chip in (int(chip) if chip.isdigit() else chip for chip in chips):
-            started, name = launches, name.removeprefix("conv-")
-            if case.startswith("conv-"):
-                started = convolutions
-            for kernel, *given in started(chip, _DTYPES[name], *map(int, sizes)):
+            for kernel, *given in STARTED[kind](chip, DTYPES[dtype], *map(int, sizes)):
                 result = compiled(kernel, *given, chip)
                 line = {"kernel": kernel.__name__, "case": case, "chip": chip}
                 line |= resources(result) | {"shared": result.metadata.shared}
-                if started is convolutions:
+                if kind:
                     _, constants, options = given
                     line |= {name: constants[name] for name in _SHOWN if name in constants}
                     line |= options

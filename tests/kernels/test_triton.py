@@ -40,6 +40,10 @@ CONVOLUTIONS = [
 ]
 
 
+# Channels of the int8 convolution; what AMD GPUs and sm_103 lack is the caller's next candidate.
+CODES = (96, 192, 384)
+
+
 @pytest.fixture
 def here():
     """Create tensors on a GPU, or on the CPU for Triton's interpreter."""
@@ -136,6 +140,31 @@ def test_tiles_of_the_convolution_of_96_channels_compile_without_spills():
 @pytest.mark.parametrize(("chip", "case"), CONVOLUTIONS)
 def test_tiles_of_the_convolution_compile_for_every_chip_without_spills(chip, case):
     check_resources([chip], [f"conv-{case}"])
+
+
+def test_the_int8_convolution_of_96_channels_compiles_without_spills():
+    check_resources([89], ["int8-bf16,96,96"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", sorted(set(SHARED) - {103}))
+def test_the_int8_convolution_compiles_for_every_chip_without_spills(chip):
+    """Widths of the networks, those of other tiles, and inputs that no block divides."""
+    others = ((32, 64), (320, 160), (256, 256), (3, 96))
+    cases = [f"int8-{dtype},{count},{count}" for dtype in ("bf16", "fp16") for count in CODES]
+    cases += ["int8-fp32,192,192", *(f"int8-bf16,{inputs},{count}" for inputs, count in others)]
+    check_resources([chip], cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", [80, 86, 89, 120])
+def test_tensor_cores_limit_the_int8_convolution(chip):
+    """The margin is that of the rate of A100; a GeForce has half of it, and twice the margin."""
+    cases = [f"int8-bf16,{channels},{channels}" for channels in CODES]
+    lines = compiled_lines("count_sass", [chip], cases)
+    first = [next(line for line in lines if line["case"] == case) for case in cases]
+    assert all(line["products"] and not line["stack"] for line in first)
+    assert min(line["margin"] for line in first) >= 1.9, first
 
 
 @pytest.mark.slow

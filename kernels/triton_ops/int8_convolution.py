@@ -1,0 +1,239 @@
+"""The int8 convolution in Triton: tiles, refusals and the launch.
+
+The kernel is in `int8_kernels.py`. No trial chooses among tiles, so a shape class has one.
+"""
+
+import functools
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import shapes
+from ..codes import zero_of
+from ..constraints import refuse_overlap, refuse_videos
+from ..convolution.weight import ConvWeight
+from ..errors import Refusal
+from .convolution_tiles import ConvTile, grid_of, split_of, widths_of
+from .int8_kernels import convolve_codes
+from .runtime import launch
+from .tiles import Chip, blocks, chip_of, dense, given, strides, unit_of
+
+# Values of a 16-byte load of codes, and of 16 bits.
+_CODES, _VALUES = 16, 8
+
+# Summed products from which blocks of 64 that cross taps waste little: 27 x 96 fill 40.5 of 41.
+_MANY = 1024
+
+# Products of two codes whose sum fits into 31 bits, before the zero is subtracted: 128 * 128 each.
+_MOST = (1 << 17) - 1
+
+
+class _Family(NamedTuple):
+    """Tiles for some chips.
+
+    Attributes:
+        tiles: Tiles by their output channels: the one of the first key that is large enough.
+        whole: Channels of the widest tile.
+        direct: One block of channels is as fast as two.
+    """
+
+    tiles: dict[int, ConvTile]
+    whole: int = 192
+    direct: bool = False
+
+
+# Each tile has 8 warps per SM, in one program or two, and a quarter of them per tensor core. The
+# margin of `count_sass.py` is at least 2 for 96 and more channels with the rate of A100, so loads
+# are the limit. They set the sizes:
+# - The L2 cache gives about 5 TB/s on a GeForce RTX 4090, and its tensor cores need a byte per 66
+#   products. A tile of 128 x 96 has 55 per byte and one of 128 x 192 has 77; `cached` makes it 88
+#   and 104 at best, because the L1 cache has two of three pixels of a kernel row.
+# - Warps own rows of both blocks of channels. With 32 rows, 96 channels take 8 loads from shared
+#   memory for 24 products, and with 16 rows 7 for 12. Shared memory takes 4 cycles per load and
+#   serves 4 tensor cores, whose products take 16 cycles on a GeForce and 8 on A100. So 16 rows keep
+#   half of the shared memory busy on a GeForce, and are too few for A100.
+# - 32 rows by 192 channels spill.
+_GEFORCE = _Family(
+    {
+        32: ConvTile(256, 64, 8, 3, cached=True),
+        96: ConvTile(128, 64, 4, 3, cached=True),
+        128: ConvTile(256, 64, 8, 3, cached=True),
+        192: ConvTile(128, 64, 8, 3, cached=True),
+    },
+)
+_AMPERE = _Family(
+    {
+        32: ConvTile(256, 64, 8, 4, cached=True),
+        128: ConvTile(256, 64, 8, 4, cached=True),
+        160: ConvTile(128, 64, 8, 4, cached=True),
+    },
+    whole=160,
+)
+_HOPPER = _Family(
+    {
+        96: ConvTile(256, 64, 8, 4),
+        192: ConvTile(128, 128, 8, 4),
+    },
+    direct=True,
+)
+# Tensor cores of sm_100 have memory for the sums; one block of 64 channels spills while it is read.
+_BLACKWELL = _HOPPER._replace(direct=False)
+_GEFORCE_BLACKWELL = _Family(_GEFORCE.tiles | {128: ConvTile(128, 64, 8, 3, cached=True)})
+
+# Not (10, 3), which multiplies int8 slowly.
+_FAMILIES = {
+    (8, 0): _AMPERE,
+    (8, 7): _AMPERE,
+    (8, 6): _GEFORCE,
+    (8, 9): _GEFORCE,
+    (9, 0): _HOPPER,
+    (10, 0): _BLACKWELL,
+    (12, 0): _GEFORCE_BLACKWELL,
+    (12, 1): _GEFORCE_BLACKWELL,
+}
+
+
+class _Terms(NamedTuple):
+    """What the kernel does with the sums; None where it does not."""
+
+    scale: Tensor | None
+    bias: Tensor | None
+    residual: Tensor | None
+    residual_bias: Tensor | None
+
+
+def int8_conv3d(
+    x: Tensor,
+    weight: ConvWeight,
+    scale: Tensor | None,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    residual_bias: Tensor | None = None,
+    dtype: torch.dtype,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Run the op `int8_conv3d`.
+
+    Args:
+        x: `[B, C, T, H, W]`, int8.
+        weight: `[C_out, C, kt, kh, kw]`.
+        scale: `[C_out]`, or None.
+        bias: As for the op.
+        residual: As for the op.
+        residual_bias: As for the op.
+        dtype: As for the op.
+        out: `[B, C_out, T', H', W']`, or None.
+
+    Returns:
+        `[B, C_out, T', H', W']`.
+    """
+    chip, summed = chip_of(x.device), math.prod(weight.shape[1:])
+    tile = tile_of(chip, weight.shape[0], weight.shape[1], summed)
+    if tile is None:
+        raise Refusal(f"its int8 convolutions have no tiles for the chip {chip}")
+    if out is None:
+        shape = shapes.convolved(x, weight.shape, (1, 1, 1), (0, 0, 0))
+        out = shapes.new_video(x.new_empty(0, dtype=dtype), shape)
+    _run(tile, x, weight, _Terms(scale, bias, residual, residual_bias), out)
+    return out
+
+
+@functools.cache
+def tile_of(chip: Chip, outputs: int, inputs: int, summed: int) -> ConvTile | None:
+    """Return the tile for a shape class.
+
+    Args:
+        chip: Compute capability or AMD architecture.
+        outputs: Output channels.
+        inputs: Input channels.
+        summed: Products of a sum.
+
+    Returns:
+        The tile; None for other chips.
+    """
+    family = None if isinstance(chip, str) else _FAMILIES.get(chip)
+    if family is None:
+        return None
+    width = _width(outputs, family)
+    tile = next(tile for most, tile in family.tiles.items() if width <= most)
+    depth = min(tile.depth, inputs & -inputs)
+    if depth < 64:
+        depth = 64 if summed >= _MANY else 32
+    # With as many stages as iterations, the compiler unrolls the loop, and registers spill.
+    stages = min(tile.stages, max(2, blocks(summed, depth) - 1))
+    return replace(tile, depth=depth, stages=stages, outputs=_split(width, family))
+
+
+def _width(outputs: int, family: _Family) -> int:
+    """Return the channels of a tile for `outputs`: the widest of those that waste the least."""
+    if outputs <= family.whole:
+        return max(32, widths_of(outputs)[0])
+    fitting = [width for width in (192, 160, 128, 96) if width <= family.whole]
+    return min(fitting, key=lambda width: blocks(outputs, width) * width)
+
+
+def _split(width: int, family: _Family) -> tuple[int, int]:
+    """Return `width` channels as two blocks, each a power of two.
+
+    A loop with one product keeps parts of it in registers, and Triton 3.9 takes these apart into
+    bytes: 181 `PRMT` instead of 8 for 32 products. With two products it does not.
+    """
+    split = split_of(width, large_first=False)
+    return split if split[1] or family.direct else (width // 2, width // 2)
+
+
+def _run(tile: ConvTile, x: Tensor, weight: ConvWeight, terms: _Terms, out: Tensor) -> None:
+    """Refuse what the kernel cannot read, and launch it."""
+    residual, kernel = terms.residual, tuple(weight.shape[2:])
+    if math.prod(weight.shape[1:]) > _MOST:
+        raise Refusal(f"the tensor cores saturate sums of more than {_MOST} products")
+    refuse_videos(x=x, residual=residual, out=out)
+    refuse_overlap(out, x=x)
+    refuse_overlap(out, residual=residual, same=True)
+    grid = grid_of(tile, x, out, kernel, (1, 1, 1))
+    sums = weight.laid_out(("sums",), _sums)
+    scale, bias, residual_bias = (
+        out if each is None else dense(each)
+        for each in (terms.scale, terms.bias, terms.residual_bias)
+    )
+    added = out if residual is None else residual
+    in_unit = unit_of(_CODES, x.shape[1], x)
+    out_unit = unit_of(_VALUES, out.shape[1], out, added)
+    launch(
+        convolve_codes,
+        grid,
+        *(x, weight.plain(), sums, scale, bias, added, residual_bias, out),
+        *(out.shape[2], x.shape[4], out.shape[4], math.prod(out.shape[3:])),
+        given(terms.bias, residual, terms.residual_bias),
+        *(step // in_unit for step in strides(x)),
+        *(step // out_unit for each in (residual, out) for step in strides(each)),
+        IN_UNIT=in_unit,
+        OUT_UNIT=out_unit,
+        ZERO=zero_of(x.dtype),
+        **dict(zip(("KT", "KH", "KW"), kernel, strict=True)),
+        **_options(tile, x.shape[1], out.shape[1]),
+    )
+
+
+def _options(tile: ConvTile, inputs: int, outputs: int) -> dict[str, Any]:
+    """Return the constants of a tile, and how to compile it."""
+    return {
+        "C_IN": inputs,
+        "C_OUT": outputs,
+        "CACHE": ".ca" if tile.cached else "",
+        "M": tile.pixels,
+        "N0": tile.outputs[0],
+        "N1": tile.outputs[1],
+        "K": tile.depth,
+        "warps": tile.warps,
+        "num_stages": tile.stages,
+    }
+
+
+def _sums(weight: Tensor) -> Tensor:
+    """Return the sums of `weight` `[C_out, C, kt, kh, kw]` for each output, int32 `[C_out]`."""
+    return weight.sum((1, 2, 3, 4), dtype=torch.int32)

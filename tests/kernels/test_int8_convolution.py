@@ -1,0 +1,274 @@
+"""The convolution of int8 codes: exact sums, terms, memory and refusals.
+
+The oracle is PyTorch's convolution in float64, which holds every sum of the tests exactly.
+"""
+
+import importlib
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fast_video_vae.kernels import BackendError, ConvWeight, int8_conv3d, use_backend
+from fast_video_vae.kernels.codes import zero_of
+from fast_video_vae.kernels.errors import Refusal
+from fast_video_vae.kernels.triton_ops import runtime
+from fast_video_vae.tests.kernels import formulas
+from fast_video_vae.tests.kernels.cases import missing, place, random, video
+
+# Batch, input channels, frames with the tail in front, rows and columns with the border; output
+# channels and taps.
+CASES = {
+    "a residual block": ((1, 96, 3, 4, 5), 96, (3, 3, 3)),
+    "a wider one": ((1, 192, 3, 4, 3), 192, (3, 3, 3)),
+    "the widest": ((1, 384, 3, 3, 4), 384, (1, 3, 3)),
+    "no block divides the channels": ((2, 20, 4, 5, 6), 33, (3, 3, 3)),
+    "from a picture": ((1, 3, 6, 5, 7), 24, (3, 3, 3)),
+    "to a picture": ((1, 33, 3, 5, 4), 3, (3, 3, 3)),
+    "one frame": ((2, 64, 1, 5, 3), 16, (1, 3, 3)),
+    "taps in time": ((1, 32, 5, 3, 7), 64, (3, 1, 1)),
+    "one tap": ((2, 160, 2, 3, 5), 160, (1, 1, 1)),
+    "a product of one step": ((1, 16, 2, 1, 3), 17, (1, 1, 1)),
+    "more pixels than a tile": ((1, 16, 1, 18, 21), 40, (1, 3, 3)),
+    "even taps": ((1, 24, 3, 4, 5), 20, (2, 2, 2)),
+}
+_REFERENCE = [("reference", kind) for kind in (torch.int8, torch.uint8)]
+KINDS = [*_REFERENCE, ("triton", torch.int8)]
+each_kind = pytest.mark.parametrize(("candidate", "kind"), KINDS, indirect=["candidate"])
+each_candidate = pytest.mark.parametrize("candidate", ["reference", "triton"], indirect=True)
+
+
+@pytest.fixture
+def candidate(request):
+    """Use a candidate; skip if this machine lacks it."""
+    reason = missing(request.param)
+    if reason:
+        pytest.skip(reason)
+    with use_backend(request.param), place(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def triton():
+    """Use Triton; skip if this machine lacks it."""
+    reason = missing("triton")
+    if reason:
+        pytest.skip(reason)
+    with use_backend("triton"), place("triton"):
+        yield
+
+
+def codes_of(*shape, kind=torch.int8, seed=0):
+    """Return every value of `kind`, `[B, C, T, H, W]` in channels-last memory."""
+    batch, channels, *pixels = shape
+    info, generator = torch.iinfo(kind), torch.Generator().manual_seed(seed)
+    size = (batch, *pixels, channels)
+    values = torch.randint(info.min, info.max + 1, size, generator=generator, device="cpu")
+    return values.to(torch.get_default_device(), kind).movedim(-1, 1)
+
+
+def taps_of(outputs, inputs, *taps, seed=1):
+    """Return a weight of all values from -127 to 127."""
+    return codes_of(outputs, inputs, *taps, seed=seed).clamp(min=-127).contiguous()
+
+
+def sums_of(x, weight):
+    """Return the sums in float64."""
+    return F.conv3d(x.cpu().double() - zero_of(x.dtype), weight.cpu().double()).to(x.device)
+
+
+def check_sums(x, weight):
+    """Check that the sums are those of float64, in int32 and in float32 with a scale of 1."""
+    expected = sums_of(x, weight)
+    result = int8_conv3d(x, weight, None, dtype=torch.int32)
+    assert result.movedim(1, -1).is_contiguous()
+    assert torch.equal(result, expected.to(torch.int32))
+    scaled = int8_conv3d(x, weight, torch.ones(weight.shape[0]))
+    assert torch.equal(scaled, expected.float())
+
+
+@each_kind
+@pytest.mark.parametrize("name", CASES)
+def test_sums_equal_those_of_float64(name, candidate, kind):
+    shape, outputs, taps = CASES[name]
+    check_sums(codes_of(*shape, kind=kind), taps_of(outputs, shape[1], *taps))
+
+
+@pytest.mark.slow
+@each_kind
+@pytest.mark.parametrize("taps", [(3, 3, 3), (1, 3, 3), (3, 1, 1), (1, 1, 1), (2, 2, 2), (1, 5, 4)])
+@pytest.mark.parametrize("inputs", [3, 16, 20, 33, 64, 96, 160, 192, 384])
+def test_sums_of_all_widths_equal_those_of_float64(inputs, taps, candidate, kind):
+    for outputs in (3, 33, 64, 96, 128, 160, 192, 384):
+        frames = taps[0] + (inputs + outputs) % 4
+        shape = (1 + outputs % 2, inputs, frames, taps[1] + outputs % 5, taps[2] + inputs % 7)
+        check_sums(codes_of(*shape, kind=kind), taps_of(outputs, inputs, *taps))
+
+
+@each_kind
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_the_largest_sums_are_exact(sign, candidate, kind):
+    """All products of a sum have the same sign: at 384 channels it needs 29 bits."""
+    info, weight = torch.iinfo(kind), torch.full((16, 384, 3, 3, 3), 127 * sign, dtype=torch.int8)
+    for code in (info.min, info.max, zero_of(kind)):
+        x = codes_of(1, 384, 3, 3, 4, kind=kind).fill_(code)
+        check_sums(x, weight)
+
+
+@each_kind
+def test_a_border_of_zeros_adds_nothing(candidate, kind):
+    """A tail and a border of the code of 0 are the padding of a causal convolution."""
+    x, weight = codes_of(1, 32, 2, 3, 4, kind=kind), taps_of(16, 32, 3, 3, 3)
+    padded = F.pad(x.cpu().double() - zero_of(kind), (1, 1, 1, 1, 2, 0))
+    expected = F.conv3d(padded, weight.cpu().double()).to(x.device, torch.int32)
+    window = (padded + zero_of(kind)).to(x.device, kind)
+    window = window.contiguous(memory_format=torch.channels_last_3d)
+    assert torch.equal(int8_conv3d(window, weight, None, dtype=torch.int32), expected)
+
+
+def terms_of(outputs, shape, dtype):
+    """Return a scale that keeps the sums near 1, and all terms."""
+    scale = random(outputs, seed=2).abs() * 1e-5
+    bias, residual_bias = random(2, outputs, seed=3)
+    residual = video(*shape, dtype=dtype, seed=4)
+    return scale, {"bias": bias, "residual": residual, "residual_bias": residual_bias}
+
+
+def formula(x, weight, scale, bias=None, residual=None, residual_bias=None):
+    """Return the result in float64, and the error of its steps in float32."""
+
+    def wide(values):
+        return values.double().view(1, -1, 1, 1, 1)
+
+    value = sums_of(x, weight) * wide(scale)
+    steps = 2 * value.abs()  # of the sum, if it has more than 24 bits, and of the product
+    for term in (bias, residual, residual_bias):
+        if term is not None:
+            value = value + (term.double() if term.ndim == 5 else wide(term))
+            steps = steps + value.abs()
+    return value, steps * formulas.unit(torch.float32) * 1.01
+
+
+@each_candidate
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_terms_are_added_in_float32_and_rounded_once(dtype, candidate):
+    x, weight = codes_of(2, 24, 3, 4, 5), taps_of(33, 24, 3, 3, 3)
+    scale, terms = terms_of(33, (2, 33, 1, 2, 3), dtype)
+    for names in ((), ("bias",), ("residual",), ("bias", "residual", "residual_bias")):
+        chosen = {name: terms[name] for name in names}
+        y = int8_conv3d(x, weight, scale, dtype=dtype, **chosen)
+        formulas.check(y, *formula(x, weight, scale, **chosen), f"{names}")
+
+
+@each_candidate
+@pytest.mark.parametrize("channels", [16, 96])
+def test_scale_and_biases_have_any_shape_and_dtype(channels, candidate):
+    x, weight = codes_of(1, 16, 1, 3, 3), taps_of(channels, 16, 1, 3, 3)
+    scale, bias = random(2, channels, seed=2).double()
+    shaped = scale.view(1, -1, 1, 1, 1), bias.half().view(-1, 1)
+    y = int8_conv3d(x, weight, *shaped)
+    formulas.check(y, *formula(x, weight, scale.float(), bias.half()))
+
+
+@each_candidate
+@pytest.mark.parametrize("spare", [0, 1])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_memory_around_the_videos_is_neither_read_nor_written(offset, spare, candidate):
+    """Slices of frames in batches of two; the result is other memory or the residual."""
+    shape, result = (2, 32, 3, 5, 6), (2, 33, 1, 3, 4)
+
+    def placed(values):
+        batch, channels, frames, *size = values.shape
+        full = batch, frames + 2 * spare, *size, channels
+        memory = torch.full((offset + math.prod(full) + 9,), 77, dtype=values.dtype)
+        view = memory[offset : offset + math.prod(full)].view(full).movedim(-1, 1)
+        view = view[:, :, spare : spare + frames]
+        view.copy_(values)
+        return memory, view
+
+    weight = taps_of(33, 32, 3, 3, 3)
+    scale, terms = terms_of(33, result, torch.bfloat16)
+    _, x = placed(codes_of(*shape))
+    expected = formula(x, weight, scale, **terms)
+    memory, residual = placed(terms["residual"])
+    other, out = placed(torch.zeros_like(residual))
+    for buffer, target in ((other, out), (memory, residual)):
+        call = {**terms, "residual": residual, "out": target, "dtype": torch.bfloat16}
+        assert int8_conv3d(x, weight, scale, **call) is target
+        formulas.check(target.clone(), *expected)
+        target.fill_(77)
+        assert (buffer == 77).all()
+
+
+@each_candidate
+def test_the_sums_of_the_weight_are_kept_with_it(candidate):
+    plain, derived = taps_of(16, 16, 1, 3, 3), []
+
+    def derive():
+        derived.append(plain)
+        return plain.contiguous(memory_format=torch.channels_last_3d)
+
+    weight = ConvWeight(plain.shape, plain.dtype, plain.device, derive)
+    for seed in range(2):
+        x = codes_of(1, 16, 1, 4, 5, seed=seed)
+        sums = int8_conv3d(x, weight, None, dtype=torch.int32)
+        assert torch.equal(sums, sums_of(x, plain).to(torch.int32))
+    assert len(derived) <= 2  # once per layout
+    assert len(weight.layouts) == (2 if candidate == "triton" else 1)
+
+
+def test_calls_that_the_kernel_cannot_run_are_refused(triton):
+    x, weight = codes_of(1, 16, 2, 4, 4), taps_of(16, 16, 1, 1, 1)
+    with pytest.raises(BackendError, match="there is no kernel for uint8"):
+        int8_conv3d(codes_of(1, 16, 2, 4, 4, kind=torch.uint8), weight, None, dtype=torch.int32)
+    with pytest.raises(BackendError, match="x is not channels-last"):
+        int8_conv3d(x.contiguous(), weight, None, dtype=torch.int32)
+    memory = torch.zeros(16 * (2 * 16 + 1))
+    first, second = (memory[at : at + 512].view(1, 2, 4, 4, 16).movedim(-1, 1) for at in (0, 16))
+    with pytest.raises(BackendError, match="out overlaps the memory of residual"):
+        int8_conv3d(x, weight, torch.ones(16), residual=first, out=second)
+    long = taps_of(16, 2048, 1, 9, 9)
+    with pytest.raises(BackendError, match="saturate sums of more than 131071 products"):
+        int8_conv3d(codes_of(1, 2048, 1, 9, 9), long, None, dtype=torch.int32)
+
+
+def test_offsets_beyond_32_bits_are_refused():
+    pytest.importorskip("triton", reason="needs triton")
+    int8 = importlib.import_module(f"{runtime.__package__}.int8_convolution")
+    weight = ConvWeight.of(torch.empty(16, 64, 1, 3, 3, dtype=torch.int8, device="meta"))
+    for height, width in ((4, 20_000_000), (70_000, 70_000)):
+        shape = (1, 1, height, width, 64)
+        x = torch.empty(shape, dtype=torch.int8, device="meta").movedim(-1, 1)
+        with pytest.raises(Refusal, match="too far apart for 32-bit offsets"):
+            int8.int8_conv3d(x, weight, None, dtype=torch.int32)
+
+
+def test_tiles_pad_few_channels():
+    """No channel of the networks is padded; other chips have no tiles."""
+    pytest.importorskip("triton", reason="needs triton")
+    int8 = importlib.import_module(f"{runtime.__package__}.int8_convolution")
+    for chip in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)):
+        for channels in (32, 64, 96, 128, 160, 192, 256, 320, 384, 512, 640, 1024):
+            tile = int8.tile_of(chip, channels, channels, 27 * channels)
+            assert channels % tile.width == 0, (chip, channels)
+            assert tile.depth in (32, 64, 128)
+            assert tile.stages >= 2
+        assert int8.tile_of(chip, 33, 20, 540).width <= 64
+    for chip in ((7, 5), (10, 3), "gfx942"):
+        assert int8.tile_of(chip, 96, 96, 27 * 96) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", [(8, 0), (8, 6), (9, 0), (10, 0), (12, 0)])
+@pytest.mark.parametrize("outputs", [3, 33, 64, 96, 128, 160, 192, 384])
+def test_the_tile_of_every_chip_is_exact_at_its_edges(outputs, chip, triton, monkeypatch):
+    """One pixel less than a tile, a whole one, and one more."""
+    if not runtime.interpreted():
+        pytest.skip("chooses the tiles of another chip")
+    int8 = importlib.import_module(f"{runtime.__package__}.int8_convolution")
+    monkeypatch.setattr(int8, "chip_of", lambda _: chip)
+    for inputs in (20, 96, 128):
+        pixels = int8.tile_of(chip, outputs, inputs, 3 * inputs).pixels
+        for columns in (pixels - 1, pixels, pixels + 1):
+            check_sums(codes_of(1, inputs, 3, 1, columns), taps_of(outputs, inputs, 3, 1, 1))
