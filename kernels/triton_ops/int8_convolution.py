@@ -49,8 +49,7 @@ class _Family(NamedTuple):
 # one program of 8 warps with all 192 takes 1.20 ms. At 96 channels, 480 x 832, 128 pixels take
 # 1.27 ms and 256 pixels with 8 warps 1.67 ms (Triton 3.6, 2026-11).
 #
-# Other chips were not timed. By `count_sass.py`, each tile of them issues at most half as many
-# instructions as its products take cycles at the rate of A100, so loads are the limit:
+# Other chips were not timed. By `count_sass.py`, their tiles issue about half as many instructions as its products take cycles at the rate of A100, so loads are the limit:
 # - Shared memory takes 4 cycles per load and serves 4 tensor cores. Warps own rows of both blocks
 #   of channels. 32 rows by 96 channels take 8 loads for 24 products of 8 cycles on A100 and 16 on
 #   a GeForce, and 16 rows take 7 for 12, which are too many on A100.
@@ -72,7 +71,8 @@ _AMPERE = _Family(
         160: ConvTile(128, 64, 8, 4, cached=True),
     },
 )
-# 384 channels: 0.81 ms with 128 products per iteration, 0.92 ms with 64.
+# 384 channels: 0.81 ms with 128 products per iteration, 0.92 ms with 64. 160 channels spill 320
+# bytes after the loop, and take 0.75 ms; with 8 warps they do not, and take 1.19 ms.
 _HOPPER = _Family(
     {
         96: ConvTile(128, 128, 4, 4),
@@ -175,7 +175,7 @@ def tile_of(chip: Chip, outputs: int, inputs: int, summed: int) -> ConvTile | No
     depth = min(tile.depth, inputs & -inputs)
     if depth < 64:
         depth = 64 if summed >= _MANY else 32
-    # With as many stages as iterations, the compiler unrolls the loop, and registers spill.
+    # More stages than iterations would only take memory.
     stages = min(tile.stages, max(2, blocks(summed, depth) - 1))
     return replace(tile, depth=depth, stages=stages, outputs=_split(width))
 
@@ -206,7 +206,7 @@ def _run(tile: ConvTile, x: Tensor, weight: ConvWeight, terms: _Terms, out: Tens
     refuse_overlap(out, x=x)
     refuse_overlap(out, residual=residual, same=True)
     grid = grid_of(tile, x, out, kernel, (1, 1, 1))
-    sums = weight.laid_out(("sums",), _sums)
+    taps, sums = weight.plain(), weight.laid_out(("sums",), _sums)
     scale, bias, residual_bias = (
         out if each is None else dense(each)
         for each in (terms.scale, terms.bias, terms.residual_bias)
@@ -217,8 +217,8 @@ def _run(tile: ConvTile, x: Tensor, weight: ConvWeight, terms: _Terms, out: Tens
     launch(
         convolve_codes,
         grid,
-        *(x, weight.plain(), sums, scale, bias, added, residual_bias, out),
-        *(out.shape[2], x.shape[4], out.shape[4], math.prod(out.shape[3:])),
+        *(x, taps, sums, scale, bias, added, residual_bias, out),
+        *(out.shape[2], x.shape[4], out.shape[4], math.prod(out.shape[3:]), taps[0].numel()),
         given(terms.bias, residual, terms.residual_bias),
         *(step // in_unit for step in strides(x)),
         *(step // out_unit for each in (residual, out) for step in strides(each)),
