@@ -45,11 +45,12 @@ class _Family(NamedTuple):
 
 
 # Programs of 128 pixels and 4 warps: two per SM hide each other's barriers, first loads and last
-# stores. On H200 two blocks of 96 channels take 0.93 ms for 192 channels at 4 x 240 x 416, where
+# stores. On H200 two blocks of 96 channels take 1.01 ms for 192 channels at 4 x 240 x 416, where
 # one program of 8 warps with all 192 takes 1.20 ms. At 96 channels, 480 x 832, 128 pixels take
 # 1.27 ms and 256 pixels with 8 warps 1.67 ms (Triton 3.6, 2026-11).
 #
-# Other chips were not timed. By `count_sass.py`, their tiles issue about half as many instructions as its products take cycles at the rate of A100, so loads are the limit:
+# Other chips were not timed. By `count_sass.py`, their tiles issue at most half as many instructions
+# as their products take cycles at the rate of A100, so loads are the limit:
 # - Shared memory takes 4 cycles per load and serves 4 tensor cores. Warps own rows of both blocks
 #   of channels. 32 rows by 96 channels take 8 loads for 24 products of 8 cycles on A100 and 16 on
 #   a GeForce, and 16 rows take 7 for 12, which are too many on A100.
@@ -71,11 +72,13 @@ _AMPERE = _Family(
         160: ConvTile(128, 64, 8, 4, cached=True),
     },
 )
-# 384 channels: 0.81 ms with 128 products per iteration, 0.92 ms with 64. 160 channels spill 320
-# bytes after the loop, and take 0.75 ms; with 8 warps they do not, and take 1.19 ms.
+# 128 products per iteration: 384 channels at 4 x 120 x 208 take 0.81 ms, and 0.92 ms with 64; 256
+# channels at 4 x 240 x 416 take 1.20 ms, and 1.44 ms with 64. A tile of 160 channels spills 320
+# bytes after its loop and takes 0.67 ms; with 8 warps it does not, and takes 0.94 ms.
 _HOPPER = _Family(
     {
         96: ConvTile(128, 128, 4, 4),
+        128: ConvTile(128, 128, 4, 3),
         160: ConvTile(128, 64, 4, 4),
     },
 )
