@@ -36,52 +36,67 @@ class _Family(NamedTuple):
 
     Attributes:
         tiles: Tiles by their output channels: the one of the first key that is large enough.
-        whole: Channels of the widest tile.
-        direct: One block of channels is as fast as two.
+        widths: Channels of tiles for more than 96 channels; of those that waste the least, the
+            first.
     """
 
     tiles: dict[int, ConvTile]
-    whole: int = 192
-    direct: bool = False
+    widths: tuple[int, ...] = (96, 160, 128)
 
 
-# Each tile has 8 warps per SM, in one program or two, and a quarter of them per tensor core. The
-# margin of `count_sass.py` is at least 2 for 96 and more channels with the rate of A100, so loads
-# are the limit. They set the sizes:
-# - The L2 cache gives about 5 TB/s on a GeForce RTX 4090, and its tensor cores need a byte per 66
-#   products. A tile of 128 x 96 has 55 per byte and one of 128 x 192 has 77; `cached` makes it 88
-#   and 104 at best, because the L1 cache has two of three pixels of a kernel row.
-# - Warps own rows of both blocks of channels. With 32 rows, 96 channels take 8 loads from shared
-#   memory for 24 products, and with 16 rows 7 for 12. Shared memory takes 4 cycles per load and
-#   serves 4 tensor cores, whose products take 16 cycles on a GeForce and 8 on A100. So 16 rows keep
-#   half of the shared memory busy on a GeForce, and are too few for A100.
-# - 32 rows by 192 channels spill.
+# Programs of 128 pixels and 4 warps: two per SM hide each other's barriers, first loads and last
+# stores. On H200 two blocks of 96 channels take 1.01 ms for 192 channels at 4 x 240 x 416, where
+# one program of 8 warps with all 192 takes 1.20 ms. At 96 channels, 480 x 832, 128 pixels take
+# 1.27 ms and 256 pixels with 8 warps 1.67 ms (Triton 3.6, 2026-11).
+#
+# Other chips were not timed. By `count_sass.py`, their tiles issue at most half as many instructions
+# as their products take cycles at the rate of A100, so loads are the limit:
+# - Shared memory takes 4 cycles per load and serves 4 tensor cores. Warps own rows of both blocks
+#   of channels. 32 rows by 96 channels take 8 loads for 24 products of 8 cycles on A100 and 16 on
+#   a GeForce, and 16 rows take 7 for 12, which are too many on A100.
+# - A tile of 128 x 96 has 55 products per byte of the L2 cache. `cached` makes it 88 at best,
+#   because the L1 cache has two of three pixels of a kernel row.
+# - A GeForce takes 1,500 cycles for an iteration of two programs, more than a load from memory, so
+#   two buffers suffice; the rest of the memory is the L1 cache.
 _GEFORCE = _Family(
     {
         32: ConvTile(256, 64, 8, 3, cached=True),
-        96: ConvTile(128, 64, 4, 3, cached=True),
-        128: ConvTile(256, 64, 8, 3, cached=True),
-        192: ConvTile(128, 64, 8, 3, cached=True),
+        128: ConvTile(128, 64, 4, 3, cached=True),
+        160: ConvTile(128, 64, 8, 3, cached=True),
     },
 )
 _AMPERE = _Family(
     {
         32: ConvTile(256, 64, 8, 4, cached=True),
-        128: ConvTile(256, 64, 8, 4, cached=True),
+        128: ConvTile(128, 64, 4, 4, cached=True),
         160: ConvTile(128, 64, 8, 4, cached=True),
     },
-    whole=160,
 )
+# 128 products per iteration: 384 channels at 4 x 120 x 208 take 0.81 ms, and 0.92 ms with 64; 256
+# channels at 4 x 240 x 416 take 1.20 ms, and 1.44 ms with 64. A tile of 160 channels spills 320
+# bytes after its loop and takes 0.67 ms; with 8 warps it does not, and takes 0.94 ms.
 _HOPPER = _Family(
+    {
+        96: ConvTile(128, 128, 4, 4),
+        128: ConvTile(128, 128, 4, 3),
+        160: ConvTile(128, 64, 4, 4),
+    },
+)
+# Tensor cores of sm_100 have memory for the sums. With 4 warps, registers spill while it is read.
+_BLACKWELL = _Family(
     {
         96: ConvTile(256, 64, 8, 4),
         192: ConvTile(128, 128, 8, 4),
     },
-    direct=True,
+    widths=(192, 160, 128, 96),
 )
-# Tensor cores of sm_100 have memory for the sums; one block of 64 channels spills while it is read.
-_BLACKWELL = _HOPPER._replace(direct=False)
-_GEFORCE_BLACKWELL = _Family(_GEFORCE.tiles | {128: ConvTile(128, 64, 8, 3, cached=True)})
+_GEFORCE_BLACKWELL = _Family(
+    {
+        32: ConvTile(256, 64, 8, 3, cached=True),
+        96: ConvTile(128, 64, 4, 3, cached=True),
+        160: ConvTile(128, 64, 8, 3, cached=True),
+    },
+)
 
 # Not (10, 3), which multiplies int8 slowly.
 _FAMILIES = {
@@ -163,27 +178,26 @@ def tile_of(chip: Chip, outputs: int, inputs: int, summed: int) -> ConvTile | No
     depth = min(tile.depth, inputs & -inputs)
     if depth < 64:
         depth = 64 if summed >= _MANY else 32
-    # With as many stages as iterations, the compiler unrolls the loop, and registers spill.
+    # More stages than iterations would only take memory.
     stages = min(tile.stages, max(2, blocks(summed, depth) - 1))
-    return replace(tile, depth=depth, stages=stages, outputs=_split(width, family))
+    return replace(tile, depth=depth, stages=stages, outputs=_split(width))
 
 
 def _width(outputs: int, family: _Family) -> int:
-    """Return the channels of a tile for `outputs`: the widest of those that waste the least."""
-    if outputs <= family.whole:
+    """Return the channels of a tile for `outputs`."""
+    if outputs <= 96:
         return max(32, widths_of(outputs)[0])
-    fitting = [width for width in (192, 160, 128, 96) if width <= family.whole]
-    return min(fitting, key=lambda width: blocks(outputs, width) * width)
+    return min(family.widths, key=lambda width: blocks(outputs, width) * width)
 
 
-def _split(width: int, family: _Family) -> tuple[int, int]:
+def _split(width: int) -> tuple[int, int]:
     """Return `width` channels as two blocks, each a power of two.
 
     A loop with one product keeps parts of it in registers, and Triton 3.9 takes these apart into
     bytes: 181 `PRMT` instead of 8 for 32 products. With two products it does not.
     """
-    split = split_of(width, large_first=False)
-    return split if split[1] or family.direct else (width // 2, width // 2)
+    small, large = split_of(width, large_first=False)
+    return (small, large) if large else (width // 2, width // 2)
 
 
 def _run(tile: ConvTile, x: Tensor, weight: ConvWeight, terms: _Terms, out: Tensor) -> None:
@@ -195,7 +209,7 @@ def _run(tile: ConvTile, x: Tensor, weight: ConvWeight, terms: _Terms, out: Tens
     refuse_overlap(out, x=x)
     refuse_overlap(out, residual=residual, same=True)
     grid = grid_of(tile, x, out, kernel, (1, 1, 1))
-    sums = weight.laid_out(("sums",), _sums)
+    taps, sums = weight.plain(), weight.laid_out(("sums",), _sums)
     scale, bias, residual_bias = (
         out if each is None else dense(each)
         for each in (terms.scale, terms.bias, terms.residual_bias)
@@ -206,8 +220,8 @@ def _run(tile: ConvTile, x: Tensor, weight: ConvWeight, terms: _Terms, out: Tens
     launch(
         convolve_codes,
         grid,
-        *(x, weight.plain(), sums, scale, bias, added, residual_bias, out),
-        *(out.shape[2], x.shape[4], out.shape[4], math.prod(out.shape[3:])),
+        *(x, taps, sums, scale, bias, added, residual_bias, out),
+        *(out.shape[2], x.shape[4], out.shape[4], math.prod(out.shape[3:]), taps[0].numel()),
         given(terms.bias, residual, terms.residual_bias),
         *(step // in_unit for step in strides(x)),
         *(step // out_unit for each in (residual, out) for step in strides(each)),

@@ -41,13 +41,13 @@ def _finish(
 
 @triton.jit(
     do_not_specialize=[
-        "frames", "width", "out_width", "pixels", "given", "x_batch", "x_frame",
+        "frames", "width", "out_width", "pixels", "summed", "given", "x_batch", "x_frame",
         "residual_batch", "residual_frame", "out_batch", "out_frame",
     ]
 )  # fmt: skip
 def convolve_codes(
     x, weight, sums, scale, bias, residual, residual_bias, out,
-    frames, width, out_width, pixels, given, x_batch, x_frame,
+    frames, width, out_width, pixels, summed, given, x_batch, x_frame,
     residual_batch, residual_frame, out_batch, out_frame,
     C_IN: tl.constexpr, C_OUT: tl.constexpr,
     KT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, ZERO: tl.constexpr,
@@ -91,7 +91,8 @@ def convolve_codes(
         weight_1 = weight_offsets(channel + N0 + tl.arange(0, N1), k, SUMMED, C_OUT, N0 + N1)
         total_1 = tl.zeros([M, N1], tl.int32)
     near = place[:, None] + k[None, :]
-    for step in range(0, SUMMED, K):
+    # Not a constant: the compiler would unroll few iterations, and registers would spill.
+    for step in range(0, summed, K):
         if WHOLE:
             # The compiler must know that the place is a multiple of `K`.
             tap, part = step // K % KW, step // K // KW % PARTS
