@@ -303,7 +303,17 @@ def grid_of(
 
 
 def videos_of(out: Tensor) -> int:
-    """Return the number of videos of `out` `[B, C, T, H, W]`, or refuse too many."""
+    """Return the number of videos, or refuse too many.
+
+    Args:
+        out: `[B, C_out, T, H, W]`.
+
+    Returns:
+        Programs along the second axis of a grid.
+
+    Raises:
+        Refusal: A grid cannot count them.
+    """
     if out.shape[0] > GRID_LIMIT:
         raise Refusal(f"more than {GRID_LIMIT} videos")
     return out.shape[0]
@@ -353,7 +363,15 @@ def widths_of(outputs: int) -> tuple[int, ...]:
 
 
 def split_of(width: int, *, large_first: bool) -> tuple[int, int]:
-    """Return `width` channels as two powers of two; the second is 0 for a power of two."""
+    """Return channels as two powers of two; the second is 0 for a power of two.
+
+    Args:
+        width: Channels of a tile.
+        large_first: Return the larger one first.
+
+    Returns:
+        Two numbers of channels.
+    """
     large = 1 << width.bit_length() - 1
     small = width - large
     return (large, small) if large_first or not small else (small, large)

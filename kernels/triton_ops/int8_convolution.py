@@ -49,8 +49,8 @@ class _Family(NamedTuple):
 # one program of 8 warps with all 192 takes 1.20 ms. At 96 channels, 480 x 832, 128 pixels take
 # 1.27 ms and 256 pixels with 8 warps 1.67 ms (Triton 3.6, 2026-11).
 #
-# Other chips were not timed. By `count_sass.py`, their tiles issue at most half as many instructions
-# as their products take cycles at the rate of A100, so loads are the limit:
+# Other chips were not timed. By `count_sass.py`, their tiles issue at most half as many
+# instructions as their products take cycles at the rate of A100, so loads are the limit:
 # - Shared memory takes 4 cycles per load and serves 4 tensor cores. Warps own rows of both blocks
 #   of channels. 32 rows by 96 channels take 8 loads for 24 products of 8 cycles on A100 and 16 on
 #   a GeForce, and 16 rows take 7 for 12, which are too many on A100.
@@ -73,8 +73,9 @@ _AMPERE = _Family(
     },
 )
 # 128 products per iteration: 384 channels at 4 x 120 x 208 take 0.81 ms, and 0.92 ms with 64; 256
-# channels at 4 x 240 x 416 take 1.20 ms, and 1.44 ms with 64. A tile of 160 channels spills 320
-# bytes after its loop and takes 0.67 ms; with 8 warps it does not, and takes 0.94 ms.
+# channels at 4 x 240 x 416 take 1.20 ms, and 1.44 ms with 64. Triton 3.9 spills 8 bytes of that
+# tile of 256 channels and 320 of the one of 160, after the loop. 160 channels take 0.67 ms so; with
+# 8 warps nothing spills, and they take 0.94 ms.
 _HOPPER = _Family(
     {
         96: ConvTile(128, 128, 4, 4),
@@ -145,6 +146,9 @@ def int8_conv3d(
 
     Returns:
         `[B, C_out, T', H', W']`.
+
+    Raises:
+        Refusal: The kernel cannot run on this chip, or cannot read a tensor.
     """
     chip, summed = chip_of(x.device), math.prod(weight.shape[1:])
     tile = tile_of(chip, weight.shape[0], weight.shape[1], summed)
