@@ -136,8 +136,9 @@ def _right(
 
     def run(name: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
         arguments = new_call()
-        y = ask(name, op, **arguments)
-        return y, arguments.get("tail"), arguments.get("saturated")
+        y, counts = ask(name, op, **arguments), arguments.get("saturated")
+        # Counts differ by a share: rounding decides whether a value at the last half has a code.
+        return y, arguments.get("tail"), None if counts is None else counts.float()
 
     expected = run("reference")
     x, right = expected[0], {"reference"}

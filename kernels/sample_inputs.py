@@ -151,17 +151,20 @@ def _any_codes(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Gene
 
 
 def _coded(made: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Return the arguments of a norm for codes of `dtype`: most values have one, and a few do not.
+    """Return the arguments of a norm for codes of `dtype`.
 
-    The result is memory of a code that few values have, because all of it must be written.
+    Large values of every eighth channel have no code, so that they are counted. The result is
+    memory of a code that few values have, because all of it must be written.
     """
     x: Tensor = made["x"]
     scales = (made["weight"], made["bias"]) if "weight" in made else (made["gamma"],)
+    codes = code_steps(*scales).reciprocal()
+    codes[::8] *= 2
     shape = shapes.window(x, made.get("tail"), made.get("border", 0))
     out = shapes.new_video(x.new_empty(0, dtype=dtype), shape).fill_(torch.iinfo(dtype).max)
     return {
         "out": out,
-        "codes": code_steps(*scales).reciprocal(),
+        "codes": codes,
         "saturated": torch.zeros(2, dtype=torch.int64, device=x.device),
     }
 
