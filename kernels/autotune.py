@@ -217,9 +217,8 @@ def _kind(op: str, x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     key: list[Any] = [op, x.device, x.dtype, _channels(x)]
     optional = sample_inputs.OPTIONAL.get(op, ())
     named = {**dict(zip(_parameters(op), args, strict=False)), **kwargs}
-    coded = sample_inputs.coded_dtype(x.device, named)
-    if coded is not None:
-        key.append(coded)
+    if named.get("codes") is not None:
+        key.append(sample_inputs.coded_dtype(x.device, named))
     vectors = set()
     for name, value in named.items():
         if not isinstance(value, Tensor):

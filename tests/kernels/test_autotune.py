@@ -235,8 +235,8 @@ def test_calls_with_codes_have_a_trial_of_their_own(team):
 def test_one_trial_serves_codes_of_one_dtype(team):
     args = video(1, 16, 2, 4, 4), random(16)
     tail = video(1, 16, 2, 4, 4).to(torch.uint8)
-    alike = [coded(16), coded(16, torch.uint8), coded(16, tail=tail), coded(16, bias=args[1])]
-    assert trials(team, "rms_norm_silu", *((args, given) for given in alike)) == 1
+    calls = [coded(16), coded(16, torch.uint8), coded(16, tail=tail), coded(16, bias=args[1])]
+    assert trials(team, "rms_norm_silu", *((args, given) for given in calls)) == 1
     assert trials(team, "rms_norm_silu", (args, coded(16, torch.int8))) == 1
 
 
