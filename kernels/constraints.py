@@ -177,8 +177,8 @@ def overlaps(target: Tensor | None, source: Tensor | None, *, same: bool = False
     start, stop = _extent(source)
     if first >= stop or start >= last:
         return False
-    alike = target.dtype == source.dtype and target.stride() == source.stride()
-    return not (same and first == start and alike)
+    in_place = first == start and target.stride() == source.stride()
+    return not (same and in_place and target.dtype == source.dtype)
 
 
 def is_dense(x: Tensor, *dims: int) -> bool:

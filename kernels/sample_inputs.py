@@ -114,63 +114,58 @@ def call(
             "grid": (frames, height + 1, width + 1),
             "source": (frames // times, height, width),
         }
-        shape = 1, *shapes.get(name, (frames, height, width)), value.shape[1]
-        if name == "tail" and coded is not None:
-            return _any_codes(shape, coded, generator).movedim(-1, 1)
-        return numbers(*shape).movedim(-1, 1)
+        shape = shapes.get(name, (frames, height, width))
+        return numbers(1, *shape, value.shape[1]).movedim(-1, 1)
 
-    coded = coded_dtype(device, given)
-    left = ("out", "codes", "saturated")
-    made = {name: like(name, value) for name, value in given.items() if name not in left}
-    if coded is not None:
-        return made | _coded(made, coded)
-    return made | _target(op, made, given.get("out"))
+    written = ("out", "codes", "saturated")
+    made = {name: like(name, value) for name, value in given.items() if name not in written}
+    return made | _target(op, made, given, generator)
 
 
-def coded_dtype(device: torch.device, given: Mapping[str, Any]) -> torch.dtype | None:
-    """Return the dtype of the codes that a call writes.
+def coded_dtype(device: torch.device, given: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype of the codes that a call with `codes` writes.
 
     Args:
         device: Device of the call.
-        given: Arguments of the call by name, such as `codes` `[C]` and `out` `[B, C, T, H, W]`.
+        given: Arguments of the call by name, such as `out` `[B, C, T, H, W]`.
 
     Returns:
-        None for a call without codes.
+        That of `out`, if it is given.
     """
-    if given.get("codes") is None:
-        return None
     out: Tensor | None = given.get("out")
     return code_dtype(device) if out is None else out.dtype
 
 
-def _any_codes(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Return codes of `dtype`, all of them equally frequent, in `shape` `[...]`."""
-    first, last = torch.iinfo(dtype).min, torch.iinfo(dtype).max
-    options = {"generator": generator, "device": generator.device, "dtype": dtype}
-    return torch.randint(first, last + 1, shape, **options)
+def _coded(made: dict[str, Any], dtype: torch.dtype, generator: torch.Generator) -> dict[str, Any]:
+    """Return the arguments of a norm for codes of `dtype`.
 
-
-def _coded(made: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Return the arguments of a norm for codes of `dtype`: most values have one, and a few do not.
-
-    The result is memory of a code that few values have, because all of it must be written.
+    Large values of every eighth channel have no code, so that they are counted. The result is
+    memory of a code that few values have, because all of it must be written.
     """
-    x: Tensor = made["x"]
+    x, info = made["x"], torch.iinfo(dtype)
     scales = (made["weight"], made["bias"]) if "weight" in made else (made["gamma"],)
+    codes = code_steps(*scales).reciprocal()
+    codes[::8] *= 2
     shape = shapes.window(x, made.get("tail"), made.get("border", 0))
-    out = shapes.new_video(x.new_empty(0, dtype=dtype), shape).fill_(torch.iinfo(dtype).max)
-    return {
-        "out": out,
-        "codes": code_steps(*scales).reciprocal(),
-        "saturated": torch.zeros(2, dtype=torch.int64, device=x.device),
-    }
+    out = shapes.new_video(x.new_empty(0, dtype=dtype), shape).fill_(info.max)
+    saturated = torch.zeros(2, dtype=torch.int64, device=x.device)
+    more = {"out": out, "codes": codes, "saturated": saturated}
+    if made.get("tail") is not None:
+        tail = shapes.new_video(out, made["tail"].shape)
+        more["tail"] = tail.random_(info.min, info.max + 1, generator=generator)
+    return more
 
 
-def _target(op: str, made: dict[str, Any], out: Tensor | None) -> dict[str, Any]:
-    """Return the arguments for a result with the dtype and layout of `out` `[...]`, if any.
+def _target(
+    op: str, made: dict[str, Any], given: Mapping[str, Any], generator: torch.Generator
+) -> dict[str, Any]:
+    """Return the arguments for a result with the dtype and layout of that of `given`, if any.
 
     A result with a border is memory of NaN, because all of it must be written.
     """
+    out: Tensor | None = given.get("out")
+    if given.get("codes") is not None:
+        return _coded(made, coded_dtype(generator.device, given), generator)
     if made.get("border"):
         window = shapes.new_window(made["x"], made.get("tail"), made["border"])
         return {"out": window.fill_(math.nan)}

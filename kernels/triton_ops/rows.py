@@ -59,30 +59,13 @@ def rms_norm_silu(
     launch(
         _rms_norm_silu,
         (blocks(pixels, rows), frames, batch),
-        x,
-        gamma,
-        gamma if bias is None else dense(bias),
-        out if tail is None else tail,
-        out,
-        None if codes is None else dense(codes),
-        saturated,
-        pixels,
-        frames,
-        0 if tail is None else tail.shape[2],
-        width,
-        given(bias),
-        *strides(x),
-        *strides(tail),
-        *strides(out),
-        warps=warps,
-        CHANNELS=channels,
-        ROOT=math.sqrt(channels),
-        SILU=silu,
-        BORDER=border,
-        ZERO=zero_of(out.dtype),
-        ROWS=rows,
-        BLOCK=block,
-    )
+        x, gamma, gamma if bias is None else dense(bias), out if tail is None else tail, out,
+        None if codes is None else dense(codes), saturated,
+        pixels, frames, 0 if tail is None else tail.shape[2], width, given(bias),
+        *strides(x), *strides(tail), *strides(out),
+        warps=warps, CHANNELS=channels, ROOT=math.sqrt(channels), SILU=silu, BORDER=border,
+        ZERO=zero_of(out.dtype), ROWS=rows, BLOCK=block,
+    )  # fmt: skip
     return out
 
 

@@ -59,6 +59,8 @@ def encoded(y, codes, saturated, held, ZERO: tl.constexpr, dtype: tl.constexpr):
     v = y * codes[None, :]
     missing = held & (v != v)
     v = tl.where(held & (v == v), v, 0.0)
+    whole = tl.minimum(tl.maximum(v, _FIRST), _LAST) + _WHOLE
+    y = (whole.to(tl.int32, bitcast=True) + ZERO).to(dtype)
     # `rint` rounds the half below the first code, -17.5, out of the codes, and 238.5 into them.
     outside = (v <= _FIRST - 0.5) | (v > _LAST + 0.5)
     # One reduction for both counts.
@@ -67,5 +69,4 @@ def encoded(y, codes, saturated, held, ZERO: tl.constexpr, dtype: tl.constexpr):
     over, lost = counts % _NAN, counts // _NAN
     tl.atomic_add(saturated, over, mask=over > 0, sem="relaxed")
     tl.atomic_add(saturated + 1, lost, mask=lost > 0, sem="relaxed")
-    whole = tl.minimum(tl.maximum(v, _FIRST), _LAST) + _WHOLE
-    return (whole.to(tl.int32, bitcast=True) + ZERO).to(dtype)
+    return y

@@ -235,8 +235,8 @@ def test_calls_with_codes_have_a_trial_of_their_own(team):
 def test_one_trial_serves_codes_of_one_dtype(team):
     args = video(1, 16, 2, 4, 4), random(16)
     tail = video(1, 16, 2, 4, 4).to(torch.uint8)
-    alike = [coded(16), coded(16, torch.uint8), coded(16, tail=tail), coded(16, bias=args[1])]
-    assert trials(team, "rms_norm_silu", *((args, given) for given in alike)) == 1
+    calls = [coded(16), coded(16, torch.uint8), coded(16, tail=tail), coded(16, bias=args[1])]
+    assert trials(team, "rms_norm_silu", *((args, given) for given in calls)) == 1
     assert trials(team, "rms_norm_silu", (args, coded(16, torch.int8))) == 1
 
 
@@ -255,7 +255,7 @@ def test_most_values_of_a_sample_call_have_a_code(op, dtype, result, border):
     again = sample_inputs.call(op, (4, 33, 31), dtype, CPU, given)
     getattr(reference, op)(**made)
     outside, missing = made["saturated"].tolist()
-    assert 0 < outside < made["x"].numel() / 100
+    assert 0 < outside < made["x"].numel() / 16
     assert missing == 0
     assert not again["saturated"].any()
     assert len(made["out"].unique()) > 100
