@@ -169,7 +169,11 @@ def roll(
     mask of the tail, and differ from `at` and `mask` of `out` if `out` has a border of `ZERO`.
     """
     for k in range(last % frames, last + 1, frames):
-        old = tl.load(tail + k * tail_frame + source, mask=held, other=ZERO)
+        old = tl.load(tail + k * tail_frame + source, mask=held, other=0)
+        if ZERO:
+            # Not as `other`: Triton 3.6 extends a negative one of 8 bits over its neighbours, so
+            # three of four codes were -1 (H200, 2026-11).
+            old = tl.where(held, old, ZERO).to(out.dtype.element_ty)
         tl.store(out + k * out_frame + at, old, mask=mask)
         # The threads of a program may divide the values differently for loads and stores.
         tl.debug_barrier()
