@@ -16,9 +16,8 @@ from ...kernels import (
     gpu_compiler,
     gpu_config,
     native_library,
-    padded,
 )
-from ..bench.report import dtype_label
+from ..bench.tables import aligned, dtype_label
 from ..model import VideoVAE
 from ..planning.device_memory import free_bytes
 from ..streaming.options import StreamOptions
@@ -106,7 +105,7 @@ def vae_report(vae: VideoVAE, path: Path, limit_bytes: int | None, ranks: int = 
             first, *more = textwrap.wrap(how, _HOW_WIDTH, break_on_hyphens=False)
             table.append([name, task, f"{_size(plan.peak_bytes):>8}", first])
             table += [["", "", "", f"  {line}"] for line in more]
-    return "\n".join([*lines, *_aligned(table)])
+    return "\n".join([*lines, *aligned(table)])
 
 
 def backend_report() -> str:
@@ -122,7 +121,7 @@ def backend_report() -> str:
     reasons = reasons_of(matrix)
     lines = []
     for entries in tables_of(matrix):
-        lines += [*_aligned(support_table(entries, reasons)), ""]
+        lines += [*aligned(support_table(entries, reasons)), ""]
     lines += _wrapped("", LEGEND)
     for number, reason in enumerate(reasons, 1):
         lines += _wrapped(f"({number}) ", reason)
@@ -200,10 +199,6 @@ def support_table(matrix: Sequence[Support], reasons: Sequence[str]) -> list[lis
         ]
         rows.append([op, *cells])
     return rows
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    return ["  ".join(row).rstrip() for row in padded(rows)]
 
 
 def _wrapped(label: str, text: str) -> list[str]:
