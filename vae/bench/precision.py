@@ -18,7 +18,7 @@ from .content import Clip
 from .precision_report import PrecisionReport
 
 # Size of the clip without a given latent, in pixels.
-_WIDTH, _HEIGHT = 320, 192
+_WIDTH, _HEIGHT = 384, 160
 
 # Latents of that clip: the first, and two steps with a past.
 _LATENTS = 3
@@ -51,7 +51,7 @@ def compare_precision(
     Args:
         vae: The VAE.
         latent: `[B, C_latent, t, h, w]`; None: a smooth random latent with the statistics of the
-            VAE, of 9 frames of 320 x 192.
+            VAE, of 9 frames of 384 x 160.
         options: Options of the decode with int8; the others have another dtype.
 
     Returns:
