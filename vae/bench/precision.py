@@ -37,8 +37,8 @@ def int8_layers(vae: VideoVAE, *, encode: bool = False) -> Int8Layers:
     Raises:
         ValueError: The VAE or its device does not support int8.
     """
-    twin = _with_precision(vae, INT8)
-    return twin.int8_layers(_dtype_of(vae, AUTOMATIC, encode=encode), encode=encode)
+    dtype = _dtype_of(vae, AUTOMATIC, encode=encode)
+    return _layers(_with_precision(vae, INT8), dtype, encode=encode)
 
 
 def compare_precision(
@@ -62,7 +62,7 @@ def compare_precision(
     """
     plain, coded = _with_precision(vae, AUTO), _with_precision(vae, INT8)
     dtype = _dtype_of(vae, options)
-    layers = coded.int8_layers(dtype)
+    layers = _layers(coded, dtype)
     if latent is None:
         latent = smooth_latent(vae.config)
     exact = _images(plain, latent, replace(options, dtype=torch.float32))
@@ -106,6 +106,12 @@ def _with_precision(vae: VideoVAE, precision: str) -> VideoVAE:
     twin = copy.copy(vae)
     twin.precision = precision
     return twin
+
+
+def _layers(vae: VideoVAE, dtype: torch.dtype, *, encode: bool = False) -> Int8Layers:
+    """Return the choice with other layers in `dtype`, also within inference mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        return vae.int8_layers(dtype, encode=encode)
 
 
 def _dtype_of(vae: VideoVAE, options: StreamOptions, *, encode: bool = False) -> torch.dtype:
