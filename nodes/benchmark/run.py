@@ -18,6 +18,7 @@ from ...vae import StreamOptions, VAEConfig
 from ...vae.bench import (
     BenchmarkReport,
     Clip,
+    Comparison,
     Contestant,
     Gauge,
     PrecisionReport,
@@ -117,32 +118,9 @@ def benchmark(
     if codes and "decode" not in tasks:
         raise ValueError(f"precision: int8 is for decodes; expected auto for task {task}")
     pair = pair_of(vae, dtype, precision)
-    measured = None
     try:
         content = content_for(pair, tasks, clip, latent, pixels)
-        bar = comfy.utils.ProgressBar(len(tasks) * 2 * (rounds + 1) + codes)
-        if codes:
-            _check_int8(pair.fast, content.latent)
-
-        def passed() -> None:
-            bar.update(1)
-            comfy.model_management.throw_exception_if_processing_interrupted()
-
-        with _no_bars():
-            comparisons = tuple(
-                compare(
-                    each,
-                    _contestants(pair, each, content),
-                    rounds=rounds,
-                    dtype=dtype_label(pair.dtype),
-                    measure=Gauge(vae.device),
-                    passed=passed,
-                )
-                for each in tasks
-            )
-            if codes:
-                measured = _precision_of(pair.fast, content.latent)
-                passed()
+        comparisons, lost = _measured(pair, tasks, content, rounds, codes=codes)
     finally:
         # VAEs that were created for the comparison leave the device; the given one stays loaded.
         for each in pair.made:
@@ -151,7 +129,7 @@ def benchmark(
         give_back(pair.fast.device)
     name = f"{pair.config.family}, base width {pair.config.decoder_width}"
     device = device_label(vae.device)
-    results = comparisons, content.notes, measured
+    results = comparisons, content.notes, lost
     return BenchmarkReport(name, device, content.clip, rounds, *results)
 
 
@@ -285,6 +263,39 @@ def content_for(
     return Content(sizes[0], latent, pixels, tuple(notes))
 
 
+def _measured(
+    pair: ComparedVAEs, tasks: tuple[str, ...], content: Content, rounds: int, *, codes: bool
+) -> tuple[tuple[Comparison, ...], PrecisionReport | None]:
+    """Measure both networks, and what int8 costs if the fast one decodes in it (`codes`)."""
+    bar = comfy.utils.ProgressBar(len(tasks) * 2 * (rounds + 1) + codes)
+
+    def passed() -> None:
+        bar.update(1)
+        comfy.model_management.throw_exception_if_processing_interrupted()
+
+    lost = None
+    with _no_bars():
+        if codes:
+            # An error before the long work, where int8 is not supported.
+            _load(pair.fast, content.latent.shape)
+            int8_layers(pair.fast.first_stage_model)
+        comparisons = tuple(
+            compare(
+                each,
+                _contestants(pair, each, content),
+                rounds=rounds,
+                dtype=dtype_label(pair.dtype),
+                measure=Gauge(pair.fast.device),
+                passed=passed,
+            )
+            for each in tasks
+        )
+        if codes:
+            lost = _precision_of(pair.fast, content.latent)
+            passed()
+    return comparisons, lost
+
+
 def _contestants(pair: ComparedVAEs, task: str, content: Content) -> list[Contestant]:
     def made(name: str, vae: comfy.sd.VAE) -> Contestant:
         if task == "decode":
@@ -298,12 +309,6 @@ def _contestants(pair: ComparedVAEs, task: str, content: Content) -> list[Contes
 
     coded = task == "decode" and pair.fast.first_stage_model.precision == INT8
     return [made("stock", pair.stock), made("fast int8" if coded else "fast", pair.fast)]
-
-
-def _check_int8(fast: FastVAE, latent: Tensor) -> None:
-    """Raise a `ValueError` if the VAE does not support int8 on its device."""
-    _load(fast, latent.shape)
-    int8_layers(fast.first_stage_model)
 
 
 def _precision_of(fast: FastVAE, latent: Tensor) -> PrecisionReport:

@@ -7,12 +7,13 @@ from .difference import draw_difference
 from .measure import Gauge
 from .precision import compare_precision, int8_layers
 from .precision_report import PrecisionReport
-from .report import BenchmarkReport, tasks_of
+from .report import BenchmarkReport, Comparison, tasks_of
 from .tables import dtype_label
 
 __all__ = [
     "BenchmarkReport",
     "Clip",
+    "Comparison",
     "Contestant",
     "Gauge",
     "PrecisionReport",

@@ -58,8 +58,8 @@ def _card(
     """Draw a panel with a label and a frame `[H, W, 3]`, as large as it fits."""
     left, top, right, bottom = box
     pen.box(box, CARD, 12)
-    pen.text((left + 22, top + _LABEL / 2 + 2), name, INK, 16)
-    pen.text((right - 22, top + _LABEL / 2 + 2), remark, FAINT, 15, "rm")
+    pen.text((left + 18, top + _LABEL / 2 + 2), name, INK, 16)
+    pen.text((right - 18, top + _LABEL / 2 + 2), remark, FAINT, 15, "rm")
     picture = Image.fromarray(frame.clamp(0, 1).mul(255).round().byte().numpy())
     width, height = right - left - 2 * _RIM, bottom - top - _LABEL - _RIM
     factor = min(width / picture.width, height / picture.height)

@@ -12,14 +12,28 @@ _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a Markdown table with the cells `rows`, the first with the headings."""
+    """Format cells as a Markdown table.
+
+    Args:
+        rows: Rows of cells, the first with the headings.
+
+    Returns:
+        The lines.
+    """
     cells = padded(rows)
     head, *rest = ["| " + " | ".join(row) + " |" for row in cells]
     return [head, "|" + "|".join("-" * (len(cell) + 2) for cell in cells[0]) + "|", *rest]
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table with aligned columns."""
+    """Format cells as a table with aligned columns.
+
+    Args:
+        rows: Rows of cells.
+
+    Returns:
+        The lines.
+    """
     return ["  ".join(row).rstrip() for row in padded(rows)]
 
 
