@@ -14,16 +14,20 @@ import comfy.utils
 import torch
 from torch import Tensor
 
-from ...vae import VAEConfig
+from ...vae import StreamOptions, VAEConfig
 from ...vae.bench import (
     BenchmarkReport,
     Clip,
+    Comparison,
     Contestant,
     Gauge,
+    PrecisionReport,
     compare,
+    compare_precision,
     device_label,
     dtype_label,
     fitted,
+    int8_layers,
     moving_pictures,
     random_latent,
     tasks_of,
@@ -32,7 +36,13 @@ from ..host.error_text import about
 from ..host.oom import give_back
 from ..vae.accelerate import Choice, accelerate, accelerated, patches_of, weights_of
 from ..vae.comfy_vae import FastVAE, one_video
-from ..vae.pieces import load
+from ..vae.pieces import load, release
+
+INT8 = "int8"
+
+# Latents whose precision is measured: the first, and two steps with a past. All frames of the
+# three decodes are on the host at once.
+_MEASURED_LATENTS = 3
 
 
 @dataclass
@@ -82,6 +92,7 @@ def benchmark(
     dtype: torch.dtype | None,
     latent: Tensor | None,
     pixels: Tensor | None,
+    precision: str = "auto",
 ) -> BenchmarkReport:
     """Measure both networks of a VAE, a fast one or ComfyUI's own, which is not modified.
 
@@ -93,6 +104,8 @@ def benchmark(
         dtype: Compute dtype of both; None: the one in which the VAE decodes.
         latent: `[B, C, t, h, w]` or `[t, C, h, w]`; None: from `pixels`, or random.
         pixels: `[T, H, W, C]`; None: from `latent`, or soft moving colors.
+        precision: "int8": the fast VAE decodes with int8, and what that costs is measured. "auto":
+            that of the VAE.
 
     Returns:
         The report.
@@ -101,28 +114,13 @@ def benchmark(
         ValueError: An input does not fit; the message starts with its name.
         InterruptProcessingException: The user pressed stop. It derives from `BaseException`.
     """
-    pair = pair_of(vae, dtype)
-    tasks = tasks_of(task)
+    tasks, codes = tasks_of(task), precision == INT8
+    if codes and "decode" not in tasks:
+        raise ValueError(f"precision: int8 is for decodes; expected auto for task {task}")
+    pair = pair_of(vae, dtype, precision)
     try:
         content = content_for(pair, tasks, clip, latent, pixels)
-        bar = comfy.utils.ProgressBar(len(tasks) * 2 * (rounds + 1))
-
-        def passed() -> None:
-            bar.update(1)
-            comfy.model_management.throw_exception_if_processing_interrupted()
-
-        with _no_bars():
-            comparisons = tuple(
-                compare(
-                    each,
-                    _contestants(pair, each, content),
-                    rounds=rounds,
-                    dtype=dtype_label(pair.dtype),
-                    measure=Gauge(vae.device),
-                    passed=passed,
-                )
-                for each in tasks
-            )
+        comparisons, lost = _measured(pair, tasks, content, rounds, codes=codes)
     finally:
         # VAEs that were created for the comparison leave the device; the given one stays loaded.
         for each in pair.made:
@@ -131,21 +129,23 @@ def benchmark(
         give_back(pair.fast.device)
     name = f"{pair.config.family}, base width {pair.config.decoder_width}"
     device = device_label(vae.device)
-    return BenchmarkReport(name, device, content.clip, rounds, comparisons, content.notes)
+    results = comparisons, content.notes, lost
+    return BenchmarkReport(name, device, content.clip, rounds, *results)
 
 
-def pair_of(vae: Any, dtype: torch.dtype | None) -> ComparedVAEs:  # noqa: ANN401
+def pair_of(vae: Any, dtype: torch.dtype | None, precision: str = "auto") -> ComparedVAEs:  # noqa: ANN401
     """Return both networks on the weights of a VAE, itself included if its dtype fits.
 
     Args:
         vae: A fast VAE or ComfyUI's own.
         dtype: Compute dtype; None: the one in which the VAE decodes.
+        precision: "int8": the fast VAE decodes with int8; "auto": in its own precision.
 
     Returns:
         The two VAEs.
 
     Raises:
-        ValueError: ComfyUI or this pack has no network for the weights.
+        ValueError: ComfyUI or this pack has no network for the weights, or int8 is not for them.
     """
     if not isinstance(vae, comfy.sd.VAE):
         raise ValueError(f"vae: got a {type(vae).__name__}; expected a VAE")
@@ -155,13 +155,16 @@ def pair_of(vae: Any, dtype: torch.dtype | None) -> ComparedVAEs:  # noqa: ANN40
         chosen = dtype or model.dtype
         stock, fast = stock_of(vae, chosen), vae
         # A chosen dtype never becomes float16 for its speed.
-        if model.allow_fp16 or not model.dtype == model.encode_dtype == chosen:
+        fits = not model.allow_fp16 and model.dtype == model.encode_dtype == chosen
+        if not fits or precision not in ("auto", model.precision):
             fast = accelerate(vae, Choice(chosen, chosen))
     else:
         chosen = dtype or vae.vae_dtype
         with about("vae"):
             fast = accelerated(vae, Choice(chosen, chosen), "Wan, Qwen-Image or SeedVR2")
         stock = vae if chosen == vae.vae_dtype else stock_of(fast, chosen)
+    if precision != "auto":
+        fast.first_stage_model.precision = precision
     made = [each for each in (stock, fast) if each is not vae]
     return ComparedVAEs(stock, fast, chosen, made)
 
@@ -260,6 +263,39 @@ def content_for(
     return Content(sizes[0], latent, pixels, tuple(notes))
 
 
+def _measured(
+    pair: ComparedVAEs, tasks: tuple[str, ...], content: Content, rounds: int, *, codes: bool
+) -> tuple[tuple[Comparison, ...], PrecisionReport | None]:
+    """Measure both networks, and what int8 costs if the fast one decodes in it (`codes`)."""
+    bar = comfy.utils.ProgressBar(len(tasks) * 2 * (rounds + 1) + codes)
+
+    def passed() -> None:
+        bar.update(1)
+        comfy.model_management.throw_exception_if_processing_interrupted()
+
+    lost = None
+    with _no_bars():
+        if codes:
+            # An error before the long work, where int8 is not supported.
+            _load(pair.fast, content.latent.shape)
+            int8_layers(pair.fast.first_stage_model)
+        comparisons = tuple(
+            compare(
+                each,
+                _contestants(pair, each, content),
+                rounds=rounds,
+                dtype=dtype_label(pair.dtype),
+                measure=Gauge(pair.fast.device),
+                passed=passed,
+            )
+            for each in tasks
+        )
+        if codes:
+            lost = _precision_of(pair.fast, content.latent)
+            passed()
+    return comparisons, lost
+
+
 def _contestants(pair: ComparedVAEs, task: str, content: Content) -> list[Contestant]:
     def made(name: str, vae: comfy.sd.VAE) -> Contestant:
         if task == "decode":
@@ -271,7 +307,16 @@ def _contestants(pair: ComparedVAEs, task: str, content: Content) -> list[Contes
             shape = pixels.movedim(-1, 1).shape
         return Contestant(name, lambda: vae.encode(pixels), lambda: _load(vae, shape, encode=True))
 
-    return [made("stock", pair.stock), made("fast", pair.fast)]
+    coded = task == "decode" and pair.fast.first_stage_model.precision == INT8
+    return [made("stock", pair.stock), made("fast int8" if coded else "fast", pair.fast)]
+
+
+def _precision_of(fast: FastVAE, latent: Tensor) -> PrecisionReport:
+    """Measure what int8 costs in the first latents of `latent`, as ComfyUI's VAE takes it."""
+    _load(fast, latent.shape)
+    first = one_video(fast, latent)[:, :, :_MEASURED_LATENTS]
+    options = StreamOptions(release=release(fast))
+    return compare_precision(fast.first_stage_model, first, options)
 
 
 def _load(vae: comfy.sd.VAE, shape: torch.Size, *, encode: bool = False) -> None:

@@ -3,19 +3,28 @@
 from .chart import draw_chart
 from .compare import Contestant, compare, device_label
 from .content import Clip, fitted, moving_pictures, random_latent
+from .difference import draw_difference
 from .measure import Gauge
-from .report import BenchmarkReport, dtype_label, tasks_of
+from .precision import compare_precision, int8_layers
+from .precision_report import PrecisionReport
+from .report import BenchmarkReport, Comparison, tasks_of
+from .tables import dtype_label
 
 __all__ = [
     "BenchmarkReport",
     "Clip",
+    "Comparison",
     "Contestant",
     "Gauge",
+    "PrecisionReport",
     "compare",
+    "compare_precision",
     "device_label",
     "draw_chart",
+    "draw_difference",
     "dtype_label",
     "fitted",
+    "int8_layers",
     "moving_pictures",
     "random_latent",
     "tasks_of",

@@ -20,7 +20,8 @@ from ..streaming.options import StreamOptions
 from .compare import Contestant, compare, device_label
 from .content import Clip, fitted, moving_pictures, random_latent
 from .measure import Gauge
-from .report import ENCODE, BenchmarkReport, dtype_label
+from .report import ENCODE, BenchmarkReport
+from .tables import dtype_label
 
 
 def race(

@@ -1,30 +1,30 @@
-"""The bar chart of a benchmark: seconds and memory of each contestant.
-
-It is drawn with Pillow, which ComfyUI and the command line require, at twice the size and then
-reduced, so that edges are smooth.
-"""
+"""The bar chart of a benchmark: seconds and memory of each contestant."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
+from .pen import (
+    CARD,
+    FAINT,
+    FOOT,
+    GAP,
+    HEAD,
+    HEIGHT,
+    INK,
+    MARGIN,
+    TRACK,
+    WARNING,
+    WIDTH,
+    Color,
+    Pen,
+)
 from .report import BenchmarkReport, Comparison, seconds, size, times
 
-WIDTH, HEIGHT = 1024, 640
-BACKGROUND = (18, 20, 24)
-CARD = (27, 30, 36)
-TRACK = (40, 44, 52)
-INK = (236, 238, 242)
-FAINT = (150, 156, 168)
-WARNING = (255, 140, 120)
 # Of the first contestant, the baseline, and of the others.
 COLORS = ((132, 140, 156), (92, 184, 255), (255, 186, 104), (150, 216, 150))
 BETTER = (126, 222, 156)
-MARGIN, GAP, HEAD, FOOT = 32, 20, 104, 60
-_SHARP = 2
-
-Color = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -39,43 +39,9 @@ class _Bar:
     color: Color
 
 
-class _Pen:
-    """Draws on an enlarged picture in pixels of the final one."""
-
-    def __init__(self) -> None:
-        self._picture = Image.new("RGB", (WIDTH * _SHARP, HEIGHT * _SHARP), BACKGROUND)
-        self._draw = ImageDraw.Draw(self._picture)
-
-    def box(self, box: tuple[float, float, float, float], color: Color, radius: float) -> None:
-        """Draw a rectangle with rounded corners; `box` is left, top, right, bottom in pixels."""
-        scaled = [round(each * _SHARP) for each in box]
-        self._draw.rounded_rectangle(scaled, round(radius * _SHARP), fill=color)
-
-    def text(
-        self,
-        place: tuple[float, float],
-        text: str,
-        color: Color,
-        points: float,
-        anchor: str = "lm",
-        room: float | None = None,
-    ) -> float:
-        """Draw a line of text, reduced to the width `room`; return its width in pixels."""
-        text, font = ascii_only(text), default_font(points * _SHARP)
-        while room is not None and points > 9 and font.getlength(text) > room * _SHARP:
-            points -= 0.5
-            font = default_font(points * _SHARP)
-        self._draw.text((place[0] * _SHARP, place[1] * _SHARP), text, color, font, anchor=anchor)
-        return font.getlength(text) / _SHARP
-
-    def done(self) -> Image.Image:
-        """Return the picture in its final size."""
-        return self._picture.resize((WIDTH, HEIGHT), Image.Resampling.BOX)
-
-
 def draw_chart(benchmark: BenchmarkReport) -> Image.Image:
     """Draw `benchmark` as an RGB picture."""
-    pen = _Pen()
+    pen = Pen()
     room = WIDTH - 2 * MARGIN
     tasks = " and ".join(each.task for each in benchmark.comparisons)
     title = f"{tasks[:1].upper()}{tasks[1:]} {benchmark.clip}"
@@ -120,7 +86,7 @@ def _panels(comparison: Comparison) -> list[tuple[str, list[_Bar]]]:
 
 
 def _card(
-    pen: _Pen, box: tuple[float, float, float, float], title: str, bars: Sequence[_Bar]
+    pen: Pen, box: tuple[float, float, float, float], title: str, bars: Sequence[_Bar]
 ) -> None:
     """Draw a panel of bars, each below its name and value."""
     left, top, right, bottom = box
@@ -162,13 +128,3 @@ def _foot(benchmark: BenchmarkReport) -> str:
             if each.agreement()
         ]
     return "   |   ".join(parts)
-
-
-def ascii_only(text: str) -> str:
-    """Return `text` with question marks for the characters that Pillow's own font lacks."""
-    return text.encode("ascii", "replace").decode()
-
-
-def default_font(size: float) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    """Return Pillow's own font, which is always available, in the given `size`."""
-    return ImageFont.load_default(size)

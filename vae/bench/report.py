@@ -7,15 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ...kernels import padded
 from .content import Clip
+from .precision_report import PrecisionReport
+from .tables import finite, markdown
 
 ENCODE, DECODE = "encode", "decode"
 
 _GIB, _MIB = 2**30, 2**20
-
-# Short names of dtypes, as in the command line and the nodes.
-_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True)
@@ -70,8 +68,8 @@ class ContestantResult:
             "median_s": self.median,
             "best_s": self.best,
             "peak_bytes": self.peak_bytes,
-            "psnr_db": _finite(self.psnr),
-            "relative_error": _finite(self.relative_error),
+            "psnr_db": finite(self.psnr),
+            "relative_error": finite(self.relative_error),
             "identical": self.agreement() == "identical",
             "failure": self.failure,
         }
@@ -122,7 +120,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class BenchmarkReport:
-    """All measurements: a comparison per task, and notes."""
+    """All measurements: a comparison per task, notes, and what int8 costs if it was measured."""
 
     vae: str
     device: str
@@ -130,6 +128,7 @@ class BenchmarkReport:
     rounds: int
     comparisons: tuple[Comparison, ...]
     notes: tuple[str, ...] = ()
+    precision: PrecisionReport | None = None
 
     def table(self) -> str:
         """Return all figures as a Markdown table below a line with the conditions."""
@@ -154,10 +153,9 @@ class BenchmarkReport:
                         result.agreement() or "-",
                     ]
                 )
-        cells = padded(rows)
-        head, *rest = ["| " + " | ".join(row) + " |" for row in cells]
-        lines += [head, "|" + "|".join("-" * (len(cell) + 2) for cell in cells[0]) + "|", *rest]
+        lines += markdown(rows)
         lines += ["", *(f"- {note}" for note in self.notes)] if self.notes else []
+        lines += ["", self.precision.table()] if self.precision else []
         return "\n".join(lines)
 
     def as_json(self) -> str:
@@ -180,6 +178,7 @@ class BenchmarkReport:
             "rounds": self.rounds,
             "tasks": tasks,
             "notes": list(self.notes),
+            "precision": self.precision.record() if self.precision else None,
         }
         return json.dumps(content, indent=2, allow_nan=False)
 
@@ -191,11 +190,6 @@ class BenchmarkReport:
 def tasks_of(choice: str) -> tuple[str, ...]:
     """Return the tasks of `choice`: "encode", "decode" or "both"."""
     return (ENCODE, DECODE) if choice == "both" else (choice,)
-
-
-def dtype_label(dtype: torch.dtype) -> str:
-    """Return the short name of `dtype`, such as "bf16"."""
-    return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def seconds(value: float | None) -> str:
@@ -215,10 +209,6 @@ def size(value: int | None) -> str:
 def times(ratio: float) -> str:
     """Format `ratio` as in "1.83x" or "12.4x"."""
     return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.1f}x"
-
-
-def _finite(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else value
 
 
 def _ratio(first: float | None, other: float | None) -> float | None:

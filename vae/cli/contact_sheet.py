@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from ..bench.chart import BACKGROUND, FAINT, INK, ascii_only, default_font
+from ..bench.pen import BACKGROUND, FAINT, INK, ascii_only, default_font
 
 COLUMNS = 7
 # Frames kept: half of this to all of it, so a column is at most 1/40 of the clip from its ideal

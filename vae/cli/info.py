@@ -3,6 +3,7 @@
 import argparse
 import textwrap
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -16,11 +17,14 @@ from ...kernels import (
     gpu_compiler,
     gpu_config,
     native_library,
-    padded,
 )
-from ..bench.report import dtype_label
+from ..bench.difference import draw_difference
+from ..bench.precision import compare_precision
+from ..bench.tables import aligned, dtype_label
+from ..media.atomic_file import whole_file
 from ..model import VideoVAE
 from ..planning.device_memory import free_bytes
+from ..streaming.int8_vae import INT8
 from ..streaming.options import StreamOptions
 from ..validation import dtype_name
 from .loading import Say, device_named, load_named
@@ -36,7 +40,7 @@ LEGEND = "exact: bit-identical to the reference; fast: equal except for rounding
 
 
 def info(args: argparse.Namespace, _: Say) -> str:
-    """Describe a VAE file and the memory it takes, the device, and the backends.
+    """Describe a VAE file, its memory and what int8 costs, the device, and the backends.
 
     Args:
         args: Arguments of the command, see `parser.py`.
@@ -49,8 +53,19 @@ def info(args: argparse.Namespace, _: Say) -> str:
         ValueError: An argument or a file is wrong.
     """
     parts = []
-    if args.file:
-        parts.append(vae_report(load_named(args, args.file), args.file, args.limit, args.ranks))
+    if args.difference and args.difference.suffix.lower() != ".png":
+        raise ValueError(f"{args.difference} is not a PNG file; expected x.png")
+    with whole_file(args.difference) if args.difference else nullcontext() as part:
+        if args.file:
+            vae = load_named(args, args.file)
+            parts.append(vae_report(vae, args.file, args.limit, args.ranks))
+            if args.precision == INT8:
+                measured = compare_precision(vae)
+                parts.append(measured.text())
+                if part is not None:
+                    draw_difference(measured).save(part, format="PNG")
+    if args.difference:
+        parts.append(f"wrote {args.difference}")
     if args.device is not None:
         parts.append("\n".join(gpu_config(device_named(args.device)).lines()))
     if args.backends:
@@ -106,7 +121,7 @@ def vae_report(vae: VideoVAE, path: Path, limit_bytes: int | None, ranks: int = 
             first, *more = textwrap.wrap(how, _HOW_WIDTH, break_on_hyphens=False)
             table.append([name, task, f"{_size(plan.peak_bytes):>8}", first])
             table += [["", "", "", f"  {line}"] for line in more]
-    return "\n".join([*lines, *_aligned(table)])
+    return "\n".join([*lines, *aligned(table)])
 
 
 def backend_report() -> str:
@@ -122,7 +137,7 @@ def backend_report() -> str:
     reasons = reasons_of(matrix)
     lines = []
     for entries in tables_of(matrix):
-        lines += [*_aligned(support_table(entries, reasons)), ""]
+        lines += [*aligned(support_table(entries, reasons)), ""]
     lines += _wrapped("", LEGEND)
     for number, reason in enumerate(reasons, 1):
         lines += _wrapped(f"({number}) ", reason)
@@ -200,10 +215,6 @@ def support_table(matrix: Sequence[Support], reasons: Sequence[str]) -> list[lis
         ]
         rows.append([op, *cells])
     return rows
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    return ["  ".join(row).rstrip() for row in padded(rows)]
 
 
 def _wrapped(label: str, text: str) -> list[str]:

@@ -7,8 +7,11 @@ from pathlib import Path
 import torch
 
 from ...kernels import default_device, native_library, preparations
+from ..bench.precision import int8_layers
+from ..bench.precision_report import part_in_int8
 from ..checkpoint import load_vae
 from ..model import VideoVAE
+from ..streaming.int8_vae import AUTO, INT8
 from ..streaming.options import StreamOptions
 from ..validation import checked_device, checked_devices, dtype_name
 
@@ -43,7 +46,8 @@ def load_named(args: argparse.Namespace, path: Path, say: Say | None = None) -> 
         The VAE.
 
     Raises:
-        ValueError: A device does not exist or is not one of the devices, or the file is not a VAE.
+        ValueError: A device does not exist or is not one of the devices, the file is not a VAE, or
+            it does not support the precision.
         OSError: The file is missing or not readable.
     """
     devices = checked_devices(getattr(args, "devices", None) or [])
@@ -64,7 +68,32 @@ def load_named(args: argparse.Namespace, path: Path, say: Say | None = None) -> 
             f"on {shared}, encodes in {dtype_name(vae.encode_dtype)}, "
             f"decodes in {dtype_name(vae.dtype)}"
         )
+    if getattr(args, "precision", AUTO) == INT8:
+        _use_int8(args, vae, say)
     return vae
+
+
+def _use_int8(args: argparse.Namespace, vae: VideoVAE, say: Say | None) -> None:
+    """Select int8 for what the command does, or raise a `ValueError` with the reason."""
+    encode = args.command == "encode"
+    if getattr(args, "shard", None):
+        raise ValueError("--precision int8 is for one process; expected it without --shard")
+    if say:
+        # They are built on first use, which is next.
+        build_kernels(vae.device, say)
+    layers = int8_layers(vae, encode=encode)
+    if not layers.names:
+        raise ValueError(
+            "precision is int8, but with these weights every convolution would cost more than "
+            "1 dB; expected auto"
+        )
+    if encode:
+        vae.encode_precision = INT8
+    else:
+        vae.precision = INT8
+    if say:
+        task = "encodes" if encode else "decodes"
+        say(f"{task} with {part_in_int8(layers)} in int8 ({len(layers.names)} convolutions)")
 
 
 def options_for(args: argparse.Namespace, vae: VideoVAE) -> StreamOptions:

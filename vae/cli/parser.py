@@ -16,7 +16,13 @@ DTYPES = {
     "float16": "float16", "fp16": "float16",
 }  # fmt: skip
 TASKS = ("decode", "encode", "both")
+PRECISIONS = ("auto", "int8")
 DEMO_FOLDER = Path("fast-video-vae-out")
+
+_INT8 = (
+    "int8: large convolutions in 8 bits where that costs least, at most about 1 dB below bf16 "
+    "(info FILE --precision int8 measures it); default: auto, by --dtype"
+)
 
 # Adds an argument to a command, as `ArgumentParser.add_argument` does.
 Add = Callable[..., Any]
@@ -55,6 +61,10 @@ def parse(argv: Sequence[str] | None, version: str) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.command == "info" and args.devices and not args.file:
         parser.error("--devices needs a FILE")
+    if args.command == "info" and args.precision == "int8" and not args.file:
+        parser.error("--precision needs a FILE")
+    if args.command == "info" and args.difference and args.precision != "int8":
+        parser.error("--difference needs --precision int8")
     if args.command == "info" and not (args.file or args.backends or args.device is not None):
         parser.error("info takes a FILE, --backends or --device")
     return args
@@ -86,6 +96,7 @@ def _demo(add: Add) -> None:
     add("--out", type=Path, default=DEMO_FOLDER, metavar="DIR", help=text)
     _add_stretch(add)
     _add_tile(add)
+    _add_precision(add, f"{_INT8}; the encode is not affected")
 
 
 def _encode(add: Add) -> None:
@@ -94,6 +105,11 @@ def _encode(add: Add) -> None:
     add("-o", "--output", type=Path, required=True, metavar="LATENTS", help="x.safetensors")
     _add_stretch(add)
     _add_tile(add)
+    text = (
+        f"{_INT8}. The latents then differ slightly, and sampling from them can give another "
+        "picture"
+    )
+    _add_precision(add, text)
     _add_devices(add)
     _add_shard(add)
 
@@ -117,6 +133,7 @@ def _decode(add: Add) -> None:
     text = "store the alpha channel of a VAE with four channels; default: if the codec has one"
     add("--alpha", action=argparse.BooleanOptionalAction, help=text)
     _add_tile(add)
+    _add_precision(add, _INT8)
     _add_devices(add)
     _add_shard(add)
     add("--hardware", action="store_true", help="prefer a hardware encoder")
@@ -141,6 +158,10 @@ def _info(add: Add) -> None:
     text = "plan for this number of ranks, of which each has a part of every frame"
     add("--ranks", type=_count, default=1, metavar="N", help=text)
     _add_devices(add)
+    text = "int8: measure what a decode with int8 loses, in all and by layer; default: auto"
+    _add_precision(add, text)
+    text = "with --precision int8: a picture of the difference to fp32, x.png"
+    add("--difference", type=Path, metavar="PICTURE", help=text)
 
 
 def _add_stretch(add: Add) -> None:
@@ -161,6 +182,10 @@ def _add_stretch(add: Add) -> None:
 def _add_tile(add: Add) -> None:
     text = "size of tiles in pixels, with the same result; default: by memory"
     add("--tile", type=_size, metavar="WxH", help=text)
+
+
+def _add_precision(add: Add, text: str) -> None:
+    add("--precision", choices=PRECISIONS, default="auto", help=text)
 
 
 def _add_shard(add: Add) -> None:

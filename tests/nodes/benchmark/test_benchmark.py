@@ -61,6 +61,60 @@ def test_both_networks_are_measured_and_agree(vae):
     assert all("fp32" in line for line in lines[2:])
 
 
+@pytest.fixture
+def int8(monkeypatch):
+    """A machine that supports int8."""
+    from fast_video_vae.vae.streaming import int8_vae
+
+    monkeypatch.setattr(int8_vae, "int8_lacks", lambda *_: "")
+
+
+def test_int8_is_measured_in_the_fast_vae_with_its_loss(vae, int8, progress):
+    chart, table, content = run(vae, task="both", dtype="fp32", precision="int8")
+    assert chart.shape == (2, 640, 1024, 3)
+    assert not torch.equal(chart[0], chart[1])
+    assert list(results(content)) == ["stock", "fast int8"]
+    assert list(results(content, "encode")) == ["stock", "fast"]  # latents are not affected
+    found = content["precision"]
+    assert found["bf16_psnr_db"] > 30
+    assert found["int8_psnr_db"] > 30
+    assert found["loss_db"] == pytest.approx(found["bf16_psnr_db"] - found["int8_psnr_db"])
+    assert 0 < found["int8_share"] <= 1
+    assert f"{found['int8_psnr_db']:.2f} dB" in table
+    assert all(f"| {each['name']} " in table for each in found["layers"])
+    assert vae.first_stage_model is not None
+    assert getattr(vae.first_stage_model, "precision", "auto") == "auto"
+    assert progress[-1] == (9, 9)  # 2 tasks of 2 x 2 calls, and the precision
+
+
+def test_a_fast_vae_in_int8_is_measured_as_it_is(state, tmp_path, int8):
+    fast = fast_vae(state, tmp_path, precisions=("int8", "auto"))
+    chart, _, content = run(fast, dtype="fp32")
+    assert list(results(content)) == ["stock", "fast int8"]
+    assert content["precision"] is None
+    assert len(chart) == 1
+
+
+def test_the_precision_of_the_connected_latent_is_measured(state, int8):
+    latent = latents(5, 2, 3)
+    _, _, content = run(
+        stock_vae(state), samples={"samples": latent}, dtype="fp32", precision="int8"
+    )
+    assert content["frames"] == 17
+    found = content["precision"]
+    assert (found["width"], found["height"], found["frames"]) == (24, 16, 9)
+
+
+def test_int8_that_is_not_supported_is_a_one_line_error(state, monkeypatch):
+    from fast_video_vae.vae.streaming import int8_vae
+
+    monkeypatch.setattr(int8_vae, "int8_lacks", lambda *_: "this CPU is old")
+    with refused("^precision is int8, but this CPU is old; expected auto$"):
+        run(stock_vae(state), precision="int8")
+    with refused("^precision: int8 is for decodes; expected auto for task encode$"):
+        run(stock_vae(state), task="encode", precision="int8")
+
+
 def test_the_psnr_compares_the_two_decodes(state, tmp_path):
     stock, latent = stock_vae(state), latents(2)
     decode = stock.first_stage_model.decode
@@ -251,6 +305,12 @@ def test_the_bar_counts_calls_and_stop_ends_between_them(state, progress):
         run(stock)
     assert len(calls) == 1
     assert comfy.utils.PROGRESS_BAR_HOOK is hook
+
+
+@pytest.mark.slow
+def test_int8_of_seedvr2_is_a_one_line_error():
+    with refused("^precision is 'int8', but its codes are for the norms"):
+        run(stock_vae(random_seedvr2((128, 256, 512, 512))), precision="int8")
 
 
 @pytest.mark.slow

@@ -1,0 +1,169 @@
+"""The report on int8: figures, tables and picture, and a VAE that keeps its settings."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fast_video_vae.tests.builders import random_state_dict, refused
+from fast_video_vae.tests.seedvr2 import random_seedvr2
+
+pytest.importorskip("PIL", reason="Pillow is not installed")
+
+from fast_video_vae.vae.bench import Clip, compare_precision, draw_difference, int8_layers
+from fast_video_vae.vae.bench.content import random_latent
+from fast_video_vae.vae.bench.precision import smooth_latent
+from fast_video_vae.vae.bench.report import BenchmarkReport, Comparison, ContestantResult
+from fast_video_vae.vae.checkpoint import load_vae
+from fast_video_vae.vae.streaming import int8_vae, precision
+from fast_video_vae.vae.streaming.options import StreamOptions
+
+
+@pytest.fixture(scope="module")
+def supported():
+    """Every machine supports int8, and computes in bfloat16."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(int8_vae, "int8_lacks", lambda *_: "")
+        patch.setattr(precision, "_is_slow", lambda _: False)
+        yield
+
+
+@pytest.fixture(scope="module")
+def vae(supported):
+    return load_vae(random_state_dict(8), dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def latent(vae):
+    return random_latent(vae.config, Clip(24, 16, 5))
+
+
+@pytest.fixture(scope="module")
+def report(vae, latent):
+    return compare_precision(vae, latent)
+
+
+def psnr(frames, exact):
+    error = (frames.double().clamp(-1, 1) - exact.double().clamp(-1, 1)).square().mean()
+    return 10 * math.log10(4 / error.item())
+
+
+def test_the_figures_compare_clamped_frames_with_float32(vae, latent, report):
+    decodes = {}
+    for name, dtype in (("exact", torch.float32), ("bf16", torch.bfloat16)):
+        pieces = vae.decode_stream(latent, StreamOptions(dtype=dtype))
+        decodes[name] = torch.cat(list(pieces), dim=2)
+    vae.precision = "int8"
+    try:
+        decodes["int8"] = vae.decode(latent)
+    finally:
+        vae.precision = "auto"
+    exact = decodes["exact"]
+    assert report.bf16_db == pytest.approx(psnr(decodes["bf16"], exact), abs=1e-3)
+    assert report.int8_db == pytest.approx(psnr(decodes["int8"], exact), abs=1e-3)
+    assert not torch.equal(decodes["int8"], exact)
+    assert report.loss_db == pytest.approx(report.bf16_db - report.int8_db)
+    assert report.clip == Clip(24, 16, 5)
+    shown = [frame.mul(2).sub(1) for frame in report.frames]
+    for frame, name in zip(shown, ("exact", "bf16", "int8"), strict=True):
+        last = decodes[name][0, :, -1].float().clamp(-1, 1).movedim(0, -1)
+        torch.testing.assert_close(frame, last)
+
+
+def test_the_vae_keeps_its_settings(vae, latent, report):
+    assert (vae.precision, vae.encode_precision, vae.dtype) == ("auto", "auto", torch.float32)
+    vae.precision = "int8"
+    try:
+        again = compare_precision(vae, latent)
+        assert vae.precision == "int8"
+    finally:
+        vae.precision = "auto"
+    assert (again.bf16_db, again.int8_db) == (report.bf16_db, report.int8_db)
+
+
+def test_the_tables_have_a_row_per_convolution(report):
+    lines = report.text().splitlines()
+    assert lines[0].startswith(f"int8          {report.layers.share:.0%} of the multiplications")
+    assert lines[0].endswith("other layers in fp32")
+    assert f"{report.bf16_db:.2f} dB" in lines[2]
+    assert f"{report.int8_db:.2f} dB, {abs(report.loss_db):.2f} dB" in lines[3]
+    names = [each.name for each in report.layers.rows]
+    assert [line.split()[0] for line in lines[6:]] == names
+    assert max(map(len, lines)) <= 100
+    runs = [line.split()[-1] for line in lines[6:]]
+    assert runs == ["int8" if each.chosen else "fp32" for each in report.layers.rows]
+    table = [line for line in report.table().splitlines() if line.startswith("|")]
+    assert len(table) == 4 + 2 + len(names)
+
+
+def test_a_benchmark_has_the_report_in_its_table_and_json(report):
+    one = Comparison("decode", "fp32", (ContestantResult("stock", (1.0,)),))
+    whole = BenchmarkReport("a VAE", "a CPU", report.clip, 1, (one,), precision=report)
+    assert whole.table().endswith(report.table())
+    record = json.loads(whole.as_json())["precision"]
+    assert record["loss_db"] == pytest.approx(report.loss_db)
+    assert len(record["layers"]) == len(report.layers.rows)
+    assert json.loads(replace(whole, precision=None).as_json())["precision"] is None
+
+
+@pytest.mark.parametrize(
+    ("bf16_db", "int8_db", "words"),
+    [
+        (48.0, 47.25, "0.75 dB less"),
+        (48.0, 50.0, "2.00 dB more"),
+        (math.inf, math.inf, "identical, 0.00 dB less"),
+        (48.0, math.nan, "not comparable"),
+    ],
+)
+def test_the_verdict_has_the_loss(report, bf16_db, int8_db, words):
+    changed = replace(report, bf16_db=bf16_db, int8_db=int8_db)
+    assert words in changed.verdict()
+    json.dumps(changed.record(), allow_nan=False)
+
+
+def card(picture, column, row):
+    """The middle of a card of the picture, as levels `[h, w, 3]`."""
+    pixels = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
+    pixels = pixels.view(picture.height, picture.width, 3)
+    left, top = 32 + 490 * column + 180, 104 + 248 * row + 90
+    return pixels[top : top + 80, left : left + 100].float()
+
+
+def test_the_picture_shows_two_frames_and_two_differences(report):
+    exact = torch.full((12, 24, 3), 0.5)
+    changed = replace(report, frames=(exact, exact + 1 / 300, exact + 1 / 100))
+    picture = draw_difference(changed)
+    assert (picture.size, picture.mode) == ((1024, 640), "RGB")
+    levels = [card(picture, column, row) for row in (0, 1) for column in (0, 1)]
+    # 64 is the largest power of two that keeps 1 / 100 below white.
+    expected = [255 / 2, 255 * 0.51, 255 * 64 / 100, 255 * 64 / 300]
+    for level, value in zip(levels, expected, strict=True):
+        assert (level - value).abs().max() <= 1
+
+
+def test_a_picture_of_equal_frames_is_dark(report):
+    picture = draw_difference(replace(report, frames=report.frames[:1] * 3))
+    assert card(picture, 0, 1).max() == 0
+
+
+def test_a_latent_is_drawn_with_the_statistics_of_the_vae(vae):
+    latent = smooth_latent(vae.config)
+    assert latent.shape == (1, 16, 3, 20, 48)
+    assert torch.equal(latent, smooth_latent(vae.config))
+    spread = latent.std(dim=(0, 2, 3, 4)) / torch.tensor(vae.config.latent_std)
+    assert 0.8 < spread.min() < spread.max() < 1.2
+
+
+def test_a_vae_without_int8_is_a_one_line_error(supported):
+    vae = load_vae(random_seedvr2())
+    for measure in (compare_precision, int8_layers):
+        with refused("precision is 'int8', but its codes"):
+            measure(vae)
+
+
+def test_a_machine_without_int8_is_a_one_line_error(vae, monkeypatch):
+    monkeypatch.setattr(int8_vae, "int8_lacks", lambda *_: "this CPU has no VNNI")
+    with refused("precision is int8, but this CPU has no VNNI; expected auto"):
+        compare_precision(vae)

@@ -1,0 +1,162 @@
+"""`--precision` of the command line: what runs in int8, the report, and errors before any work."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fast_video_vae.tests.seedvr2 import random_seedvr2
+
+for _package in ("av", "tqdm", "PIL"):
+    pytest.importorskip(_package, reason=f"{_package} is not installed")
+
+from PIL import Image  # noqa: E402
+
+from fast_video_vae.tests.videos import write_clip  # noqa: E402
+from fast_video_vae.vae import load_vae  # noqa: E402
+from fast_video_vae.vae.bench import precision  # noqa: E402
+from fast_video_vae.vae.media import read_video  # noqa: E402
+from fast_video_vae.vae.streaming import int8_vae  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def supported(monkeypatch):
+    """Every machine supports int8, and the measured clip is small."""
+    monkeypatch.setattr(int8_vae, "int8_lacks", lambda *_: "")
+    monkeypatch.setattr(precision, "_WIDTH", 32)
+    monkeypatch.setattr(precision, "_HEIGHT", 16)
+
+
+@pytest.fixture
+def latents(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    path = tmp_path / "latents.safetensors"
+    save_file({"latent": torch.randn(1, 16, 1, 4, 4, generator=generator)}, path)
+    return path
+
+
+def frames_of(path):
+    return torch.cat(list(read_video(path).pieces()), dim=2)
+
+
+def test_decode_says_how_much_runs_in_int8_and_uses_it(tmp_path, done, vae_path, latents):
+    results = {}
+    for choice in ("auto", "int8"):
+        out = tmp_path / f"{choice}.mkv"
+        lines = done("decode", latents, "-o", out, "--precision", choice)
+        said = [line for line in lines if "in int8" in line]
+        assert len(said) == (choice == "int8")
+        results[choice] = frames_of(out)
+    vae = load_vae(vae_path, dtype=torch.float32)
+    layers = vae.int8_layers(torch.float32)
+    count = len(layers.names)
+    share = f"{layers.share:.0%} of the multiplications"
+    assert said == [f"decodes with {share} in int8 ({count} convolutions)"]
+    assert not torch.equal(results["int8"], results["auto"])
+    vae.precision = "int8"
+    expected = vae.decode(load_file(latents)["latent"]).clamp(-1, 1)
+    written = results["int8"].float() / 65535 * 2 - 1
+    torch.testing.assert_close(written, expected, rtol=0, atol=1e-4)
+
+
+def test_encode_in_int8_changes_the_latents_alone(tmp_path, done, vae_path):
+    clip = write_clip(tmp_path / "clip.mp4", 1)
+    found = {}
+    for choice in ("auto", "int8"):
+        out = tmp_path / f"{choice}.safetensors"
+        lines = done("encode", clip, "-o", out, "--precision", choice)
+        assert any(line.startswith("encodes with ") for line in lines) == (choice == "int8")
+        found[choice] = load_file(out)["latent"]
+    vae = load_vae(vae_path, dtype=torch.float32, encode_precision="int8")
+    assert torch.equal(found["int8"], vae.encode(frames_of(clip)))
+    assert not torch.equal(found["int8"], found["auto"])
+
+
+def test_demo_decodes_in_int8(tmp_path, done):
+    clip = write_clip(tmp_path / "clip.mp4", 1)
+    lines = done("demo", clip, "--out", tmp_path / "out", "--precision", "int8")
+    assert any(re.fullmatch(r"decodes with \d+% .* in int8 \(\d+ .*\)", line) for line in lines)
+
+
+def test_info_has_the_report_and_writes_the_picture(tmp_path, run, vae_path):
+    picture = tmp_path / "difference.png"
+    options = ("--dtype", "fp32", "--precision", "int8", "--difference", picture)
+    code, lines, errors = run("info", vae_path, *options)
+    assert (code, errors) == (0, [])
+    text = "\n".join(lines)
+    assert re.search(r"^int8 +\d+% of the multiplications \(\d+ of \d+ conv", text, re.MULTILINE)
+    assert re.search(r"^bf16( in fp32)? +[\d.]+ dB$", text, re.MULTILINE)
+    assert re.search(r"^with int8 +[\d.]+ dB, [\d.]+ dB (less|more) than bf16$", text, re.MULTILINE)
+    assert re.search(r"^upsamples\.\S+ +[\d.]+% .* (int8|fp32)$", text, re.MULTILINE)
+    assert lines[-1] == f"wrote {picture}"
+    with Image.open(picture) as opened:
+        assert opened.size == (1024, 640)
+
+
+def test_info_without_int8_has_no_report(run, vae_path):
+    code, lines, _ = run("info", vae_path)
+    assert code == 0
+    assert "int8" not in "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("decode L --vae SEED -o a.mp4", "precision is 'int8', but its codes are for the norms"),
+        ("encode clip.mp4 --vae SEED -o a.safetensors", "precision is 'int8', but its codes"),
+        ("info SEED", "precision is 'int8', but its codes"),
+        ("decode L --vae VAE -o a.mp4 --device cpu", "precision is int8, but this CPU is old"),
+        ("info VAE --difference a.png", "precision is int8, but this CPU is old; expected auto"),
+        ("info VAE --difference a.jpg", "a.jpg is not a PNG file; expected x.png"),
+    ],
+)
+def test_what_int8_does_not_support_is_one_line_and_leaves_no_file(
+    tmp_path, run, vae_path, latents, monkeypatch, arguments, message
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(int8_vae, "int8_lacks", lambda *_: "this CPU is old")
+    save_file(random_seedvr2(), "seed.safetensors")
+    write_clip(Path("clip.mp4"), 1)
+    before = set(tmp_path.iterdir())
+    names = {"VAE": vae_path, "SEED": "seed.safetensors", "L": latents}
+    words = [str(names.get(word, word)) for word in arguments.split()]
+    code, lines, errors = run(*words, "--precision", "int8", "--quiet")
+    assert (code, lines, len(errors)) == (1, [], 1)
+    assert message in errors[0]
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_a_vae_that_loses_too_much_is_an_error(tmp_path, run, vae_path, latents, monkeypatch):
+    monkeypatch.setattr("fast_video_vae.vae.streaming.int8_layers._LOSS_DB", -100)
+    out = tmp_path / "a.mp4"
+    options = ("--precision", "int8", "--quiet", "--dtype", "fp32")
+    code, _, errors = run("decode", latents, "--vae", vae_path, "-o", out, *options)
+    assert (code, len(errors)) == (1, 1)
+    assert "every convolution would cost more than 1 dB; expected auto" in errors[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("decode L --vae V -o a.mp4 --precision fp8", "invalid choice: 'fp8'"),
+        ("demo --precision in8", "invalid choice: 'in8'"),
+        ("info --device --precision int8", "--precision needs a FILE"),
+        ("info V --difference a.png", "--difference needs --precision int8"),
+        ("bench --precision int8", "unrecognized arguments: --precision int8"),
+    ],
+)
+def test_a_wrong_precision_is_an_error_of_usage(run, arguments, message):
+    code, lines, errors = run(*arguments.split())
+    assert (code, lines, len(errors)) == (2, [], 1)
+    assert message in errors[0]
+
+
+@pytest.mark.parametrize("command", ["encode", "decode", "demo", "info"])
+def test_the_help_names_the_choices(run, command):
+    code, lines, _ = run(command, "--help")
+    assert code == 0
+    text = " ".join(" ".join(lines).split())
+    assert "--precision {auto,int8}" in text
+    assert ("sampling from them" in text) == (command == "encode")

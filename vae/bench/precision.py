@@ -1,0 +1,128 @@
+"""Measurement of what int8 costs: decodes in bfloat16 and with int8 against one in float32."""
+
+import copy
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..model import VideoVAE
+from ..models.config import VAEConfig
+from ..streaming.int8_layers import Int8Layers, probe
+from ..streaming.int8_vae import AUTO, INT8
+from ..streaming.options import AUTOMATIC, StreamOptions
+from ..streaming.overflow import allows_fp16
+from ..streaming.precision import compute_dtype, decode_dtype
+from .compare import psnr
+from .content import Clip
+from .precision_report import PrecisionReport
+
+# Size of the clip without a given latent, in pixels.
+_WIDTH, _HEIGHT = 384, 160
+
+# Latents of that clip: the first, and two steps with a past.
+_LATENTS = 3
+
+
+def int8_layers(vae: VideoVAE, *, encode: bool = False) -> Int8Layers:
+    """Return the convolutions that run in int8 with the dtype of a VAE.
+
+    Args:
+        vae: The VAE, with any precision.
+        encode: Those of an encode; otherwise those of a decode.
+
+    Returns:
+        The choice, see `VideoVAE.int8_layers`.
+
+    Raises:
+        ValueError: The VAE or its device does not support int8.
+    """
+    dtype = _dtype_of(vae, AUTOMATIC, encode=encode)
+    return _layers(_with_precision(vae, INT8), dtype, encode=encode)
+
+
+def compare_precision(
+    vae: VideoVAE, latent: Tensor | None = None, options: StreamOptions = AUTOMATIC
+) -> PrecisionReport:
+    """Decode a latent in float32, in bfloat16 and with int8, on the same weights.
+
+    The VAE is not modified, and its own precision does not matter.
+
+    Args:
+        vae: The VAE.
+        latent: `[B, C_latent, t, h, w]`; None: a smooth random latent with the statistics of the
+            VAE, of 9 frames of 384 x 160.
+        options: Options of the decode with int8; the others have another dtype.
+
+    Returns:
+        The report. The PSNR has a peak of 2, of all frames clamped to [-1, 1].
+
+    Raises:
+        ValueError: The VAE or its device does not support int8, or the latent does not fit.
+    """
+    plain, coded = _with_precision(vae, AUTO), _with_precision(vae, INT8)
+    dtype = _dtype_of(vae, options)
+    layers = _layers(coded, dtype)
+    if latent is None:
+        latent = smooth_latent(vae.config)
+    exact = _images(plain, latent, replace(options, dtype=torch.float32))
+    narrow = _images(plain, latent, replace(options, dtype=torch.bfloat16))
+    mixed = _images(coded, latent, options)
+    count, height, width = exact.shape[1:4]
+    config = vae.config
+    return PrecisionReport(
+        f"{config.family}, base width {config.decoder_width}",
+        Clip(width, height, len(exact) * count),
+        dtype,
+        compute_dtype(torch.bfloat16, vae.device),
+        psnr(narrow, exact),
+        psnr(mixed, exact),
+        layers,
+        (exact[-1, -1, ..., :3], narrow[-1, -1, ..., :3], mixed[-1, -1, ..., :3]),
+    )
+
+
+def smooth_latent(config: VAEConfig) -> Tensor:
+    """Draw a smooth latent of a small clip with the channel statistics of a VAE.
+
+    Args:
+        config: Layout and statistics of the VAE.
+
+    Returns:
+        `[1, C_latent, t, h, w]` float32, the same in every call.
+    """
+    height, width = (side // config.spatial_compression for side in (_HEIGHT, _WIDTH))
+    frames = 1 if config.temporal_compression == 1 else _LATENTS
+    drawn = probe(config.latent_channels, frames=frames, size=max(height, width))
+    mean, std = (
+        torch.tensor(values).view(1, -1, 1, 1, 1)
+        for values in (config.latent_mean, config.latent_std)
+    )
+    return drawn[..., :height, :width] * std + mean
+
+
+def _with_precision(vae: VideoVAE, precision: str) -> VideoVAE:
+    """Return the same weights in another precision; the copy shares all tensors and layers."""
+    twin = copy.copy(vae)
+    twin.precision = precision
+    return twin
+
+
+def _layers(vae: VideoVAE, dtype: torch.dtype, *, encode: bool = False) -> Int8Layers:
+    """Return the choice with other layers in `dtype`, also within inference mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        return vae.int8_layers(dtype, encode=encode)
+
+
+def _dtype_of(vae: VideoVAE, options: StreamOptions, *, encode: bool = False) -> torch.dtype:
+    """Return the dtype of the layers of a video that has some in int8."""
+    if encode:
+        return compute_dtype(options.dtype or vae.encode_dtype, vae.device)
+    allowed = allows_fp16(vae, options)
+    return decode_dtype(options.dtype or vae.dtype, vae.device, allow_fp16=allowed, deep=True)
+
+
+def _images(vae: VideoVAE, latent: Tensor, options: StreamOptions) -> Tensor:
+    """Decode `latent` to images `[B, T, H, W, C]`, float32 in [0, 1] on the CPU."""
+    pieces = [piece.cpu().float() for piece in vae.decode_stream(latent, options)]
+    return torch.cat(pieces, dim=2).clamp(-1, 1).add(1).div(2).movedim(1, -1)
