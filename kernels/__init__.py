@@ -58,10 +58,10 @@ from .devices import (
     synchronize,
     tensor_limit,
 )
+from .devices.gpu_config import GPUConfig, gpu_config
+from .devices.int8 import int8_lacks
 from .dispatch import ask, fusion, run, run_kernel
 from .errors import BackendError, first_line, is_out_of_memory, log_once
-from .gpu_config import GPUConfig, gpu_config
-from .int8_support import int8_lacks
 from .messages import LINE, guarded, line, padded, shown
 from .shapes import convolved, interleaved, merged, new_video, shuffled
 from .tensor_files import PICKLE, SAFETENSORS, ZIP, Header, Place, kind_of, read_header

@@ -249,18 +249,12 @@ def code_convolution(
         raise ValueError(f"weight is on {weight.device}; expected {x.device}")
     shape = shapes.convolved(x, weight.shape, (1, 1, 1), (0, 0, 0))
     if min(shape[1:]) < 1:
-        raise ValueError(
-            f"x is {list(x.shape)}, smaller than the kernel {list(weight.shape[2:])}; "
-            "expected at least its size"
-        )
+        raise ValueError(f"x is {list(x.shape)}; expected at least {list(weight.shape[2:])}")
     names = ("bias", "residual_bias")
     vectors(x, weight.shape[0], scale=scale, **{name: terms[name] for name in names})
-    added = any(terms[name] is not None for name in (*names, "residual"))
+    added = [name for name in (*names, "residual") if terms[name] is not None]
     if scale is None and (dtype != torch.int32 or added):
-        terms_too = " with terms" if added else ""
-        raise ValueError(
-            f"the result is {_name(dtype)}{terms_too}; expected int32 sums without a scale"
-        )
+        raise ValueError(f"scale is None with {_name(dtype)} and {added}; expected int32 sums")
     if scale is not None and dtype not in _DTYPES:
         raise ValueError(f"the result is {_name(dtype)}; expected a float dtype with a scale")
     for name in ("residual", "out"):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import TrialBudget, trials
-from .layers.coding import Coding
+from .layers.inputs.coding import Coding
 from .layers.oom import Relief
 from .layers.workspace import uint16_as_int16
 from .models.base import Network
@@ -21,8 +21,8 @@ from .planning.plan import Plan, empty_limit, make_plan
 from .sharding.shared_ranks import SharedRanks
 from .streaming.bands.shared_devices import SharedDevices
 from .streaming.executors import Team
-from .streaming.int8_layers import Int8Choices
-from .streaming.int8_vae import Int8VAE
+from .streaming.int8.layers import Int8Choices
+from .streaming.int8.settings import Int8VAE
 from .streaming.options import AUTOMATIC, StreamOptions
 from .streaming.output import Output, background_writer, delivered, until_complete
 from .streaming.overflow import Watch, allows_fp16, continued
@@ -47,19 +47,16 @@ class VideoVAE(Int8VAE, SharedDevices, SharedRanks, VAEWeights):
             the frames only: the computation is in float32.
         encode_dtype: Dtype of encoding and of the latents, as `dtype`.
         limit_bytes: Memory limit of a step without the weights; None: a share of the free memory.
-        graphs: On a GPU, capture repeated chunks as a CUDA graph and replay it: less work for the
-            CPU, more memory. Off until a gain is measured.
-        searches: On CUDA, let cuDNN time its algorithms for chunks that repeat: up to 1.5 s longer
-            once, and more memory. Off until a gain is measured.
-        skips_static: Skip static frames in an encode, and repeat their latents; not on AMD GPUs,
-            whose library would search for the shapes of shorter steps.
-        allow_tf32: In float32, keep PyTorch's own switches, which may allow TF32 (or bf16 products
-            on a CPU). By default float32 is full float32.
+        graphs: On a GPU, capture repeated chunks as a CUDA graph. Off until a gain is measured.
+        searches: On CUDA, let cuDNN time its algorithms for chunks that repeat, once. Off until a
+            gain is measured.
+        skips_static: Skip static frames in an encode; not on AMD GPUs, whose library would search
+            for the shapes of shorter steps.
+        allow_tf32: In float32, keep PyTorch's own switches, which may allow TF32.
         allow_fp16: Let a decode in bfloat16 without gradients compute in float16 if that is faster
             on the device. `load_vae` sets it if no dtype is chosen. The first overflow clears it,
             and the decode continues in bfloat16.
-        devices: The devices that share each video; see `SharedDevices`.
-        shards: The ranks that share each video; see `SharedRanks`.
+        devices, shards: What shares each video; see `SharedDevices` and `SharedRanks`.
     """
 
     def __init__(self, config: VAEConfig, dtype: torch.dtype, encode_dtype: torch.dtype) -> None:
@@ -154,6 +151,7 @@ class VideoVAE(Int8VAE, SharedDevices, SharedRanks, VAEWeights):
             encoder = self.encoding()
             computed = self.agreed(compute_dtype(dtype, self.device))
             source = map(uint16_as_int16, checked(pieces, self.check_frames))
+            known = isinstance(pieces, Tensor)
 
         def mean_of(x: Tensor) -> Tensor:
             mean = x[:, :latents] if self.conv1 is None else self.conv1(x, outputs=slice(latents))
@@ -168,9 +166,8 @@ class VideoVAE(Int8VAE, SharedDevices, SharedRanks, VAEWeights):
             to_range=to_range,
             leave=lambda x: relief.attempt(lambda: mean_of(x)),
             relief=relief,
-            known=isinstance(pieces, Tensor),
-            single_frame=isinstance(pieces, Tensor)
-            and self.config.latent_frames(pieces.shape[2]) == 1,
+            known=known,
+            single_frame=known and self.config.latent_frames(pieces.shape[2]) == 1,
             coding=self.coding(computed, pieces, encode=True),
         )
 
@@ -201,7 +198,7 @@ class VideoVAE(Int8VAE, SharedDevices, SharedRanks, VAEWeights):
             frames: The frames to decode, such as `range(40, 81)`; `out` or `images` have room for
                 these only, and the rest is not computed. None: all.
             deep: The frames are for a file of more than 8 bits: new tensors are float32, and GPUs
-                compute in float16 rather than bfloat16, which has steps of 1 / 256 near 1.
+                compute in float16: bfloat16 has steps of 1 / 256 near 1.
 
         Returns:
             An iterator of frames `[B, C, n, H, W]`, as from `decode`, or of images `[B, n, H, W,
@@ -235,6 +232,16 @@ class VideoVAE(Int8VAE, SharedDevices, SharedRanks, VAEWeights):
         axis = 2 if images is None else 1
         wide = functools.partial(run, dtype=wider)
         return continued(self, options, part, watch, narrow, wide, axis=axis)
+
+    def normalize(self, latent: Tensor) -> Tensor:
+        """Return `(latent - mean) / std` of each channel of `latent` `[B, C_latent, t, h, w]`."""
+        mean, std = self._statistics(latent)
+        return (latent - mean) / std
+
+    def denormalize(self, latent: Tensor) -> Tensor:
+        """Return `latent * std + mean` of each channel of `latent` `[B, C_latent, t, h, w]`."""
+        mean, std = self._statistics(latent)
+        return latent * std + mean
 
     def new_frames(self, latent: Tensor) -> Tensor:
         """Return memory `[B, C, T, H, W]` for the frames of `latent`, in `dtype` on `device`."""
@@ -295,16 +302,15 @@ class VideoVAE(Int8VAE, SharedDevices, SharedRanks, VAEWeights):
         device = device or self.device
         asked = options.dtype or (self.encode_dtype if encode else self.dtype)
         dtype = decode_dtype(asked, device, allow_fp16=not encode and allows_fp16(self, options))
-        model = network, self.config
         options_of_job = {"single_frame": single_frame, "searches": self.searches, "ranks": ranks}
-        job = job_of(*model, (1, *size), dtype, device, **options_of_job)
+        coded = self.planned_codes(dtype, device, encode=encode)
+        model = network, self.config, (1, *size), dtype, device
+        job = job_of(*model, **options_of_job, coded=coded)
         limit = self.limit_bytes if options.limit_bytes is None else options.limit_bytes
         limit = empty_limit(job) if limit is None and empty else limit
-        banded = (
-            self.team.plan(job, replace(options, limit_bytes=limit))
-            if cuts and ranks == 1
-            else None
-        )
+        banded = None
+        if cuts and ranks == 1:
+            banded = self.team.plan(job, replace(options, limit_bytes=limit))
         if banded is not None:
             return banded[0]
         return make_plan(job, limit, chunk=options.chunk, tile=options.tile, cuts=cuts)
@@ -386,3 +392,9 @@ class VideoVAE(Int8VAE, SharedDevices, SharedRanks, VAEWeights):
         )
         stream = session.run(source)
         return stream if self.shards is None else self.shards.in_step(stream)
+
+    def _statistics(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        check_tensor(latent, "latent", self.config.latent_channels)
+        mean, std = self.config.latent_mean, self.config.latent_std
+        mean, std = (latent.new_tensor(each).view(1, -1, 1, 1, 1) for each in (mean, std))
+        return mean, std

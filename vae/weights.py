@@ -10,7 +10,6 @@ from .models.base import Network
 from .models.build import make_decoder, make_encoder
 from .models.config import SEEDVR2, VAEConfig
 from .models.replicas import Replicas
-from .validation import check_tensor
 
 
 class VAEWeights(nn.Module):
@@ -57,16 +56,6 @@ class VAEWeights(nn.Module):
             raise ValueError("the checkpoint has no encoder; only decode works with it")
         return self.encoder
 
-    def normalize(self, latent: Tensor) -> Tensor:
-        """Return `(latent - mean) / std` of each channel of `latent` `[B, C_latent, t, h, w]`."""
-        mean, std = self._statistics(latent)
-        return (latent - mean) / std
-
-    def denormalize(self, latent: Tensor) -> Tensor:
-        """Return `latent * std + mean` of each channel of `latent` `[B, C_latent, t, h, w]`."""
-        mean, std = self._statistics(latent)
-        return latent * std + mean
-
     def weight_bytes(self) -> int:
         """Return the bytes of the parameters, their derived weights and their copies elsewhere."""
         own = sum(parameter.nbytes for parameter in self.parameters())
@@ -96,9 +85,3 @@ class VAEWeights(nn.Module):
         elif after[1] != before[1]:
             self.encode_dtype = after[1]
         return self
-
-    def _statistics(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        check_tensor(latent, "latent", self.config.latent_channels)
-        mean, std = self.config.latent_mean, self.config.latent_std
-        shape = (1, -1, 1, 1, 1)
-        return latent.new_tensor(mean).view(shape), latent.new_tensor(std).view(shape)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from fast_video_vae.kernels.gpu_config import gpu_config
+from fast_video_vae.kernels.devices.gpu_config import gpu_config
 from fast_video_vae.lora.bank import Bank, load_bank
 from fast_video_vae.lora.blocks import parse_blocks
 from fast_video_vae.lora.keys import Targets

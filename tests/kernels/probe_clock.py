@@ -9,7 +9,7 @@ from fast_video_vae.kernels.probes import probe
 from fast_video_vae.lora import break_even
 
 # The attribute of `kernels` with this name is the function.
-gpu_config_module = importlib.import_module("fast_video_vae.kernels.gpu_config")
+gpu_config_module = importlib.import_module("fast_video_vae.kernels.devices.gpu_config")
 
 
 class Clock:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fast_video_vae.kernels import cache
-from fast_video_vae.kernels.gpu_config import GPUConfig, gpu_config
+from fast_video_vae.kernels.devices.gpu_config import GPUConfig, gpu_config
 from fast_video_vae.kernels.probes.probe import GRID
 from fast_video_vae.tests.kernels.probe_clock import clock, gpu_config_module  # noqa: F401
 

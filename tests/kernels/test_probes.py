@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fast_video_vae.kernels import cache, measure
-from fast_video_vae.kernels.gpu_config import gpu_config
+from fast_video_vae.kernels.devices.gpu_config import gpu_config
 from fast_video_vae.kernels.probes import environment, probe, store
 from fast_video_vae.kernels.probes.probe import GRID, Probe, on_grid
 from fast_video_vae.tests.builders import script_command
@@ -37,7 +37,7 @@ measure.seconds = seconds
 """
 ASK = """
 import torch
-from fast_video_vae.kernels.gpu_config import gpu_config
+from fast_video_vae.kernels.devices.gpu_config import gpu_config
 config = gpu_config(torch.device("cpu"), torch.{dtype})
 print(config.products_per_s, config.stream_c)
 """

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ..model import VideoVAE
 from ..models.config import VAEConfig
-from ..streaming.int8_layers import Int8Layers, probe
-from ..streaming.int8_vae import AUTO, INT8
+from ..streaming.int8.layers import Int8Layers, probe
+from ..streaming.int8.settings import AUTO, INT8
 from ..streaming.options import AUTOMATIC, StreamOptions
 from ..streaming.overflow import allows_fp16
 from ..streaming.precision import compute_dtype, decode_dtype

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..streaming.int8_layers import Int8Layers
+from ..streaming.int8.layers import Int8Layers
 from .content import Clip
 from .tables import aligned, dtype_label, finite, markdown
 

@@ -24,7 +24,7 @@ from ..bench.tables import aligned, dtype_label
 from ..media.atomic_file import whole_file
 from ..model import VideoVAE
 from ..planning.device_memory import free_bytes
-from ..streaming.int8_vae import INT8
+from ..streaming.int8.settings import INT8
 from ..streaming.options import StreamOptions
 from ..validation import dtype_name
 from .loading import Say, device_named, load_named

@@ -11,7 +11,7 @@ from ..bench.precision import int8_layers
 from ..bench.precision_report import part_in_int8
 from ..checkpoint import load_vae
 from ..model import VideoVAE
-from ..streaming.int8_vae import AUTO, INT8
+from ..streaming.int8.settings import AUTO, INT8
 from ..streaming.options import StreamOptions
 from ..validation import checked_device, checked_devices, dtype_name
 

@@ -10,12 +10,12 @@ from torch import Tensor
 from ...kernels import Fused, is_out_of_memory, zero_of
 from . import halo_conv, row_bands
 from .causal_layer import CausalLayer
-from .coding import Norm
 from .conv import BIAS, Conv, Terms
 from .conv_weights import CodedForm, coded_form, turned, turns
-from .fill import Fill, Handover, bordered, copied, within
 from .frame_ring import FrameRing
 from .frame_runs import Settling, fitted, halves, run_of
+from .inputs.coding import Norm
+from .inputs.fill import Fill, Handover, bordered, copied, within
 from .temporal_cache import TemporalCache
 
 # Bands of rows that a frame is cut into when memory is short.
@@ -118,7 +118,7 @@ class CausalConv3d(Conv, CausalLayer):
         return cache.coding is not None and self.code_name in cache.coding.names
 
     def like(self, x: Tensor, cache: TemporalCache) -> Tensor:
-        """Return a tensor with the shape of `x` `[B, C, T, H, W]` and the dtype of the input."""
+        """Return the shape of `x` `[B, C, T, H, W]` in the dtype that `cache` has of the input."""
         if cache.coding is None or not self.reads_codes(cache):
             return x
         return x.new_empty((), dtype=cache.coding.dtype).expand(x.shape)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import ConvWeight
-from .coded_weights import coded_weight
+from .inputs.coded_weights import coded_weight
 
 # Forms of larger weights are not kept, because those of Wan 2.2 would double its 705 M. The
 # convolution then reorders the weight in each call: 57 ms instead of 30 for 1024 channels in bf16,

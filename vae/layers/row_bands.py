@@ -33,7 +33,7 @@ class BandedConv(Protocol):
         ...
 
     def like(self, x: Tensor, cache: TemporalCache) -> Tensor:
-        """Return a tensor with the shape of `x` `[B, C, T, H, W]` and the dtype of the input."""
+        """Return the shape of `x` `[B, C, T, H, W]` in the dtype that `cache` has of the input."""
         ...
 
     def of_window(

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels import new_video, zero_of
-from .coding import Coding
 from .frame_ring import FrameRing
 from .frame_runs import Settling
+from .inputs.coding import Coding
 from .lines import FrameShard
 from .workspace import Workspace
 

@@ -289,12 +289,12 @@ class DryRun:
         frames = shape.frames if setting.single_frame else shape.frames // product.stride
         out = Shape(product.outputs, frames, shape.height // down, shape.width // down)
         rings = self._in_ring(product, shape)
-        entering, leaving = ledger.nbytes(shape), ledger.nbytes(out)
-        tail = entering // shape.frames * context
+        entering, leaving, packs = ledger.nbytes(shape), ledger.nbytes(out), product.packs
+        tail = (written := entering // packs) // shape.frames * context
         # Norm into the window, the tail in front of it and behind; convolution; bias, residual.
         if product.windowed:
-            self._pass(2 * entering + (0 if rings else 3 * tail))
-        self._pass(entering + tail + leaving)
+            self._pass(entering + written + (0 if rings else 3 * tail))
+        self._pass(written + tail + leaving)
         if biased:
             self._pass((2 if residual is None else 3) * leaving)
         divides = part.banded and self._setting.bands
@@ -306,8 +306,9 @@ class DryRun:
             _ = ledger.new(tail), self._made(out.sized(rows, out.width))
             return y
         if product.windowed and (not rings or setting.borders):
-            border = 2 * setting.borders
-            ledger.scratch(window.sized(window.height + border, window.width + border))
+            border = 2 * (setting.borders or packs > 1)
+            packed = window.of(window.channels // packs)
+            ledger.scratch(packed.sized(window.height + border, window.width + border))
         if given:
             given.clear()
         # Copies in oneDNN's order; the weight of a first frame, which has fewer taps, also in
@@ -318,8 +319,12 @@ class DryRun:
             # The fastest of all algorithms can be one that copies its input and its output.
             copies += ledger.nbytes(window) + leaving
         ledger.take(copies)
-        made = arranged or not setting.fused
-        y = ledger.new(out) if made else residual or ledger.result(out)
+        if packs > 1 and residual:
+            # oneDNN adds no residual to the sums of codes.
+            y, _ = residual, ledger.new(out, int(setting.on_cpu))
+        else:
+            made = arranged or not setting.fused or packs > 1
+            y = ledger.new(out) if made else residual or ledger.result(out)
         ledger.take(-copies)
         return y
 

@@ -62,6 +62,7 @@ class StreamJob:
         pixels: Pixels of an image per pixel of the network's frames.
         searches: cuDNN searches for its fastest algorithms.
         ranks: Ranks that share the frames; `latent_size` is that of the largest part.
+        coded: Names of the convolutions that read codes.
     """
 
     network: Network
@@ -72,11 +73,12 @@ class StreamJob:
     pixels: int = 1
     searches: bool = False
     ranks: int = 1
+    coded: frozenset[str] = frozenset()
 
     @functools.cached_property
     def spec(self) -> NetworkSpec:
         """The numbers of the network."""
-        return network_spec(self.network)
+        return network_spec(self.network, self.coded, self.dtype.itemsize)
 
     @property
     def setting(self) -> Setting:
@@ -129,6 +131,7 @@ def job_of(
     single_frame: bool,
     searches: bool = False,
     ranks: int = 1,
+    coded: frozenset[str] = frozenset(),
 ) -> StreamJob:
     """Return the job of a stream.
 
@@ -141,6 +144,7 @@ def job_of(
         single_frame: The video has one frame.
         searches: cuDNN searches for its fastest algorithms.
         ranks: Ranks that share the frames.
+        coded: Names of the convolutions that read codes.
 
     Returns:
         The job.
@@ -149,4 +153,5 @@ def job_of(
     if not is_encoder(network):
         pixels *= config.output_scale
     single_frame = single_frame or config.is_of_pictures
-    return StreamJob(network, latent_size, dtype, device, single_frame, pixels, searches, ranks)
+    options = single_frame, pixels, searches, ranks, coded
+    return StreamJob(network, latent_size, dtype, device, *options)

@@ -4,8 +4,9 @@ Everything is read from the attributes of the layers and the shapes of their wei
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ..layers.causal_conv import CausalConv3d
@@ -13,6 +14,8 @@ from ..layers.causal_layer import CausalLayer
 from ..layers.conv import Conv, PointwiseConv, keeps_form
 from ..models.base import Network
 from ..models.receptive_field import Size, Span, is_encoder, reach
+
+_NO_CODES: Mapping[str, int] = MappingProxyType({})
 
 
 class Shape(NamedTuple):
@@ -56,6 +59,8 @@ class ConvSpec:
         numbers: Elements of its weight.
         rearranged: Elements of a weight that every call reorders; see `conv.py`.
         rearranged_first: The same for a first frame.
+        packs: Values of the input buffer and of the tail in the bytes of an activation: more than
+            one for codes.
     """
 
     inputs: int
@@ -68,6 +73,7 @@ class ConvSpec:
     numbers: int
     rearranged: int
     rearranged_first: int
+    packs: int = 1
 
 
 @dataclass(frozen=True)
@@ -116,7 +122,7 @@ class PartSpec:
         """Return the elements of the tails for an input of `shape`."""
         area, total = shape.height * shape.width, 0
         for product in self.products:
-            total += product.context * product.inputs * area
+            total += product.context * product.inputs * area // product.packs
             area //= self.down**2 if product is self.products[0] else 1
         return total
 
@@ -187,9 +193,21 @@ class NetworkSpec:
         return shapes
 
 
-def network_spec(network: Network) -> NetworkSpec:
-    """Return the numbers of `network`."""
-    layers = tuple(map(layer_spec, network.layers()))
+def network_spec(
+    network: Network, coded: frozenset[str] = frozenset(), itemsize: int = 1
+) -> NetworkSpec:
+    """Return the numbers of a network.
+
+    Args:
+        network: The network.
+        coded: Names of the convolutions that read codes.
+        itemsize: Bytes of an activation.
+
+    Returns:
+        The numbers.
+    """
+    packs = dict.fromkeys(coded, itemsize)
+    layers = tuple(layer_spec(layer, packs) for layer in network.layers())
     frames = math.prod(part.stride for layer in layers for part in layer.parts)
     return NetworkSpec(layers, is_encoder(network), frames)
 
@@ -246,21 +264,21 @@ def spans_before(layers: Sequence[LayerSpec], length: int, span: Span) -> list[S
     return spans[::-1]
 
 
-def layer_spec(layer: CausalLayer) -> LayerSpec:
-    """Return the numbers of `layer`."""
-    parts = tuple(_part_spec(part) for part in layer.blocks)
+def layer_spec(layer: CausalLayer, packs: Mapping[str, int] = _NO_CODES) -> LayerSpec:
+    """Return the numbers of `layer`; `packs` has those of the convolutions with codes by name."""
+    parts = tuple(_part_spec(part, packs) for part in layer.blocks)
     scale = layer.scale.as_integer_ratio()
     return LayerSpec(parts, scale, layer.growth, layer.pairs, layer.holds)
 
 
-def _part_spec(layer: CausalLayer) -> PartSpec:
+def _part_spec(layer: CausalLayer, packs: Mapping[str, int]) -> PartSpec:
     modules = list(layer.modules())
     convs = [module for module in modules if isinstance(module, Conv)]
     if layer.scale > 1:
         # Time is doubled before space.
         convs.sort(key=lambda conv: conv.weight.shape[-1])
     return PartSpec(
-        tuple(map(_product, convs)),
+        tuple(_product(conv, packs) for conv in convs),
         tuple(m.weight.shape[0] for m in modules if isinstance(m, PointwiseConv)),
         convs[-1].weight.shape[0] if convs else 0,
         *layer.scale.as_integer_ratio(),
@@ -271,8 +289,9 @@ def _part_spec(layer: CausalLayer) -> PartSpec:
     )
 
 
-def _product(conv: Conv) -> ConvSpec:
+def _product(conv: Conv, packs: Mapping[str, int]) -> ConvSpec:
     context = conv.context
+    packed = packs.get(getattr(conv, "code_name", ""), 1)
     numbers = conv.weight.numel()
     first = conv.first_form
     first_numbers = numbers // (conv.weight.shape[2] if first == "frame" else 1)
@@ -283,8 +302,9 @@ def _product(conv: Conv) -> ConvSpec:
         conv.stride,
         conv.times,
         isinstance(conv, CausalConv3d) or context > 0,
-        isinstance(conv, CausalConv3d) and context > 0 and conv.stride == 1,
+        isinstance(conv, CausalConv3d) and context > 0 and conv.stride == packed == 1,
         numbers,
         0 if keeps_form("volume", numbers) else numbers,
         0 if keeps_form(first, numbers) else first_numbers,
+        packed,
     )

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels import log_once
-from ..layers.coding import Coding
+from ..layers.inputs.coding import Coding
 from .options import StreamOptions
 from .part import Part
 
@@ -136,7 +136,7 @@ def allows_fp16(vae: NarrowVAE, options: StreamOptions, latent: object = None) -
 
 
 def records(vae: NarrowVAE, latent: object = None) -> bool:
-    """Return whether autograd records a decode of `latent` `[B, C_latent, t, h, w]`."""
+    """Return whether autograd records a decode by `vae` of `latent` `[B, C_latent, t, h, w]`."""
     sources = [*vae.parameters(), *([latent] if isinstance(latent, Tensor) else [])]
     return torch.is_grad_enabled() and any(each.requires_grad for each in sources)
 

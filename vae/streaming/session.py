@@ -28,9 +28,9 @@ from ...kernels import (
     searching,
     trials,
 )
-from ..layers.coding import Coding
 from ..layers.conv import Conv, drop_stale_forms
 from ..layers.frame_runs import fitted
+from ..layers.inputs.coding import Coding
 from ..layers.lines import FrameShard
 from ..layers.oom import Relief
 from ..layers.temporal_cache import TemporalCache
@@ -133,8 +133,8 @@ class VideoSession:
 
     def __post_init__(self) -> None:
         self._device = self.relief.device
-        # The operations between ranks are not captured.
-        self.graphs = self.graphs and self.shards is None
+        # The operations between ranks and the counts of codes are not captured.
+        self.graphs = self.graphs and self.shards is None and self.coding is None
         # Shorter steps would be searched for.
         self.skips = self.skips and not (searches_shapes(self._device) or self.coding)
         self._encodes = not isinstance(self.leave, Output)
@@ -224,7 +224,8 @@ class VideoSession:
             size = self._shard.largest_part(size)
         model = self.network, self.config, (first.shape[0], *size), self.dtype, self._device
         options = {"single_frame": self.single_frame, "searches": self.searches, "ranks": ranks}
-        self._job = job_of(*model, **options)
+        coded = self.coding.names if self.coding else frozenset()
+        self._job = job_of(*model, **options, coded=coded)
         records = torch.is_grad_enabled() and (self.learns or first.requires_grad)
         banded = None if records or self.team is None else self.team.plan(self._job, self.options)
         limit = shared_limit(self.shards, self._job, self.options.limit_bytes, records=records)
@@ -334,7 +335,6 @@ class VideoSession:
         """Return the results of the chunk, replayed if an equal chunk was captured."""
         executor = self._executor
         repeats = self._repeats and executor.records and not (self._records or self._is_static)
-        # The first of equal chunks sets up memory and caches.
         if self.graphs and repeats and cuda_graph.takes(self._device):
             try:
                 if self._recording is None:

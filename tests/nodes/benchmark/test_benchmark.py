@@ -64,9 +64,9 @@ def test_both_networks_are_measured_and_agree(vae):
 @pytest.fixture
 def int8(monkeypatch):
     """A machine that supports int8."""
-    from fast_video_vae.vae.streaming import int8_vae
+    from fast_video_vae.vae.streaming.int8 import settings
 
-    monkeypatch.setattr(int8_vae, "int8_lacks", lambda *_: "")
+    monkeypatch.setattr(settings, "int8_lacks", lambda *_: "")
 
 
 def test_int8_is_measured_in_the_fast_vae_with_its_loss(vae, int8, progress):
@@ -106,9 +106,9 @@ def test_the_precision_of_the_connected_latent_is_measured(state, int8):
 
 
 def test_int8_that_is_not_supported_is_a_one_line_error(state, monkeypatch):
-    from fast_video_vae.vae.streaming import int8_vae
+    from fast_video_vae.vae.streaming.int8 import settings
 
-    monkeypatch.setattr(int8_vae, "int8_lacks", lambda *_: "this CPU is old")
+    monkeypatch.setattr(settings, "int8_lacks", lambda *_: "this CPU is old")
     with refused("^precision is int8, but this CPU is old; expected auto$"):
         run(stock_vae(state), precision="int8")
     with refused("^precision: int8 is for decodes; expected auto for task encode$"):

@@ -17,7 +17,8 @@ from fast_video_vae.vae.bench.content import random_latent
 from fast_video_vae.vae.bench.precision import smooth_latent
 from fast_video_vae.vae.bench.report import BenchmarkReport, Comparison, ContestantResult
 from fast_video_vae.vae.checkpoint import load_vae
-from fast_video_vae.vae.streaming import int8_vae, precision
+from fast_video_vae.vae.streaming import precision
+from fast_video_vae.vae.streaming.int8 import settings
 from fast_video_vae.vae.streaming.options import StreamOptions
 
 
@@ -25,7 +26,7 @@ from fast_video_vae.vae.streaming.options import StreamOptions
 def supported():
     """Every machine supports int8, and computes in bfloat16."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(int8_vae, "int8_lacks", lambda *_: "")
+        patch.setattr(settings, "int8_lacks", lambda *_: "")
         patch.setattr(precision, "_is_slow", lambda _: False)
         yield
 
@@ -164,6 +165,6 @@ def test_a_vae_without_int8_is_a_one_line_error(supported):
 
 
 def test_a_machine_without_int8_is_a_one_line_error(vae, monkeypatch):
-    monkeypatch.setattr(int8_vae, "int8_lacks", lambda *_: "this CPU has no VNNI")
+    monkeypatch.setattr(settings, "int8_lacks", lambda *_: "this CPU has no VNNI")
     with refused("precision is int8, but this CPU has no VNNI; expected auto"):
         compare_precision(vae)

@@ -18,13 +18,13 @@ from fast_video_vae.tests.videos import write_clip  # noqa: E402
 from fast_video_vae.vae import load_vae  # noqa: E402
 from fast_video_vae.vae.bench import precision  # noqa: E402
 from fast_video_vae.vae.media import read_video  # noqa: E402
-from fast_video_vae.vae.streaming import int8_vae  # noqa: E402
+from fast_video_vae.vae.streaming.int8 import settings  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def supported(monkeypatch):
     """Every machine supports int8, and the measured clip is small."""
-    monkeypatch.setattr(int8_vae, "int8_lacks", lambda *_: "")
+    monkeypatch.setattr(settings, "int8_lacks", lambda *_: "")
     monkeypatch.setattr(precision, "_WIDTH", 32)
     monkeypatch.setattr(precision, "_HEIGHT", 16)
 
@@ -116,7 +116,7 @@ def test_what_int8_does_not_support_is_one_line_and_leaves_no_file(
     tmp_path, run, vae_path, latents, monkeypatch, arguments, message
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(int8_vae, "int8_lacks", lambda *_: "this CPU is old")
+    monkeypatch.setattr(settings, "int8_lacks", lambda *_: "this CPU is old")
     save_file(random_seedvr2(), "seed.safetensors")
     write_clip(Path("clip.mp4"), 1)
     before = set(tmp_path.iterdir())
@@ -129,7 +129,7 @@ def test_what_int8_does_not_support_is_one_line_and_leaves_no_file(
 
 
 def test_a_vae_that_loses_too_much_is_an_error(tmp_path, run, vae_path, latents, monkeypatch):
-    monkeypatch.setattr("fast_video_vae.vae.streaming.int8_layers._LOSS_DB", -100)
+    monkeypatch.setattr("fast_video_vae.vae.streaming.int8.layers._LOSS_DB", -100)
     out = tmp_path / "a.mp4"
     options = ("--precision", "int8", "--quiet", "--dtype", "fp32")
     code, _, errors = run("decode", latents, "--vae", vae_path, "-o", out, *options)

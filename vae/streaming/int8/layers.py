@@ -1,6 +1,6 @@
 """The convolutions that run in int8: those that save most for what they cost in precision.
 
-What int8 costs depends on the weights: on how large a residual branch is beside its stream, and on
+What int8 costs depends on the weights: on how large a residual branch is next to its stream, and on
 how far the largest weight is from the others. So it is measured with the weights at hand: a short
 video is computed in float32, in bfloat16, and once with each convolution in int8. The errors of
 convolutions are independent, and add up. Those with the smallest error per multiplication are
@@ -20,14 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers.coding import Coding, name_convolutions
-from ..layers.conv import Conv
-from ..layers.conv_weights import checksum_of
-from ..layers.temporal_cache import TemporalCache
-from ..layers.workspace import canonical
-from ..models.base import Network
-from .executor import advance
-from .precision import layer_modes
+from ...layers.conv import Conv
+from ...layers.conv_weights import checksum_of
+from ...layers.inputs.coding import Coding, name_convolutions
+from ...layers.temporal_cache import TemporalCache
+from ...layers.workspace import canonical
+from ...models.base import Network
+from ..executor import advance
+from ..precision import layer_modes
 
 # Decibels below bfloat16. The asked bound is 1.5: another video has other errors.
 _LOSS_DB = 1.0
@@ -54,8 +54,8 @@ class LayerLoss:
     Attributes:
         name: Name in the network.
         share: Its share of the multiplications of the convolutions.
-        loss_db: Decibels that the result loses with this convolution alone, beside the error of
-            bfloat16.
+        loss_db: Decibels that the result loses with this convolution alone, in addition to what
+            bfloat16 loses.
         error: Mean squared error that it adds.
         chosen: It runs in int8.
     """
@@ -119,6 +119,20 @@ class Int8Choices:
                 known = self._known[key] = checksum, choose(network, x, dtype)
             return known[1]
 
+    def known(self, part: str, dtype: torch.dtype, device: torch.device) -> frozenset[str]:
+        """Return the convolutions in int8 as far as they are known, without a measurement.
+
+        Args:
+            part: "encoder" or "decoder".
+            dtype: Dtype of the other layers.
+            device: Device of the measurement.
+
+        Returns:
+            Their names; empty: they are not known.
+        """
+        known = self._known.get((part, dtype, device))
+        return frozenset() if known is None else known[1].names
+
 
 def probe(channels: int, *, frames: int = _LATENTS, size: int = _SIZE) -> Tensor:
     """Return a smooth random video, always the same.
@@ -133,9 +147,9 @@ def probe(channels: int, *, frames: int = _LATENTS, size: int = _SIZE) -> Tensor
     """
     generator = torch.Generator().manual_seed(0)
     half = torch.randn(1, channels, 1, -(-size // 2), -(-size // 2), generator=generator)
-    still = F.interpolate(half, scale_factor=(1, 2, 2))[..., :size, :size]
+    fixed = F.interpolate(half, scale_factor=(1, 2, 2))[..., :size, :size]
     moving = torch.randn(1, channels, frames, size, size, generator=generator)
-    return _SMOOTH**0.5 * still + (1 - _SMOOTH) ** 0.5 * moving
+    return _SMOOTH**0.5 * fixed + (1 - _SMOOTH) ** 0.5 * moving
 
 
 @torch.no_grad()

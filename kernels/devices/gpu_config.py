@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .devices import amd_chip, device_kind, device_name
-from .errors import first_line
+from ..errors import first_line
+from . import amd_chip, device_kind, device_name
 
 _logger = logging.getLogger(__name__)
 
@@ -83,8 +83,8 @@ def gpu_config(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> GPU
 
 
 def _described(device: torch.device, dtype: torch.dtype) -> GPUConfig:
-    from .probes import store  # noqa: PLC0415, few processes ask
-    from .probes.probe import DTYPES, UNMEASURED_C, measured  # noqa: PLC0415
+    from ..probes import store  # noqa: PLC0415, few processes ask
+    from ..probes.probe import DTYPES, UNMEASURED_C, measured  # noqa: PLC0415
 
     name, capability, kind = device_name(device), None, device_kind(device)
     if kind == "nvidia":

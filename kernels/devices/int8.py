@@ -6,12 +6,12 @@ import time
 
 import torch
 
-from .backends import TRIED
-from .codes import ZERO
-from .convolution import onednn_int8
-from .convolution.weight import ConvWeight
-from .devices import device_kind, device_name, has_bfloat16
-from .dispatch import ask
+from ..backends import TRIED
+from ..codes import ZERO
+from ..convolution import onednn_int8
+from ..convolution.weight import ConvWeight
+from ..dispatch import ask
+from . import device_kind, device_name, has_bfloat16
 
 # The least that int8 has to gain on a CPU, over the fastest float dtype.
 _GAIN = 1.15

@@ -5,7 +5,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...kernels import zero_of
+from ....kernels import zero_of
 
 
 class Fill(Protocol):

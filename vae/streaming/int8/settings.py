@@ -3,15 +3,15 @@
 import torch
 from torch import Tensor
 
-from ...kernels import first_line, int8_lacks, log_once
-from ..layers.coding import Coding
-from ..layers.conv import PointwiseConv
-from ..models.base import Network
-from ..models.config import SEEDVR2, VAEConfig
-from ..models.patchify import fold_pixels
-from .executors import Team
-from .int8_layers import Int8Choices, Int8Layers, probe
-from .shards import StreamShards
+from ....kernels import first_line, int8_lacks, log_once
+from ...layers.conv import PointwiseConv
+from ...layers.inputs.coding import Coding
+from ...models.base import Network
+from ...models.config import SEEDVR2, VAEConfig
+from ...models.patchify import fold_pixels
+from ..executors import Team
+from ..shards import StreamShards
+from .layers import Int8Choices, Int8Layers, probe
 
 AUTO, INT8 = "auto", "int8"
 
@@ -63,6 +63,7 @@ class Int8VAE:
 
     @precision.setter
     def precision(self, precision: str) -> None:
+        """Set the `precision`, or raise a `ValueError` of one line for another one."""
         self._precision = self._checked(precision, "precision")
 
     @property
@@ -76,6 +77,7 @@ class Int8VAE:
 
     @encode_precision.setter
     def encode_precision(self, precision: str) -> None:
+        """Set the `precision` of an encode, or raise a `ValueError` for another one."""
         self._encode_precision = self._checked(precision, "encode_precision")
 
     def int8_layers(self, dtype: torch.dtype, *, encode: bool = False) -> Int8Layers:
@@ -109,6 +111,23 @@ class Int8VAE:
             with torch.no_grad():
                 x = self.conv2(probe(config.latent_channels).to(place))
         return self._int8.of(network, "encoder" if encode else "decoder", x, dtype)
+
+    def planned_codes(
+        self, dtype: torch.dtype, device: torch.device, *, encode: bool
+    ) -> frozenset[str]:
+        """Return the convolutions in int8 of the next video, as far as they are known.
+
+        Args:
+            dtype: Dtype of the other layers.
+            device: Device of the video.
+            encode: The video is encoded.
+
+        Returns:
+            Their names.
+        """
+        if (self._encode_precision if encode else self._precision) == AUTO:
+            return frozenset()
+        return self._int8.known("encoder" if encode else "decoder", dtype, device)
 
     def coding(self, dtype: torch.dtype, source: object, *, encode: bool = False) -> Coding | None:
         """Return what a new video has in int8; None: nothing.

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ...kernels import code_dtype
+from ....kernels import code_dtype
 from .fill import Fill
 
 # Share of the codes that may be out of range. Four deviations leave 0.003 % of normal values out.

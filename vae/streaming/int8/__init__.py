@@ -1,0 +1,1 @@
+"""Which convolutions of a VAE run in int8: the measurement, the choice, and the setting."""
