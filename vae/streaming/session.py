@@ -133,8 +133,8 @@ class VideoSession:
 
     def __post_init__(self) -> None:
         self._device = self.relief.device
-        # The operations between ranks are not captured.
-        self.graphs = self.graphs and self.shards is None
+        # The operations between ranks are not captured, nor are the counts of codes.
+        self.graphs = self.graphs and self.shards is None and self.coding is None
         # Shorter steps would be searched for.
         self.skips = self.skips and not (searches_shapes(self._device) or self.coding)
         self._encodes = not isinstance(self.leave, Output)
@@ -226,6 +226,8 @@ class VideoSession:
         options = {"single_frame": self.single_frame, "searches": self.searches, "ranks": ranks}
         self._job = job_of(*model, **options)
         records = torch.is_grad_enabled() and (self.learns or first.requires_grad)
+        if records:  # codes have no gradient
+            self.coding = None
         banded = None if records or self.team is None else self.team.plan(self._job, self.options)
         limit = shared_limit(self.shards, self._job, self.options.limit_bytes, records=records)
         tile = None if records else self.options.tile
@@ -291,6 +293,8 @@ class VideoSession:
         self._records = torch.is_grad_enabled() and (chunk.requires_grad or self.learns)
         if self._records and not (self._shard is None and self._planner is None):
             raise ValueError("a later piece has a gradient; expected torch.no_grad() or one device")
+        if self._records and self.coding is not None:
+            raise ValueError("a later piece has a gradient; expected torch.no_grad() or no int8")
         if self.skips:
             repeats = 0
             if self._records:
