@@ -15,7 +15,7 @@ from .compose import sum_of
 from .weight import ConvWeight
 
 # Dtypes that oneDNN writes.
-_WRITES = (torch.float32, torch.bfloat16)
+WRITES = (torch.float32, torch.bfloat16)
 
 
 def int8_conv3d(
@@ -47,7 +47,7 @@ def int8_conv3d(
     Raises:
         Refusal: The device, a dtype or the CPU is not supported.
     """
-    if scale is None or dtype not in _WRITES or x.dtype != torch.uint8:
+    if scale is None or dtype not in WRITES or x.dtype != torch.uint8:
         raise Refusal("oneDNN reads uint8, and writes float32 and bfloat16")
     refuse_gradients(residual)
     if reason := missing(x.device):

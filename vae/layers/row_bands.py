@@ -105,14 +105,14 @@ def convolve(
         `[B, C_out, T, H, W]`, channels-last.
     """
     batch, _, frames, height, width = x.shape
-    residual, bias, biased, gamma, _ = terms
+    residual, bias, biased, gamma, dtype = terms
     out = residual
     if out is None:
         shape = (batch, conv.weight.shape[0], frames // conv.stride, height, width)
-        out = cache.result(shape, x)
+        out = cache.result(shape, x if x.is_floating_point() else x.new_empty((), dtype=dtype))
     added: Tensor | None = None
     if bias is not None:
-        added = cache.attempt(lambda: bias.to(x.dtype)).view(-1, 1, 1, 1)
+        added = cache.attempt(lambda: bias.to(out.dtype)).view(-1, 1, 1, 1)
     keeps = _Tail(conv, x, cache)
     for top in range(0, height, rows):
         bottom = min(height, top + rows)

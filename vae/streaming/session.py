@@ -142,8 +142,7 @@ class VideoSession:
         self._group = self.config.temporal_compression if self._encodes else 1
         self._pictures = self.config.is_of_pictures  # every frame is a first frame
         self._upload = Upload(self._device, self.dtype, self.to_range) if self._encodes else None
-        self._workspace = Workspace()
-        self._changes = Changes()
+        self._workspace, self._changes = Workspace(), Changes()
         self._chunk: Tensor | None = None
         self._results: Iterator[Tensor] | None = None
         self._records = self._searches = self._is_static = False
@@ -227,6 +226,7 @@ class VideoSession:
         coded = self.coding.names if self.coding else frozenset()
         self._job = job_of(*model, **options, coded=coded)
         records = torch.is_grad_enabled() and (self.learns or first.requires_grad)
+        self.coding = None if records else self.coding  # codes have no gradient
         banded = None if records or self.team is None else self.team.plan(self._job, self.options)
         limit = shared_limit(self.shards, self._job, self.options.limit_bytes, records=records)
         tile = None if records else self.options.tile
@@ -292,6 +292,8 @@ class VideoSession:
         self._records = torch.is_grad_enabled() and (chunk.requires_grad or self.learns)
         if self._records and not (self._shard is None and self._planner is None):
             raise ValueError("a later piece has a gradient; expected torch.no_grad() or one device")
+        if self._records and self.coding is not None:
+            raise ValueError("a later piece has a gradient; expected torch.no_grad() or no int8")
         if self.skips:
             repeats = 0
             if self._records:

@@ -45,7 +45,9 @@ class Coding:
 
     def __init__(self, names: frozenset[str], device: torch.device) -> None:
         self.names, self.dtype = names, code_dtype(device)
-        self._counts = torch.zeros(2, dtype=torch.int64, device=device)
+        # Layers write to it outside inference mode.
+        with torch.inference_mode(False):
+            self._counts = torch.zeros(2, dtype=torch.int64, device=device)
         self._written = 0
 
     def filling(self, write: Callable[..., object], codes: Tensor) -> Fill:
@@ -72,7 +74,8 @@ class Coding:
         Returns:
             `[]`, float32: 0; or infinity if a value was NaN, or too many were out of range.
         """
-        counts, self._counts = self._counts, torch.zeros_like(self._counts)
+        with torch.inference_mode(False):
+            counts, self._counts = self._counts, torch.zeros_like(self._counts)
         most, self._written = _MOST_SATURATED * self._written, 0
         return torch.where((counts[0] > most) | (counts[1] > 0), torch.inf, 0.0)
 

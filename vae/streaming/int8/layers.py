@@ -104,7 +104,7 @@ class Int8Choices:
         Args:
             network: The encoder or the decoder.
             part: "encoder" or "decoder".
-            x: `[1, C, T, H, W]`, float32: the input of the first layer, see `probe`.
+            x: `[B, C, T, H, W]`, float32: the input of the first layer, see `probe`.
             dtype: Dtype of the other layers.
 
         Returns:
@@ -158,7 +158,7 @@ def choose(network: Network, x: Tensor, dtype: torch.dtype) -> Int8Layers:
 
     Args:
         network: The encoder or the decoder.
-        x: `[1, C, T, H, W]`, float32.
+        x: `[B, C, T, H, W]`, float32; `T` is 1 for a network of pictures.
         dtype: Dtype of the other layers.
 
     Returns:
@@ -210,20 +210,20 @@ def _result(
 
     Args:
         network: The network.
-        x: `[1, C, T, H, W]`.
+        x: `[B, C, T, H, W]`.
         dtype: Dtype of the other layers.
         names: Convolutions in int8.
         count: Receives the share of the multiplications of each convolution by name.
 
     Returns:
-        `[1, C, T, H, W]`, float32.
+        `[B, C, T, H, W]`, float32.
     """
     device = next(network.parameters()).device
     coding = Coding(names, device) if names else None
     cache, pieces, order = TemporalCache(coding=coding), [], torch.channels_last_3d
     x = x.to(device, dtype)
     with layer_modes(device, full=dtype == torch.float32), _counting(network, count):
-        for part in (x[:, :, :1], x[:, :, 1:]):
+        for part in filter(Tensor.numel, (x[:, :, :1], x[:, :, 1:])):
             entering = canonical(part.contiguous(memory_format=order))
             made = advance(network.chains(), entering, cache, _WHOLE)
             pieces += [piece.float() for piece in made]

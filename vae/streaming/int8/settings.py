@@ -98,18 +98,10 @@ class Int8VAE:
         network = self.encoder if encode else self.decoder
         if network is None:
             raise ValueError("the checkpoint has no encoder; only decode works with it")
-        config, place = self.config, self.device
-        if encode:
-            size = _PIXELS // config.spatial_compression * config.spatial_compression
-            frames = (
-                probe(config.image_channels, frames=_FRAMES, size=size).mul(_CONTRAST).clamp(-1, 1)
-            )
-            x = fold_pixels(frames.to(place), config.patch_size)
-        elif self.conv2 is None:
-            x = probe(config.latent_channels).to(place) / config.latent_scale
-        else:
-            with torch.no_grad():
-                x = self.conv2(probe(config.latent_channels).to(place))
+        with torch.no_grad():
+            x = self._probed(encode=encode)
+        if self.config.is_of_pictures:
+            x = x.transpose(0, 2)  # no picture comes after another
         return self._int8.of(network, "encoder" if encode else "decoder", x, dtype)
 
     def planned_codes(
@@ -154,11 +146,22 @@ class Int8VAE:
             return None
         return Coding(names, self.device)
 
+    def _probed(self, *, encode: bool) -> Tensor:
+        """Return the input `[1, C, T, H, W]` of the encoder or the decoder for a measurement."""
+        config, place = self.config, self.device
+        if encode:
+            size = _PIXELS // config.spatial_compression * config.spatial_compression
+            frames = probe(config.image_channels, frames=_FRAMES, size=size).mul(_CONTRAST)
+            return fold_pixels(frames.clamp(-1, 1).to(place), config.patch_size)
+        x = probe(config.latent_channels).to(place)
+        return x / config.latent_scale if self.conv2 is None else self.conv2(x)
+
     def _lacks_int8(self, dtype: torch.dtype) -> str:
         """Return why int8 is not used with layers in `dtype`; empty: it can be."""
         if len(self.team.crew.devices) > 1 or self.shards is not None:
             return "several devices share the video, which int8 does not support"
-        if any(weight.requires_grad for weight in self.decoder.parameters()):
+        networks = self.decoder, self.encoder, self.conv2
+        if any(p.requires_grad for each in networks if each is not None for p in each.parameters()):
             return "the weights are trained"
         return int8_lacks(self.device, dtype)
 
