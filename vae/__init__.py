@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .streaming.executor import rechunk
     from .streaming.options import StreamOptions
     from .streaming.precision import fastest_decode_dtype
-    from .streaming.session import eager
+    from .streaming.eager import eager
 
 __all__ = [
     "CLIP_PATH",

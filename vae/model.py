@@ -20,6 +20,7 @@ from .planning.parts import divide, largest_part
 from .planning.plan import Plan, empty_limit, make_plan
 from .sharding.shared_ranks import SharedRanks
 from .streaming.bands.shared_devices import SharedDevices
+from .streaming.eager import eager
 from .streaming.executors import Team
 from .streaming.int8.layers import Int8Choices
 from .streaming.int8.settings import Int8VAE
@@ -28,7 +29,7 @@ from .streaming.output import Output, background_writer, delivered, until_comple
 from .streaming.overflow import Watch, allows_fp16, continued
 from .streaming.part import Part
 from .streaming.precision import compute_dtype, decode_dtype
-from .streaming.session import VideoSession, eager
+from .streaming.session import VideoSession
 from .validation import check_frames, check_latent, check_targets, check_tensor, checked
 from .weights import VAEWeights
 
@@ -48,8 +49,7 @@ class VideoVAE(Int8VAE, SharedDevices, SharedRanks, VAEWeights):
         encode_dtype: Dtype of encoding and of the latents, as `dtype`.
         limit_bytes: Memory limit of a step without the weights; None: a share of the free memory.
         graphs: On a GPU, capture repeated chunks as a CUDA graph. Off until a gain is measured.
-        searches: On CUDA, let cuDNN time its algorithms for chunks that repeat, once. Off until a
-            gain is measured.
+        searches: On CUDA, let cuDNN time its algorithms once. Off until a gain is measured.
         skips_static: Skip static frames in an encode; not on AMD GPUs, whose library would search
             for the shapes of shorter steps.
         allow_tf32: In float32, keep PyTorch's own switches, which may allow TF32.
@@ -151,7 +151,7 @@ class VideoVAE(Int8VAE, SharedDevices, SharedRanks, VAEWeights):
             encoder = self.encoding()
             computed = self.agreed(compute_dtype(dtype, self.device))
             source = map(uint16_as_int16, checked(pieces, self.check_frames))
-            known = isinstance(pieces, Tensor)
+        known = isinstance(pieces, Tensor)
 
         def mean_of(x: Tensor) -> Tensor:
             mean = x[:, :latents] if self.conv1 is None else self.conv1(x, outputs=slice(latents))

@@ -1,20 +1,10 @@
-"""One video through the network: its chunks, its plan, and a smaller plan when memory runs out.
-
-`torch.compile` is disabled here, because a stream does not suit a compiler. Chunks are divided by
-the available memory, state is written in place, and the first frame takes a separate path.
-TorchDynamo would break the graph at every layer and recompile each one for every length and size,
-and what Inductor would fuse between the convolutions is already fused. Qwen-Image's VAE became half
-as fast when compiled (unslothai/unsloth#10889). So a compiled `encode` or `decode` runs without
-compilation.
-"""
+"""One video through the network: its chunks, its plan, and a smaller plan when memory runs out."""
 
 import contextlib
 import functools
 import itertools
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,6 +31,7 @@ from ..planning.job import job_of
 from ..planning.plan import Plan, check_plan, make_plan, smaller_plan
 from ..validation import warn_dropped
 from . import cuda_graph
+from .eager import eager
 from .executor import Executor, rechunk
 from .executors import Team, make_banded, make_executor
 from .options import StreamOptions
@@ -52,34 +43,6 @@ from .upload import Upload
 
 # Seconds of a search for one new shape, at least; see `searches_shapes`.
 _SEARCH_S = 7.6
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def eager(function: _Function) -> _Function:
-    """Run `function` without `torch.compile`, like `torch.compiler.disable`.
-
-    `torch.compiler.disable` imports TorchDynamo, which takes seconds. So it is only called after
-    other code has imported TorchDynamo, as every compilation does.
-
-    Args:
-        function: The function to wrap.
-
-    Returns:
-        The wrapped function.
-    """
-    disabled: Callable[..., Any] | None = None
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, arguments of any function
-        nonlocal disabled
-        if disabled is None:
-            if "torch._dynamo" not in sys.modules:
-                return function(*args, **kwargs)
-            disabled = torch.compiler.disable(function)
-        return disabled(*args, **kwargs)
-
-    return run  # type: ignore[return-value]
 
 
 @dataclass
