@@ -47,7 +47,7 @@ _HOMES = {
     "streaming.executor": ("rechunk",),
     "streaming.options": ("StreamOptions",),
     "streaming.precision": ("fastest_decode_dtype",),
-    "streaming.session": ("eager",),
+    "streaming.eager": ("eager",),
 }
 
 

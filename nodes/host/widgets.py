@@ -52,9 +52,9 @@ def precision_input(auto: str) -> io.Combo.Input:
         optional=True,
         advanced=True,
         tooltip=f"Precision of the large convolutions. auto: {auto}. int8: decode with 8-bit "
-        "numbers where that costs least, up to 4 times as fast on a GeForce GPU, about 1 dB below "
-        "bf16; VAE Benchmark shows the loss with your VAE. int8 and encode: encode so too, but "
-        "then latents differ slightly, and sampling from them gives another picture.",
+        "numbers where that costs least: faster on NVIDIA GPUs from Ampere on, at most about 1 dB "
+        "below bf16. VAE Benchmark (Fast) shows both with your VAE. int8 and encode: encode so "
+        "too, but then latents differ slightly, and sampling from them gives another picture.",
     )
 
 

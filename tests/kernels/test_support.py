@@ -41,6 +41,7 @@ def test_the_matrix_has_every_op_backend_and_dtype_once(entries):
     assert found == [
         (op, name, dtype)
         for op in ops
+        if op != "int8_conv3d"  # its input has none of these dtypes
         for name in (backends.CONVOLUTIONS if op.startswith("conv") else backends.ORDER)
         for dtype in dtypes
     ]
