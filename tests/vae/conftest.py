@@ -5,7 +5,10 @@ from contextlib import contextmanager
 import pytest
 from safetensors.torch import save_file
 
+from fast_video_vae.kernels import errors
 from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.vae.layers.coding import name_convolutions
+from fast_video_vae.vae.streaming import int8_layers, int8_vae
 
 
 @pytest.fixture
@@ -62,3 +65,20 @@ def vae_path(tmp_path_factory):
     path = tmp_path_factory.mktemp("vae") / "vae.safetensors"
     save_file(random_state_dict(8), path)
     return path
+
+
+@pytest.fixture
+def int8(monkeypatch):
+    """Int8 pays on this CPU, and the log starts anew."""
+    monkeypatch.setattr(int8_vae, "int8_lacks", lambda device, dtype: "")
+    monkeypatch.setattr(errors, "_logged", set())
+
+
+@pytest.fixture
+def all_int8(int8, monkeypatch):
+    """All convolutions after a norm are chosen, without a measurement."""
+
+    def every(network, x, dtype):
+        return int8_layers.Int8Layers(frozenset(name_convolutions(network)), ())
+
+    monkeypatch.setattr(int8_layers, "choose", every)

@@ -33,7 +33,7 @@ def coded_weight(weight: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
     shape = (1, -1, *[1] * (weight.ndim - 2))
     coded = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = steps.new_empty(weight.shape[0])
-    rows = max(1, _BLOCK // max(1, weight[0].numel()))
+    rows = max(1, _BLOCK // max(1, weight.shape[1:].numel()))
     for start in range(0, weight.shape[0], rows):
         part = slice(start, start + rows)
         wide = weight[part].float() * steps.view(shape)

@@ -1,0 +1,238 @@
+"""A residual block of codes, next to its definition in float64, and where memory is short."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fast_video_vae.kernels import code_steps
+from fast_video_vae.tests.products import each_value_once
+from fast_video_vae.tests.vae.streaming.failing_memory import FailingMemory
+from fast_video_vae.vae.layers import causal_conv
+from fast_video_vae.vae.layers.coded_weights import coded_weight
+from fast_video_vae.vae.layers.coding import Coding, name_convolutions
+from fast_video_vae.vae.layers.oom import Relief
+from fast_video_vae.vae.layers.temporal_cache import TemporalCache
+from fast_video_vae.vae.models.wan_blocks import ResidualBlock
+
+BOTH = ("residual.2", "residual.6")
+CPU = torch.device("cpu")
+
+
+def random_block(into, out, taps=3, *, dtype=torch.float32, seed=0):
+    """A block with random weights of the size of those of `random_state_dict`."""
+    generator = torch.Generator().manual_seed(seed)
+    block = ResidualBlock(into, out, taps).requires_grad_(False)
+    for name, parameter in block.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        spread = 0.1 if parameter.ndim < 5 or "gamma" in name else parameter[0].numel() ** -0.5
+        parameter.data.copy_(noise * spread + float("gamma" in name))
+    assert tuple(name_convolutions(block)) == BOTH
+    return block.to(dtype)
+
+
+def random_video(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def new_cache(names=BOTH, **options):
+    return TemporalCache(coding=Coding(frozenset(names), CPU), **options)
+
+
+@torch.no_grad()
+def streamed(block, video, sizes, cache, around=None):
+    """The block's results for chunks of the video."""
+    results = []
+    for chunk in video.split(sizes, dim=2):
+        x = chunk.contiguous(memory_format=torch.channels_last_3d)
+        if around is None:
+            results.append(block(x, cache))
+        else:
+            with around:
+                results.append(block(x, cache))
+        cache.first = False
+    return torch.cat(results, dim=2)
+
+
+class Definition:
+    """The block in float64, with the values that its convolutions read rounded to codes.
+
+    Attributes:
+        margin: The smallest distance of a value from the border between two codes.
+    """
+
+    def __init__(self, block, names=BOTH):
+        self.block, self.names, self.margin = block, names, 0.5
+
+    def __call__(self, x):
+        parts, block = self.block.residual, self.block
+        y = self._conv(self._normed(x.double(), parts["0"]), *self._pair("0", "2"))
+        y = self._conv(self._normed(y, parts["3"]), *self._pair("3", "6"))
+        if block.shortcut is None:
+            return x.double() + y
+        weights = block.shortcut.weight.double(), block.shortcut.bias.double()
+        return F.conv3d(x.double(), *weights) + y
+
+    def _pair(self, norm, conv):
+        return self.block.residual[norm], self.block.residual[conv], f"residual.{conv}"
+
+    def _normed(self, x, norm):
+        root = x.square().mean(1, keepdim=True).sqrt()
+        return F.silu(x / root * norm.gamma.double())
+
+    def _conv(self, values, norm, conv, name):
+        bias = conv.bias.double()
+        # The first frame only meets the last tap, which is rounded for itself.
+        first, every = conv.weight[:, :, -1:], conv.weight
+        if name in self.names:
+            steps = code_steps(norm.gamma)
+            places = values / steps.double().view(-1, 1, 1, 1) + 17
+            self.margin = min(self.margin, (places.frac() - 0.5).abs().min().item())
+            # The steps are in the weights.
+            values = places.round().clamp(0, 255) - 17
+            first, every = (_in_codes(weight, steps) for weight in (first, every))
+        values = F.pad(values, (1, 1, 1, 1))
+        results = F.conv3d(F.pad(values, (0,) * 4 + (every.shape[2] - 1, 0)), every.double(), bias)
+        results[:, :, :1] = F.conv3d(values[:, :, :1], first.double(), bias)
+        return results
+
+
+def _in_codes(weight, steps):
+    codes, scales = coded_weight(weight, steps)
+    return codes.double() * scales.double().view(-1, 1, 1, 1, 1)
+
+
+@pytest.mark.parametrize("names", [BOTH, BOTH[:1], BOTH[1:]])
+@pytest.mark.parametrize(("into", "out", "taps"), [(8, 8, 3), (16, 32, 3), (8, 16, 1)])
+def test_a_block_is_its_definition(names, into, out, taps):
+    """At the borders, in the first frame and in later chunks."""
+    seed = 0
+    while True:  # no value is on the border between two codes, where rounding decides
+        block, video = random_block(into, out, taps, seed=seed), random_video(1, into, 4, 4, 5)
+        definition = Definition(block, names)
+        expected = definition(video)
+        if definition.margin > 2e-5:
+            break
+        seed += 1
+    for sizes in ([1, 3], [1, 1, 2]):
+        result = streamed(block, video, sizes, new_cache(names))
+        torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_oracle_sees_an_error_of_one_code():
+    block, video = random_block(8, 8), random_video(1, 8, 4, 4, 5)
+    plain = streamed(block, video, [1, 3], TemporalCache())
+    assert (plain.double() - Definition(block, ())(video)).abs().max() < 1e-5
+    assert (plain.double() - Definition(block)(video)).abs().max() > 1e-3
+
+
+@each_value_once(
+    sizes=[(1, 1, 1, 1, 1), (1, 1, 1, 2)], dtype=[torch.float32, torch.bfloat16], into=[16, 8]
+)
+def test_one_frame_and_chunks_of_any_size_have_the_same_bits(sizes, dtype, into):
+    block, video = random_block(into, 16, dtype=dtype), random_video(2, into, 5, 6, 7).to(dtype)
+    whole = streamed(block, video, [1, 4], new_cache())
+    assert torch.equal(streamed(block, video, list(sizes), new_cache()), whole)
+    single = streamed(block, video[:, :, :1], [1], new_cache(single_frame=True))
+    assert torch.equal(single, whole[:, :, :1])
+
+
+def relieved(cache, parks=lambda: False):
+    relief = Relief(CPU, "a test")
+    relief.frees, relief.parks = cache.workspace.release, parks
+    cache.workspace.relief = relief
+    return cache
+
+
+@pytest.mark.parametrize(("into", "names"), [(16, BOTH), (8, BOTH), (8, BOTH[:1])])
+@pytest.mark.parametrize("in_a_row", [1, 2, 3])
+def test_memory_that_runs_out_does_not_change_a_bit(into, names, in_a_row):
+    """Every allocation fails once: the work is repeated, in pieces, or in bands of rows."""
+    block, video = random_block(into, 16), random_video(1, into, 4, 8, 8)
+    expected = streamed(block, video, [1, 1, 2], new_cache(names))
+    counter = FailingMemory()
+    streamed(block, video, [1, 1, 2], relieved(new_cache(names)), counter)
+    finished = 0
+    for place in range(1, counter.seen + 1):
+        memory = FailingMemory(place, in_a_row)
+        try:
+            result = streamed(block, video, [1, 1, 2], relieved(new_cache(names)), memory)
+        except torch.OutOfMemoryError:
+            assert in_a_row > 1
+            continue
+        finished += 1
+        assert torch.equal(result, expected), place
+    assert finished > counter.seen // 3
+
+
+def test_tails_that_move_meanwhile_do_not_change_a_bit():
+    block, video = random_block(8, 16), random_video(1, 8, 4, 8, 8)
+    expected = streamed(block, video, [1, 1, 2], new_cache())
+    moved = []
+
+    def moving(cache):
+        def park():
+            moved.append(len(cache._tails))
+            cache._tails = {conv: tail.clone() for conv, tail in cache._tails.items()}
+            return True
+
+        return park
+
+    for place in range(1, 40):
+        cache = new_cache()
+        relieved(cache, moving(cache))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(causal_conv, "_BANDS", 3)
+            try:
+                result = streamed(block, video, [1, 1, 2], cache, FailingMemory(place, 2))
+            except torch.OutOfMemoryError:
+                continue
+        assert torch.equal(result, expected), place
+    assert max(moved) == 2
+
+
+def test_tails_and_windows_have_one_byte_for_each_value():
+    block, video = random_block(8, 16, dtype=torch.bfloat16), random_video(2, 8, 4, 6, 7)
+    cache = new_cache()
+    buffers = []
+    scratch = cache.workspace.scratch
+
+    def noted(shape, like):
+        buffers.append(scratch(shape, like))
+        return buffers[-1]
+
+    cache.scratch = noted
+    streamed(block, video.bfloat16(), [1, 1, 2], cache)
+    tails = cache.tails()
+    assert {tuple(tail.shape) for tail in tails.values()} == {(2, 8, 2, 6, 7), (2, 16, 2, 6, 7)}
+    assert all(tail.nbytes == tail.numel() for tail in tails.values())
+    assert sum(tail.untyped_storage().nbytes() for tail in tails.values()) == 2 * 24 * 2 * 6 * 7
+    coded = [each for each in buffers if not each.is_floating_point()]
+    assert len(coded) == len(buffers) == 6
+    # A border of one pixel, and the tail in front of the new frames.
+    assert {tuple(each.shape[2:]) for each in coded} == {(1, 8, 9), (3, 8, 9), (4, 8, 9)}
+    assert cache.workspace._scratch.nbytes == max(each.numel() for each in coded)
+
+
+def test_codes_before_the_video_and_at_its_border_stand_for_zero():
+    block = random_block(8, 8)
+    cache = new_cache()
+    streamed(block, random_video(1, 8, 1, 4, 4), [1], cache)
+    for tail in cache.tails().values():
+        assert bool((tail[:, :, 0] == 17).all())
+        assert not bool((tail[:, :, 1] == 17).all())
+
+
+def test_values_out_of_range_are_judged_once():
+    block, video = random_block(32, 32), random_video(1, 32, 1, 4, 4)
+    cache = new_cache()
+    streamed(block, video, [1], cache)
+    assert cache.coding.verdict() == 0
+    video[:, 1:] = 0  # all of a pixel is in one channel: 5.7 deviations
+    streamed(block, video, [1], cache)
+    assert cache.coding.verdict() == torch.inf
+    assert cache.coding.verdict() == 0
+    video[0, 0, 0, 0, 0] = torch.nan
+    streamed(block, video[:, :, :, :1, :1], [1], new_cache())
+    cache = new_cache(BOTH[:1])
+    streamed(block, torch.full_like(video, torch.nan), [1], cache)
+    assert cache.coding.verdict() == torch.inf

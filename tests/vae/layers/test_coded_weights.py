@@ -1,0 +1,124 @@
+"""Weights in int8: each is rounded once, and the sums of taps are rounded to nearest."""
+
+import pytest
+import torch
+
+from fast_video_vae.vae.layers import coded_weights
+from fast_video_vae.vae.layers.coded_weights import coded_weight
+
+
+def random_weight(*shape, kind="normal", seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "uniform":
+        return torch.rand(shape, generator=generator) * 2 - 1
+    weight = torch.randn(shape, generator=generator)
+    return weight**3 if kind == "heavy tails" else weight
+
+
+def exact_codes(weight, steps, scales):
+    """The weights in codes before they are rounded, in float64."""
+    wide = weight.double() * steps.double().view(1, -1, *[1] * (weight.ndim - 2))
+    return wide / scales.double().view(-1, *[1] * (weight.ndim - 1))
+
+
+def random_steps(channels, seed=1):
+    return torch.rand(channels, generator=torch.Generator().manual_seed(seed)) * 0.05 + 1e-3
+
+
+@pytest.mark.parametrize("kind", ["normal", "uniform", "heavy tails"])
+@pytest.mark.parametrize("taps", [(3, 3, 3), (1, 3, 3), (3, 3), (1, 1, 1), (3, 1, 1)])
+def test_a_weight_moves_by_one_step_at_most_and_the_sum_of_its_taps_by_a_half(kind, taps):
+    weight, steps = random_weight(24, 16, *taps, kind=kind), random_steps(16)
+    codes, scales = coded_weight(weight, steps)
+    assert codes.dtype == torch.int8
+    assert scales.dtype == torch.float32
+    assert codes.shape == weight.shape
+    assert scales.shape == (24,)
+    exact = exact_codes(weight, steps, scales)
+    slack = 1e-4  # of float32: 127 eps of a division, for the sum of 27 taps
+    error = (exact - codes).flatten(2)
+    moved = codes.flatten(2) != exact.flatten(2).round()
+    assert error.abs().max() <= 1 + slack
+    assert error[~moved].abs().max() <= 0.5 + slack
+    assert error.sum(2).abs().max() <= 0.5 + slack
+    # The end of the range is the largest weight of each output channel.
+    assert torch.equal(codes.flatten(1).abs().amax(1), torch.full((24,), 127, dtype=torch.int8))
+    assert bool(moved.any()) == (weight[0, 0].numel() > 1)
+
+
+def test_only_the_taps_nearest_to_a_half_move():
+    codes_wanted = torch.tensor([127.0, 0.4, 0.3, 0.2, 0.45, 0.1, -0.45, 1.0, 0.0])
+    weight = codes_wanted.view(1, 1, 3, 3)
+    codes, scales = coded_weight(weight, torch.ones(1))
+    torch.testing.assert_close(scales, torch.ones(1))
+    # The errors are 1.0 together, so one tap moves.
+    assert codes.flatten().tolist() == [127, 0, 0, 0, 1, 0, 0, 1, 0]
+
+
+def test_the_sums_are_kept_although_the_largest_tap_cannot_move():
+    weight = torch.tensor([127.0, 0.4, 0.4, 0.4, 0.4]).view(1, 1, 5)
+    codes, _ = coded_weight(weight, torch.ones(1))
+    assert codes.abs().max() == 127
+    assert codes.sum() == 127 + 2  # 1.6 more
+
+
+def test_output_channels_of_zeros_stay_zeros():
+    weight = random_weight(4, 8, 3, 3, 3)
+    weight[2] = 0
+    codes, scales = coded_weight(weight, random_steps(8))
+    assert not codes[2].any()
+    assert scales.isfinite().all()
+    assert bool((scales > 0).all())
+    assert not (codes[2].float() * scales[2]).any()
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-20, 1e20, 1e36])
+def test_extreme_weights_keep_their_codes(size):
+    weight, steps = random_weight(8, 8, 3, 3, 3), random_steps(8)
+    codes, scales = coded_weight(weight * size, steps)
+    assert codes.abs().max() == 127
+    assert scales.isfinite().all()
+    plain, _ = coded_weight(weight, steps)
+    # The products with the scale are rounded in other places.
+    assert (codes.int() - plain.int()).abs().max() <= 1
+    assert (codes != plain).double().mean() < 1e-3
+
+
+def test_a_single_large_weight_leaves_zeros_and_small_ones_their_sum():
+    weight = torch.full((1, 4, 3, 3, 3), 1e-4)
+    weight[0, 0, 0, 0, 0] = 1e4
+    codes, _ = coded_weight(weight, torch.ones(4))
+    assert codes[0, 0, 0, 0, 0] == 127
+    assert codes.count_nonzero() == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_weights_in_other_dtypes_have_the_codes_of_their_values(dtype):
+    weight, steps = random_weight(8, 8, 3, 3, 3).to(dtype), random_steps(8)
+    codes, scales = coded_weight(weight, steps)
+    expected = coded_weight(weight.float(), steps)
+    assert torch.equal(codes, expected[0])
+    assert torch.equal(scales, expected[1])
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 3, 3, 3), (4, 4, 3, 3, 1)])
+def test_weights_without_elements_and_with_one_column(shape):
+    codes, scales = coded_weight(random_weight(*shape), random_steps(shape[1]))
+    assert codes.shape == shape
+    assert scales.shape == shape[:1]
+
+
+def test_blocks_of_rows_do_not_change_the_codes(monkeypatch):
+    weight, steps = random_weight(9, 4, 3, 3, 3), random_steps(4)
+    whole = coded_weight(weight, steps)
+    monkeypatch.setattr(coded_weights, "_BLOCK", 2 * weight[0].numel())
+    divided = coded_weight(weight, steps)
+    assert torch.equal(whole[0], divided[0])
+    assert torch.equal(whole[1], divided[1])
+
+
+def test_the_weight_itself_is_not_changed():
+    weight, steps = random_weight(4, 4, 3, 3, 3), torch.ones(4)
+    before = weight.clone()
+    coded_weight(weight, steps)
+    assert torch.equal(weight, before)
