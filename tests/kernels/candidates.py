@@ -62,14 +62,14 @@ def new_team(monkeypatch, tmp_path):
     clock = SimpleNamespace(perf_counter=lambda: team.now)
     for module in (budget, choice):
         monkeypatch.setattr(module, "time", clock)
-    monkeypatch.setattr(choice, "LEAST_PRODUCTS", 0)
     team.restart = lambda: restart(monkeypatch)
     team.restart()
     return team
 
 
 def restart(monkeypatch):
-    """Begin with the state of a new process."""
+    """Begin with the state of a new process, in which small calls are tried too."""
+    monkeypatch.setattr(choice, "LEAST_PRODUCTS", 0)
     monkeypatch.setattr(choice, "_known", {})
     monkeypatch.setattr(choice, "_complete", set())
     monkeypatch.setattr(choice, "_pays", {})

@@ -243,7 +243,9 @@ def test_no_trial_runs_outside_of_a_block(team):
 
 def test_the_first_class_does_not_take_the_whole_budget(team):
     """The most promising candidates of several classes come before all of one."""
-    team.costs.update({"triton:0": 0.5, "triton:1": 0.5})  # twice, without a residual and with one
+    team.costs.update(
+        {"triton:0": 0.35, "triton:1": 0.35}
+    )  # twice, without a residual and with one
     with trials():
         assert order(team) == ("triton:0", *PLAIN)
         assert order(team, channels=24) == ("triton:0", *PLAIN)
