@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from .model import VideoVAE
     from .models.config import SEEDVR2, LayoutError, VAEConfig
     from .planning.device_memory import trim_heap
+    from .streaming.eager import eager
     from .streaming.executor import rechunk
     from .streaming.options import StreamOptions
     from .streaming.precision import fastest_decode_dtype
-    from .streaming.eager import eager
 
 __all__ = [
     "CLIP_PATH",

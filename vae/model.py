@@ -208,7 +208,8 @@ class VideoVAE(Int8VAE, SharedDevices, SharedRanks, VAEWeights):
             ValueError: As for `decode`, or both `out` and `images` are given, or `frames` are not
                 in the video; for a piece of an iterable when it is reached.
         """
-        device, asked, work = self.device, options.dtype or self.dtype, TrialBudget()
+        device, asked = self.device, options.dtype or self.dtype
+        work = TrialBudget(picture=isinstance(latent, Tensor) and latent.shape[2:3] == (1,))
         with self.preparing():
             with trials(work):
                 allowed = allows_fp16(self, options, latent)
@@ -384,7 +385,7 @@ class VideoVAE(Int8VAE, SharedDevices, SharedRanks, VAEWeights):
             graphs=self.graphs,
             searches=self.searches,
             skips=network is self.encoder and self.skips_static,
-            budget=budget or TrialBudget(),
+            budget=budget or TrialBudget(picture=single_frame),
             shards=self.shards,
             team=self.team.of_video() if self.shards is None else None,
             known=known,

@@ -4,11 +4,15 @@ A trial of each shape class, within the budget of `budget.py`, finds the candida
 and precise enough, and their times. The fastest serves if it is enough faster than the plain op,
 which is the library's own. `store.py` keeps the times, so that later processes try nothing.
 
-A shape class is the op with the channels, taps, stride and dtype, the size of the result, whether
-it has one frame or several, and whether a norm follows. It has no padding, because frames with a
-border and frames without are calls of one layer. It has no tail, bias or residual either: they cost
-all candidates the same or are part of the layer, and would multiply the trials. But the fastest
-candidate must be right with them too.
+Trials are for what counts. A shape class (`shape_class.py`) holds for similar sizes. Its candidates
+are the plain op, comfy-kitchen's kernel and two tiles of Triton; the second tile is left out where
+the first one is far too slow. Classes with few products run the plain op, and so does the first
+frame of a video, which is the only one that is computed by itself.
+
+A decode of 720 x 1280 x 81 by Wan 2.1 has 26 classes, of which 10 with 99 % of the products are
+tried: 20 tiles. A tile takes about 0.7 s, nearly all of it for compilation, so all of them take
+about 14 s at most: 7 videos with a budget of 2 s. Other sizes of 512 x 512 to 1024 x 1024 pixels
+add none.
 """
 
 import functools
@@ -16,8 +20,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +33,7 @@ from ..devices import device_kind
 from ..errors import first_line, is_out_of_memory, log_once
 from ..warmup_log import preparing
 from . import budget, sample, store
+from .shape_class import LEAST_PRODUCTS, ShapeClass, class_of
 from .trial import Ask, Trial
 from .weight import ConvWeight
 
@@ -38,16 +43,26 @@ _logger = logging.getLogger(__name__)
 _GAIN = 0.98
 
 # Dtypes with kernels as candidates. In float32 none is as precise as the plain op and faster, but
-# slices are on kinds of GPUs where the library's `conv3d` can be poor.
+# slices are on kinds of GPUs where the library's `conv3d` can be poor. cuDNN's is not.
 _NARROW = (torch.float16, torch.bfloat16)
 _SLICED = ("amd", "intel", "apple")
+_UNSLICED = ("nvidia",)
+
+# Tiles of Triton that are tried, the first of `convolution_tiles.tiles_for`. A tile takes about a
+# second to compile.
+_TILES = 2
+
+# Time of the first tile, as a part of the plain op's, from which on no other tile can be faster
+# than the plain op: on H200 the best of six took 0.75 to 0.83 of the first one's time.
+_TOO_SLOW = 1.35
 
 # The convolutions with most of the products in a decode of Wan 2.1, and a size that is as good as a
 # larger one: it fills a GPU. Frames are those of the joined window.
 _WIDTHS, _FRAMES, _SIZE = (96, 192, 384), 6, (120, 160)
 
-# Candidates that are compared for `fp16_pays`: the plain op and the most promising others.
-_COMPARED = 4
+# Candidates that are compared for `fp16_pays`: the plain op, comfy-kitchen's and the first tile.
+# Without sums in float16 a tile is as fast in both dtypes, and is not compiled for this.
+_COMPARED = 3
 
 # Decoding in float16 pays from this speed on: it costs a check for overflow.
 _PAYS = 1.15
@@ -55,11 +70,9 @@ _PAYS = 1.15
 # Most characters of an error in the log.
 _REASON_LENGTH = 80
 
-_Key = tuple[Hashable, ...]
-
 _lock = threading.Lock()
-_known: dict[_Key, tuple[str, ...]] = {}
-_complete: set[_Key] = set()
+_known: dict[ShapeClass, tuple[str, ...]] = {}
+_complete: set[ShapeClass] = set()
 _pays: dict[torch.device, bool] = {}
 
 
@@ -81,7 +94,7 @@ def order(ask: Ask, op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     slices = kind in _SLICED and x.dtype == torch.float32
     if x.dtype not in _NARROW and not (slices and op == "conv3d" and weight.shape[2] > 1):
         return convolution_order(op, kind)
-    key = _shape_class(op, x, weight, kwargs)
+    key = class_of(op, x, weight, kwargs)
     work = budget.current()
     chosen = (_known if work is None else work.chosen).get(key)
     if chosen is not None:
@@ -127,41 +140,15 @@ def fp16_pays(ask: Ask, device: torch.device) -> bool:
         return bool(known)
 
 
-def _shape_class(op: str, x: Tensor, weight: ConvWeight, kwargs: Mapping[str, Any]) -> _Key:
-    stride, padding = kwargs["stride"], kwargs["padding"]
-    taps, (height, width) = weight.shape, x.shape[-2:]
-    height = (height + 2 * padding[0] - taps[-2]) // stride[-2] + 1
-    width = (width + 2 * padding[1] - taps[-1]) // stride[-1] + 1
-    frames = x.shape[0]
-    if op == "conv3d":
-        tail, count, time_taps = kwargs.get("tail"), x.shape[2], taps[2]
-        if tail is not None or "out" in kwargs:
-            count += 0 if tail is None else tail.shape[2]
-            frames *= (count - time_taps) // stride[0] + 1
-        else:  # a question, with the new frames alone
-            frames *= max(1, count // stride[0])
-    norm = kwargs.get("gamma") is not None
-    return op, x.device, x.dtype, taps, tuple(stride), height, width, frames > 1, norm
-
-
-def _name(key: _Key) -> str:
-    """Return the name of a shape class in the store."""
-    op, _, dtype, taps, stride, height, width, several, norm = key
-    numbers = ("x".join(map(str, each)) for each in (taps, stride))  # type: ignore[arg-type]
-    words = (op, str(dtype).removeprefix("torch."), *numbers, f"{height}x{width}")
-    return " ".join((*words, "frames" if several else "frame", *(["norm"] if norm else [])))  # type: ignore[arg-type]
-
-
-def _stored(key: _Key) -> tuple[str, ...]:
+def _stored(key: ShapeClass) -> tuple[str, ...]:
     """Return the order by the trials that there were."""
     found = _known.get(key)
     if found is None:
-        device: Any = key[1]
-        found = _known[key] = _ranked(key, store.opened(device).times(_name(key)))
+        found = _known[key] = _ranked(key, store.opened(key.device).times(key.name()))
     return found
 
 
-def _ranked(key: _Key, times: store.Times) -> tuple[str, ...]:
+def _ranked(key: ShapeClass, times: store.Times) -> tuple[str, ...]:
     plain, *others = _untried(key)
     served = {name: seconds for name, seconds in times.items() if seconds is not None}
     winner = min(served, key=lambda name: served[name], default=plain)
@@ -170,36 +157,41 @@ def _ranked(key: _Key, times: store.Times) -> tuple[str, ...]:
     return tuple(dict.fromkeys((winner, plain, *others)))
 
 
-def _untried(key: _Key) -> tuple[str, ...]:
+def _untried(key: ShapeClass) -> tuple[str, ...]:
     """Return the order for a shape class without a trial, the plain op first."""
-    op, device = str(key[0]), cast(torch.device, key[1])
-    return convolution_order(op, device_kind(device))
+    return convolution_order(key.op, device_kind(key.device))
+
+
+def _counts(key: ShapeClass, work: budget.TrialBudget) -> bool:
+    """Return whether a class is worth a trial in `work`."""
+    begins = key.op == "conv2d" and not key.several and not work.picture
+    return not begins and key.products() >= LEAST_PRODUCTS
 
 
 def _tried(
     ask: Ask,
-    key: _Key,
+    key: ShapeClass,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     work: budget.TrialBudget,
 ) -> tuple[str, ...]:
     """Return the order after as many trials as the budget of `work` allows."""
     x: Tensor = args[0]
-    kept, shape = store.opened(x.device), _name(key)
-    if key not in _complete:
-        names = _candidates(ask, str(key[0]), args, kwargs)
+    kept, shape = store.opened(x.device), key.name()
+    if key not in _complete and _counts(key, work):
+        names = _candidates(ask, key.op, args, kwargs)
         if set(names) <= kept.times(shape).keys():
             _complete.add(key)
         elif work.left_s > 0:
             start, finished = time.perf_counter(), False
             try:
                 with preparing("kernel build", "convolution trials"):
-                    asks = kwargs.get("residual") is None and kwargs.get("gamma") is None
+                    asks = kwargs.get("residual") is None and not key.norm
                     finished = _extend(
                         ask, kept, key, names, args, kwargs, work.deadline(), terms=asks
                     )
             except Exception as error:
-                log_failure("the trial of", str(key[0]), x, error)
+                log_failure("the trial of", key.op, x, error)
                 finished = True
             finally:
                 work.spend(time.perf_counter() - start, finished=finished)
@@ -216,7 +208,8 @@ def _candidates(
     x, weight = args[0], args[1]
     kind = device_kind(x.device)
     plain, *_ = convolution_order(op, kind)
-    library = ("aten", "sliced") if op == "conv3d" and weight.shape[2] > 1 else ("aten",)
+    slices = op == "conv3d" and weight.shape[2] > 1 and kind not in _UNSLICED
+    library = ("aten", "sliced") if slices else ("aten",)
     others = [name for name in library if name != plain]
     if x.dtype == torch.float32 or kind == "apple":  # no backend has kernels
         return plain, *others
@@ -225,14 +218,14 @@ def _candidates(
     except Exception as error:  # Triton or the op is missing, or a broken installation
         _logger.debug("triton has no variants: %s", error)
         count = 0
-    variants = [f"triton:{number}" for number in range(count)]
+    variants = [f"triton:{number}" for number in range(min(count, _TILES))]
     return plain, "kitchen", *variants[:1], *others, *variants[1:]
 
 
 def _extend(
     ask: Ask,
     kept: store.TrialStore,
-    key: _Key,
+    key: ShapeClass,
     names: Sequence[str],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -245,7 +238,7 @@ def _extend(
     With `terms` the fastest must be right in a call with a residual too, which is of the same
     class.
     """
-    op, (plain, *_) = str(key[0]), _untried(key)
+    op, (plain, *_) = key.op, _untried(key)
 
     @functools.cache
     def other() -> Trial:
@@ -266,7 +259,7 @@ def _extend(
                 return _measured(
                     Trial(ask, sample.like(op, args, kwargs, size), plain),
                     kept,
-                    _name(key),
+                    key.name(),
                     names,
                     deadline,
                     other if terms else None,
@@ -298,6 +291,9 @@ def _measured(
             continue
         if time.perf_counter() >= deadline:
             return False
+        if _is_too_slow(name, kept.times(shape), plain):
+            kept.put(shape, name, None)
+            continue
         # A kernel that ends the process must not be tried again in the next one.
         kept.put(shape, name, None)
         try:
@@ -312,6 +308,12 @@ def _measured(
             kept.put(shape, name, share * plain)
     _log_times(shape, kept.times(shape))
     return True
+
+
+def _is_too_slow(name: str, times: store.Times, plain: float) -> bool:
+    """Return whether the first tile was so slow that another one cannot serve."""
+    first = times.get("triton:0")
+    return name.startswith("triton:") and first is not None and first > _TOO_SLOW * plain
 
 
 def _fastest_time(kept: store.TrialStore, shape: str) -> float:
@@ -367,11 +369,13 @@ def _fastest(
     weight = ConvWeight(taps, dtype, device, lambda: torch.empty(taps, dtype=dtype, device=device))
     x = shapes.new_video(torch.empty(0, dtype=dtype, device=device), (1, channels, _FRAMES, *_SIZE))
     args, kwargs = (x, weight), {"stride": (1, 1, 1), "padding": (1, 1)}
-    key = _shape_class("conv3d", x, weight, kwargs)
+    key = class_of("conv3d", x, weight, kwargs)
     names = _candidates(ask, "conv3d", args, kwargs)[:_COMPARED]
-    if not set(names) <= kept.times(_name(key)).keys() and (
+    if names[-1].startswith("triton") and not ask("triton", "sums_in_half", x, weight):
+        names = names[:-1]
+    if not set(names) <= kept.times(key.name()).keys() and (
         time.perf_counter() >= deadline
-        or not _extend(ask, kept, key, names, args, kwargs, deadline)
+        or not _extend(ask, kept, key, names, args, kwargs, deadline, terms=True)
     ):
         return None
-    return _fastest_time(kept, _name(key))
+    return _fastest_time(kept, key.name())

@@ -29,7 +29,7 @@ from . import kitchen
 _logger = logging.getLogger(__name__)
 
 # Layout of the file; another one is not read.
-_FORMAT = 1
+_FORMAT = 2
 
 # A file with all shapes of all families has about 50 KB; a larger one is not ours.
 _MOST_BYTES = 4 << 20
@@ -49,7 +49,8 @@ _NAMES = re.compile("|".join((*CONVOLUTIONS, "triton:[0-9]+")))
 # Another process writes a file in milliseconds.
 _WAIT_S = 2.0
 
-# Seconds of the candidates of a shape class by name; None: the candidate does not serve.
+# Seconds of the candidates of a shape class by name; None: the candidate does not serve, or cannot
+# be the fastest.
 Times = dict[str, float | None]
 
 _lock = threading.Lock()

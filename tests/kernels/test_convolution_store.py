@@ -188,18 +188,39 @@ def test_float16_pays_if_its_fastest_candidates_are_enough_faster(
 
 
 def test_the_comparison_of_float16_continues_where_time_ran_out(team, narrow):
-    team.costs.update({"kitchen": 1.0})
+    team.costs.update({"kitchen": 0.3})  # twice, without a residual and with one
     answers = []
     for _ in range(3):
         with trials(work := TrialBudget()):
             answers.append(choice.fp16_pays(team.ask, CPU))
         answers.append(len(team.asked))
-        assert work.left_s >= 1.0  # for the shapes of the work
+        assert work.left_s > 0.75  # for the shapes of the work
         team.asked.clear()
     kept = store.opened(CPU)
     assert kept.fact("fp16_pays") is False
     assert answers[1] > 0
     assert answers[3] > 0
+
+
+@pytest.mark.parametrize("halves", [True, False])
+def test_tiles_are_compared_where_they_sum_in_float16(team, narrow, halves):
+    team.halves = halves
+    with trials():
+        choice.fp16_pays(team.ask, CPU)
+    assert set(team.asked) == {"aten", "kitchen", *(["triton:0"] if halves else [])}
+
+
+def test_the_comparison_of_float16_checks_what_a_video_runs(team, narrow):
+    """Its classes are those of videos too, which have residuals."""
+
+    def ask(name, op, *args, **kwargs):
+        y = team.ask(name, op, *args, **kwargs)
+        return y + 1 if name == "kitchen" and kwargs.get("residual") is not None else y
+
+    with trials():
+        choice.fp16_pays(ask, CPU)
+        assert order(team, channels=8)[0] == "triton:1"
+    assert store.opened(CPU).times("conv3d bfloat16 8x8x3x3x3 1x1x1 4^2 frames")["kitchen"] is None
 
 
 def test_a_comparison_that_fails_means_no_and_one_line(team, narrow, caplog):

@@ -314,6 +314,8 @@ def test_patches_with_descriptors_equal_the_formula(shape, chip, where, monkeypa
     convolution = importlib.import_module(f"{runtime.__package__}.convolution")
     for module in (convolution_tiles, convolution):
         monkeypatch.setattr(module, "chip_of", lambda _: chip)
+    monkeypatch.setattr(convolution_tiles, "_BEFORE", 0)  # so that they are first
+    monkeypatch.setattr(convolution_tiles, "tiles_of", convolution_tiles.tiles_of.__wrapped__)
     channels, frames, padding, size = shape
     terms = NORM if channels[1] <= convolution_tiles.WIDEST else ALL
     case = (*channels, (3, 3, 3), (1, 1, 1), padding, frames, size, terms)

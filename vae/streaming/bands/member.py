@@ -85,7 +85,7 @@ class Member:
         self._workspace = Workspace()
         self._workspace.relief = relief
         relief.frees, relief.parks = self._workspace.release, self._park
-        self._budget = TrialBudget()
+        self._budget = TrialBudget(picture=job.single_frame)
         pairs = zip(unwrapped(job.network).modules(), unwrapped(network).modules(), strict=True)
         self._twins = dict(pairs)
 
