@@ -20,9 +20,9 @@ from torch import Tensor
 from ..triton_ops.convolution_tiles import WIDEST
 from .weight import ConvWeight
 
-# Multiply-adds of a frame from which on a trial pays. 1e10 take 50 us at 400 TFLOP/s, the most of an
-# H200, and launches and memory decide the time of less. It leaves out the layers of a VAE with 16 or
-# 3 channels and those between its smallest levels: about 1 % of a decode of Wan 2.1.
+# Multiply-adds of a frame from which on a trial pays. 1e10 take 50 us at 400 TFLOP/s, the most of
+# an H200, and launches and memory decide the time of less. It leaves out the layers of a VAE with
+# 16 or 3 channels and those between its smallest levels: about 1 % of a decode of Wan 2.1.
 LEAST_PRODUCTS = 1e10
 
 
