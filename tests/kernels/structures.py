@@ -39,6 +39,10 @@ def arguments(source: str) -> dict[str, type[ctypes.Structure]]:
     """Return the structures by kernel of a source."""
     own = (SOURCES / f"{source}.cu").read_text(encoding="utf-8")
     text = re.sub(r"//[^\n]*", "", "\n".join((*headers().values(), own)))
+    # A pointer is one to any type, so a template is a structure.
+    names = dict(re.findall(r"^using (\w+) = (\w+)<\w+>;", text, re.MULTILINE))
+    text = re.sub(r"(\w+)<\w+>", r"\1", text)
+    text = re.sub(r"\b\w+\b", lambda word: names.get(word[0], word[0]), text)
     known: dict[str, type] = dict(_NUMBERS)
     for name, body in re.findall(r"^struct (\w+) \{([^{}]*)\};", text, re.MULTILINE):
         fields = _fields(body, known)
