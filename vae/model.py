@@ -211,8 +211,7 @@ class VideoVAE(Int8VAE, SharedDevices, SharedRanks, VAEWeights):
             ValueError: As for `decode`, or both `out` and `images` are given, or `frames` are not
                 in the video; for a piece of an iterable when it is reached.
         """
-        device, asked = self.device, options.dtype or self.dtype
-        work = TrialBudget(picture=isinstance(latent, Tensor) and latent.shape[2:3] == (1,))
+        device, asked, work = self.device, options.dtype or self.dtype, _work_on(latent)
         with self.preparing():
             with trials(work):
                 allowed = allows_fp16(self, options, latent)
@@ -387,3 +386,8 @@ class VideoVAE(Int8VAE, SharedDevices, SharedRanks, VAEWeights):
         )
         stream = session.run(source)
         return stream if self.shards is None else self.shards.in_step(stream)
+
+
+def _work_on(latent: Tensor | Iterable[Tensor]) -> TrialBudget:
+    """Return the time for trials in a decode of `latent` `[B, C_latent, t, h, w]` or pieces."""
+    return TrialBudget(picture=isinstance(latent, Tensor) and latent.shape[2:3] == (1,))
