@@ -27,7 +27,7 @@ from .streaming.int8.settings import Int8VAE
 from .streaming.options import AUTOMATIC, StreamOptions
 from .streaming.output import Output, background_writer, delivered, until_complete
 from .streaming.overflow import Watch, allows_fp16, continued
-from .streaming.part import Part
+from .streaming.part import Part, budget_of
 from .streaming.precision import compute_dtype, decode_dtype
 from .streaming.session import VideoSession
 from .validation import check_frames, check_latent, check_targets, check_tensor, checked
@@ -208,8 +208,7 @@ class VideoVAE(Int8VAE, SharedDevices, SharedRanks, VAEWeights):
             ValueError: As for `decode`, or both `out` and `images` are given, or `frames` are not
                 in the video; for a piece of an iterable when it is reached.
         """
-        device, asked = self.device, options.dtype or self.dtype
-        work = TrialBudget(picture=isinstance(latent, Tensor) and latent.shape[2:3] == (1,))
+        device, asked, work = self.device, options.dtype or self.dtype, budget_of(latent)
         with self.preparing():
             with trials(work):
                 allowed = allows_fp16(self, options, latent)

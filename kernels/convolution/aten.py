@@ -11,11 +11,10 @@ from ..constraints import refuse_gradients
 from ..devices import device_kind
 from ..errors import is_out_of_memory
 from . import cudnn, onednn, sliced
-from .compose import sum_of
+from .compose import joined, sum_of
 from .fused import Fused
 from .onednn_int8 import int8_conv3d as int8_conv3d
 from .weight import ConvWeight, channels_last
-from .window import joined
 
 # cuDNN's tensor-core kernels for NHWC take multiples of this many channels; with the 3 or 12 of a
 # picture it converts layouts or uses no tensor cores. Zeros fill the rest.

@@ -1,4 +1,4 @@
-"""A whole call of a convolution: the candidate's own pass, then the passes for what it lacks."""
+"""A whole call of a convolution: its frames in one block, the candidate's pass, what that lacks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -107,3 +107,40 @@ def _finished(
 def _as_video(x: Tensor | None) -> Any:  # noqa: ANN401, None for None
     """View `[N, C, H, W]` as `[N, C, 1, H, W]`; videos `[B, C, T, H, W]` and None stay."""
     return x.unsqueeze(2) if x is not None and x.ndim == 4 else x
+
+
+def joined(
+    x: Tensor,
+    tail: Tensor | None = None,
+    padding: tuple[int, int] = (0, 0),
+    channels: int | None = None,
+) -> Tensor:
+    """Return `x` after `tail`, with a border and further channels of zeros; `x` itself if none.
+
+    Args:
+        x: `[B, C, T, H, W]`, or `[N, C, H, W]` without a tail.
+        tail: `[B, C, K, H, W]`, or None.
+        padding: Rows and columns of the border.
+        channels: Channels of the result; None: those of `x`.
+
+    Returns:
+        `[B, channels, K + T, H + 2 * rows, W + 2 * columns]`, channels-last, or without frames.
+    """
+    batch, count, *frames, height, width = x.shape
+    channels = count if channels is None else channels
+    plain = not any(padding) and count == channels
+    if tail is None and plain:
+        return x
+    known = 0 if tail is None else tail.shape[2]
+    rows, columns = padding
+    shape = (
+        batch, *(known + each for each in frames),
+        height + 2 * rows, width + 2 * columns, channels,
+    )  # fmt: skip
+    whole = (x.new_empty if plain else x.new_zeros)(shape).movedim(-1, 1)
+    inner = whole[:, :count, ..., rows : rows + height, columns : columns + width]
+    if tail is not None:
+        inner[:, :, :known] = tail
+        inner = inner[:, :, known:]
+    inner.copy_(x)
+    return whole

@@ -25,9 +25,9 @@ from ..backends import forced
 from ..constraints import is_dense, refuse_gradients, refuse_overlap, refuse_subclass
 from ..errors import Refusal, first_line, is_out_of_memory, log_once
 from .aten import aligned
+from .compose import joined
 from .fused import Fused
 from .weight import ConvWeight, channels_last
-from .window import joined
 
 _PARAMETERS = frozenset(("x", "weight", "bias", "residual", "stride", "out"))
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from .. import shapes
 from ..devices import memory_bytes
+from .compose import joined
 from .fused import Fused
 from .weight import ConvWeight, channels_last
-from .window import joined
 
 # Sizes of a trial, the next one if memory is short: everything, one frame of the result, and a band
 # of rows of that.

@@ -20,9 +20,10 @@ from torch import Tensor
 from ..triton_ops.convolution_tiles import WIDEST
 from .weight import ConvWeight
 
-# Multiply-adds of a frame from which on a trial pays. 1e10 take 50 us at 400 TFLOP/s, the most of
-# an H200, and launches and memory decide the time of less. It leaves out the layers of a VAE with
-# 16 or 3 channels and those between its smallest levels: about 1 % of a decode of Wan 2.1.
+# Multiply-adds of a frame from which on a trial pays. 1e10 take 50 us at 400 TFLOP/s, about the
+# most of an H200; launches and memory decide the time of less. It leaves out the layers of a VAE
+# with 16 or 3 channels and those between its smallest levels: about 1 % of a decode of Wan 2.1. The
+# class is compared, not the call: a choice holds for all calls of a class.
 LEAST_PRODUCTS = 1e10
 
 
@@ -57,10 +58,7 @@ class ShapeClass(NamedTuple):
         return " ".join(words)
 
     def products(self) -> int:
-        """Return the multiply-adds of a frame in the middle of the class.
-
-        The class decides, not the call: a choice holds for all calls of a class.
-        """
+        """Return the multiply-adds of a frame in the middle of the class."""
         return 2 * 4**self.area * math.prod(self.taps)
 
 
@@ -73,6 +71,9 @@ def class_of(op: str, x: Tensor, weight: ConvWeight, kwargs: Mapping[str, Any]) 
         weight: `[C_out, C, ...]`.
         kwargs: The other arguments of the op. Without `out` it is a question for the candidate of
             later calls, with the new frames alone.
+
+    Returns:
+        The class.
     """
     stride, padding, taps = kwargs["stride"], kwargs["padding"], weight.shape
     sides = zip(x.shape[-2:], padding, taps[-2:], stride[-2:], strict=True)

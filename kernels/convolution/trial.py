@@ -18,10 +18,10 @@ from .. import measure
 from ..autotune import agree, log_failure, log_incorrect
 from ..devices import device_kind
 from ..errors import Refusal, is_out_of_memory
+from .compose import joined
 from .fused import Fused
 from .sample import Sample
 from .weight import ConvWeight
-from .window import joined
 
 _logger = logging.getLogger(__name__)
 
