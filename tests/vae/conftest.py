@@ -7,8 +7,9 @@ from safetensors.torch import save_file
 
 from fast_video_vae.kernels import errors
 from fast_video_vae.tests.builders import random_state_dict
-from fast_video_vae.vae.layers.coding import name_convolutions
-from fast_video_vae.vae.streaming import int8_layers, int8_vae
+from fast_video_vae.vae.layers.inputs.coding import name_convolutions
+from fast_video_vae.vae.streaming.int8 import layers as int8_layers
+from fast_video_vae.vae.streaming.int8 import settings as int8_vae
 
 
 @pytest.fixture

@@ -121,7 +121,8 @@ class CausalConv3d(Conv, CausalLayer):
         """Return the shape of `x` `[B, C, T, H, W]` in the dtype that `cache` has of the input."""
         if cache.coding is None or not self.reads_codes(cache):
             return x
-        return x.new_empty((), dtype=cache.coding.dtype).expand(x.shape)
+        one = functools.partial(x.new_empty, (), dtype=cache.coding.dtype)
+        return cache.attempt(one).expand(x.shape)
 
     def forward(
         self,

@@ -109,7 +109,8 @@ def convolve(
     out = residual
     if out is None:
         shape = (batch, conv.weight.shape[0], frames // conv.stride, height, width)
-        out = cache.result(shape, x if x.is_floating_point() else x.new_empty((), dtype=dtype))
+        one = functools.partial(x.new_empty, (), dtype=dtype)
+        out = cache.result(shape, x if x.is_floating_point() else cache.attempt(one))
     added: Tensor | None = None
     if bias is not None:
         added = cache.attempt(lambda: bias.to(out.dtype)).view(-1, 1, 1, 1)

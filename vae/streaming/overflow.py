@@ -54,11 +54,11 @@ class Finding:
         """
         total = x.detach().sum(dtype=torch.float32)
         if self._coding is not None:
-            total = total + self._coding.verdict()
+            total.add_(self._coding.verdict())  # without an allocation, which could fail
         thread = threading.get_ident()
         if thread in self._sums:
             before, summed = self._sums[thread]
-            total = before + total
+            total.add_(before)
         else:
             summed = torch.cuda.Event() if x.device.type == "cuda" else None
         if summed is not None:

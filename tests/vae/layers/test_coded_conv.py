@@ -8,8 +8,8 @@ from fast_video_vae.kernels import code_steps
 from fast_video_vae.tests.products import each_value_once
 from fast_video_vae.tests.vae.streaming.failing_memory import FailingMemory
 from fast_video_vae.vae.layers import causal_conv
-from fast_video_vae.vae.layers.coded_weights import coded_weight
-from fast_video_vae.vae.layers.coding import Coding, name_convolutions
+from fast_video_vae.vae.layers.inputs.coded_weights import coded_weight
+from fast_video_vae.vae.layers.inputs.coding import Coding, name_convolutions
 from fast_video_vae.vae.layers.oom import Relief
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
 from fast_video_vae.vae.models.wan_blocks import ResidualBlock

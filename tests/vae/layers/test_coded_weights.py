@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fast_video_vae.vae.layers import coded_weights
-from fast_video_vae.vae.layers.coded_weights import coded_weight
+from fast_video_vae.vae.layers.inputs.coded_weights import coded_weight
 
 
 def random_weight(*shape, kind="normal", seed=0):

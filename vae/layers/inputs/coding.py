@@ -74,10 +74,14 @@ class Coding:
         Returns:
             `[]`, float32: 0; or infinity if a value was NaN, or too many were out of range.
         """
+        saturated, missing = self._counts
+        bad = (saturated > _MOST_SATURATED * self._written) | (missing > 0)
+        verdict = torch.where(bad, torch.inf, 0.0)
         with torch.inference_mode(False):
-            counts, self._counts = self._counts, torch.zeros_like(self._counts)
-        most, self._written = _MOST_SATURATED * self._written, 0
-        return torch.where((counts[0] > most) | (counts[1] > 0), torch.inf, 0.0)
+            # Nothing is forgotten if memory runs out here.
+            self._counts = torch.zeros_like(self._counts)
+        self._written = 0
+        return verdict
 
 
 def name_convolutions(network: nn.Module) -> list[str]:

@@ -6,6 +6,7 @@ from torch import Tensor
 from ....kernels import first_line, int8_lacks, log_once
 from ...layers.conv import PointwiseConv
 from ...layers.inputs.coding import Coding
+from ...layers.oom import Relief
 from ...models.base import Network
 from ...models.config import SEEDVR2, VAEConfig
 from ...models.patchify import fold_pixels
@@ -136,8 +137,9 @@ class Int8VAE:
         records = isinstance(source, Tensor) and source.requires_grad and torch.is_grad_enabled()
         if wish == AUTO or records:
             return None
+        relief = Relief(self.device, "the choice of int8")
         try:
-            names = self.int8_layers(dtype, encode=encode).names
+            names = relief.attempt(lambda: self.int8_layers(dtype, encode=encode)).names
             reason = "" if names else "every convolution would cost more than 1 dB with its weights"
         except Exception as error:
             names, reason = frozenset(), first_line(error)

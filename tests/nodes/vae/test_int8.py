@@ -1,0 +1,106 @@
+"""The precision of the VAE nodes: stored in the VAE, kept, and absent in old workflows."""
+
+import logging
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fast_video_vae.tests.builders import refused
+from fast_video_vae.tests.nodes.vae.pairs import (
+    accelerated,
+    fast_vae,
+    latents,
+    narrow_seedvr2,
+    ours,
+)
+from fast_video_vae.tests.seedvr2 import random_seedvr2
+from fast_video_vae.vae.streaming.int8 import settings as int8_vae
+
+pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
+
+# What the input of the nodes means for decoding and encoding.
+CHOICES = {
+    "auto": ("auto", "auto"),
+    "int8": ("int8", "auto"),
+    "int8 and encode": ("int8", "int8"),
+}
+
+
+def precisions(vae):
+    model = vae.first_stage_model
+    return model.precision, model.encode_precision
+
+
+@pytest.fixture(scope="module")
+def vae_name(models, state):
+    save_file(state, models / "int8.safetensors")
+    return "int8.safetensors"
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_both_nodes_store_the_precision(vae_name, stock, choice):
+    for vae in (
+        ours("Load", vae_name=vae_name, precision=choice).args[0],
+        ours("Accelerate", vae=stock, precision=choice).args[0],
+    ):
+        assert precisions(vae) == CHOICES[choice]
+
+
+@pytest.mark.parametrize("name", ["Load", "Accelerate"])
+def test_the_input_is_optional_and_auto_by_default(name, vae_name, stock):
+    from fast_video_vae.nodes.vae import nodes
+
+    node = getattr(nodes, name)
+    (field,) = [each for each in node.define_schema().inputs if each.id == "precision"]
+    assert (field.options, field.default, field.optional) == (list(CHOICES), "auto", True)
+    # A saved workflow has no such input.
+    given = {"vae_name": vae_name} if name == "Load" else {"vae": stock}
+    saved = node.execute(**given, dtype="auto", encode_dtype="auto", chunk=0)
+    assert precisions(saved.args[0]) == ("auto", "auto")
+
+
+def test_a_wrong_precision_is_refused(vae_name):
+    with refused("precision: got 'fp8'"):
+        ours("Load", vae_name=vae_name, precision="fp8")
+
+
+def test_auto_keeps_the_precision_of_a_fast_vae(state, tmp_path):
+    fast = fast_vae(state, tmp_path, precisions=CHOICES["int8 and encode"])
+    assert accelerated(fast) is fast
+    assert precisions(accelerated(fast, chunk=3)) == ("int8", "int8")
+    (again,) = ours("Accelerate", vae=fast, chunk=2).args
+    assert precisions(again) == ("int8", "int8")
+    (decodes,) = ours("Accelerate", vae=fast, precision="int8").args
+    assert precisions(decodes) == ("int8", "auto")
+    assert precisions(fast) == ("int8", "int8")
+
+
+def test_a_vae_that_comfyui_loads_again_keeps_the_precision(state, tmp_path):
+    fast = fast_vae(state, tmp_path, precisions=CHOICES["int8"])
+    for vae in (fast, accelerated(fast, chunk=2)):
+        factory, arguments = vae.patcher.cached_patcher_init[:2]
+        model = factory(*arguments).model
+        assert (model.precision, model.encode_precision) == ("int8", "auto")
+
+
+def test_the_nodes_decode_in_int8(state, tmp_path, monkeypatch):
+    monkeypatch.setattr(int8_vae, "int8_lacks", lambda device, dtype: "")
+    samples = {"samples": latents(2)}
+    fast = fast_vae(state, tmp_path)
+    plain = ours("Decode", samples=samples, vae=fast).args[0]
+    (coded,) = ours("Accelerate", vae=fast, precision="int8").args
+    images = ours("Decode", samples=samples, vae=coded).args[0]
+    assert 1e-5 < (images - plain).abs().max() < 0.1
+    assert torch.equal(ours("Decode", samples=samples, vae=coded).args[0], images)
+    assert torch.equal(ours("Decode", samples=samples, vae=fast).args[0], plain)
+
+
+def test_seedvr2_refuses_int8_and_other_vaes_are_unchanged(comfyui, models, caplog):
+    stock = narrow_seedvr2(random_seedvr2())
+    with refused("^vae: .*SeedVR2", "int8"):
+        ours("Accelerate", vae=stock, precision="int8")
+    save_file({"pixel_space_vae": torch.tensor(1.0)}, models / "other.safetensors")
+    with caplog.at_level(logging.INFO):
+        (vae,) = ours("Load", vae_name="other.safetensors", precision="int8").args
+    assert ours("Accelerate", vae=vae, precision="int8").args[0] is vae

@@ -1,0 +1,484 @@
+"""Videos with all convolutions after a norm in int8: the same bits in chunks, tiles and ranges."""
+
+import copy
+import logging
+import pickle
+
+import pytest
+import torch
+
+from fast_video_vae.tests.builders import random_state_dict, refused
+from fast_video_vae.tests.products import each_value_once
+from fast_video_vae.tests.vae.families import (
+    STATES,
+    close,
+    joined,
+    latent_for,
+    random_frames,
+    random_latent,
+    relative_error,
+)
+from fast_video_vae.tests.vae.streaming.failing_memory import FailingMemory
+from fast_video_vae.tests.vae.streaming.test_session import StandIn
+from fast_video_vae.vae import StreamOptions, load_vae
+from fast_video_vae.vae.layers import coding
+from fast_video_vae.vae.layers import conv as conv_module
+from fast_video_vae.vae.layers.causal_conv import CausalConv3d
+from fast_video_vae.vae.layers.temporal_cache import TemporalCache
+from fast_video_vae.vae.planning.plan import make_plan
+from fast_video_vae.vae.streaming import cuda_graph, int8_layers, precision
+from fast_video_vae.vae.streaming import session as session_module
+
+CODED = ("wan2.1", "wan2.2", "qwen-image-2.1")
+STEP = StreamOptions(1)
+
+pytestmark = pytest.mark.usefixtures("all_int8")
+
+
+def new_vae(family="wan2.1", dtype=torch.float32, **options):
+    precisions = {"precision": "int8", "encode_precision": "int8"} | options
+    return load_vae(STATES[family](), dtype=dtype, **precisions)
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """The calls of the convolution of codes."""
+    calls, real = [], conv_module.int8_conv3d
+
+    def counted(*arguments, **options):
+        calls.append(arguments[0].shape)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(conv_module, "int8_conv3d", counted)
+    return calls
+
+
+def given(vae, latents=5, size=2):
+    """A latent, and frames of the same size."""
+    side = size * vae.config.spatial_compression
+    frames = random_frames(1, vae.config.image_channels, vae.config.frames(latents), side, side)
+    return latent_for(vae, latents, side, side), frames
+
+
+def warnings_of(caplog):
+    return [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+
+
+@each_value_once(family=CODED, dtype=["float32", "bfloat16"])
+def test_chunks_ranges_and_a_single_frame_have_the_bits_of_the_whole(
+    family, dtype, products, monkeypatch
+):
+    monkeypatch.setattr(precision, "_is_slow", lambda dtype: False)
+    vae = new_vae(family, getattr(torch, dtype))
+    latent, video = given(vae)
+    frames, latents = vae.decode(latent, -1), vae.encode(video, -1)
+    assert products
+    for chunk in (1, 2, 3):
+        options = StreamOptions(chunk)
+        assert torch.equal(joined(vae.decode_stream(latent, options)), frames)
+        assert torch.equal(joined(vae.encode_stream(video, options)), latents)
+        pieces = iter(latent.split([2, 1, 2], dim=2))
+        assert torch.equal(joined(vae.decode_stream(pieces, options)), frames)
+    assert torch.equal(vae.decode(latent[:, :, :1]), frames[:, :, :1])
+    assert torch.equal(vae.encode(video[:, :, :1]), latents[:, :, :1])
+    end = frames.shape[2]
+    for part in (range(1, end), range(end - 2, end), range(end // 2, end // 2 + 1)):
+        some = joined(vae.decode_stream(latent, STEP, frames=part))
+        assert torch.equal(some, frames[:, :, part.start : part.stop])
+
+
+def test_steps_in_parts_and_bands_have_the_bits_of_whole_frames(monkeypatch):
+    vae = new_vae()
+    latent, video = given(vae, 4, 4)
+    frames, latents = vae.decode(latent), vae.encode(video)
+    real = session_module.make_plan
+
+    def small(*arguments, **options):
+        plan = real(*arguments, **options)
+        object.__setattr__(plan, "part_bytes", 4096)
+        return plan
+
+    monkeypatch.setattr(session_module, "make_plan", small)
+    close(vae.decode(latent, -1), frames)
+    assert torch.equal(vae.decode(latent, -1), frames)
+    assert torch.equal(vae.encode(video, -1), latents)
+
+
+@pytest.mark.parametrize("family", CODED)
+def test_tiles_have_the_bits_of_whole_frames(family, products):
+    vae = new_vae(family)
+    latent, _ = given(vae, 3, 8)
+    step = 4 * vae.config.spatial_compression
+    options = StreamOptions(1, tile=(step, step))
+    frames = vae.decode(latent)
+    whole = len(products)
+    tiled = joined(vae.decode_stream(latent, options))
+    assert len(products) > 2 * whole
+    assert torch.equal(tiled, frames)
+
+
+def test_batches_have_the_bits_of_single_videos():
+    vae = new_vae()
+    latent = random_latent(2, 16, 3, 2, 3)
+    both = vae.decode(latent, 1)
+    for index in range(2):
+        single = vae.decode(latent[index : index + 1], 1)
+        assert torch.equal(both[index : index + 1], single)
+
+
+@pytest.mark.parametrize("in_a_row", [1, 2, 4])
+def test_memory_that_runs_out_changes_no_frame(in_a_row):
+    vae = new_vae()
+    latent, _ = given(vae, 3)
+    expected = joined(vae.decode_stream(latent, STEP))
+    counter = FailingMemory()
+    stream = vae.decode_stream(latent, STEP)
+    with counter:
+        joined(stream)
+    for place in range(1, counter.seen, counter.seen // 12):
+        stream = vae.decode_stream(latent, STEP)  # the choice is made
+        try:
+            with FailingMemory(place, in_a_row) as memory:
+                frames = joined(stream)
+        except torch.OutOfMemoryError:
+            assert in_a_row > 1
+            continue
+        assert memory.failed == in_a_row
+        # Convolutions in float32 round differently in pieces, which can change some codes.
+        assert relative_error(frames, expected) <= 1e-2
+        assert in_a_row > 1 or torch.equal(frames, expected)
+
+
+def test_tails_of_codes_are_cut_into_tiles_and_joined_again(monkeypatch):
+    vae = new_vae()
+    latent, _ = given(vae, 5, 12)
+    expected = joined(vae.decode_stream(latent, STEP))
+    sides = iter([48, 96, 32])
+    monkeypatch.setattr(
+        session_module, "smaller_plan", lambda job, plan: make_plan(job, tile=(next(sides),) * 2)
+    )
+    pieces = []
+    stream = vae.decode_stream(latent, STEP)
+    for _ in range(3):  # memory runs out once in each of these steps
+        with FailingMemory(12):
+            pieces.append(next(stream))
+    pieces += stream
+    assert next(sides, None) is None
+    assert torch.equal(torch.cat(pieces, dim=2), expected)
+
+
+def test_parked_tails_of_codes_change_no_frame(monkeypatch):
+    vae = new_vae()
+    latent, _ = given(vae, 4)
+    expected = joined(vae.decode_stream(latent, STEP))
+    moved = set()
+
+    def park(self):
+        moved.update(tail.dtype for tail in self._tails.values())
+        self._tails = {conv: tail.clone() for conv, tail in self._tails.items()}
+        self.thrifty = True
+        return True
+
+    monkeypatch.setattr(TemporalCache, "park", park)
+    stream, counter = vae.decode_stream(latent, STEP), FailingMemory()
+    with counter:
+        joined(stream)
+    stream = vae.decode_stream(latent, STEP)
+    with FailingMemory(counter.seen // 2, 2):
+        frames = joined(stream)
+    assert torch.uint8 in moved
+    assert torch.equal(frames, expected)
+
+
+def test_tails_have_one_byte_for_each_value(monkeypatch):
+    vae = new_vae()
+    latent, _ = given(vae, 3)
+    found, real = {}, TemporalCache.tail
+
+    def noted(cache, conv, context, x):
+        found[conv] = real(cache, conv, context, x)
+        return found[conv]
+
+    monkeypatch.setattr(TemporalCache, "tail", noted)
+    vae.decode(latent, 1)
+    coded = [tail for conv, tail in found.items() if conv.norm_before is not None]
+    assert len(coded) == 28
+    assert all(tail.nbytes == tail.numel() for tail in coded)
+    others = [tail for conv, tail in found.items() if conv.norm_before is None]
+    assert others
+    assert all(tail.dtype == torch.float32 for tail in others)
+
+
+@pytest.fixture
+def exposed(monkeypatch):
+    """A VAE whose codes saturate on a bright latent: then one channel has all of a pixel.
+
+    The root mean square of a pixel is 1, so one of 32 channels can have 5.7 deviations. Only the
+    first layers of this narrow VAE have as many, so fewer codes may saturate.
+    """
+    monkeypatch.setattr(coding, "_MOST_SATURATED", 1e-4)
+    state = STATES["wan2.1"]()
+    weight, bias = state["decoder.conv1.weight"], state["decoder.conv1.bias"]
+    weight[1:], bias[:] = 0, 1
+    bias[::2] = -1
+    return load_vae(state, dtype=torch.float32, precision="int8")
+
+
+def wide(vae, latent, options=STEP):
+    """The frames without int8."""
+    return joined(_auto(vae).decode_stream(latent, options))
+
+
+def _auto(vae):
+    other = copy.deepcopy(vae)
+    other.precision = "auto"
+    return other
+
+
+@each_value_once(bright=[0, 1, 3, 5], source=["tensor", "iterable", "uneven pieces"])
+def test_a_decode_out_of_range_continues_in_16_bits(bright, source, caplog, products, exposed):
+    vae = exposed
+    latent, _ = given(vae, 6)
+    plain = vae.decode(latent, 1)
+    assert not warnings_of(caplog)
+    latent[:, :, bright] = 1e4 * latent[:, :, 3]  # of a sign that saturates
+    at = vae.config.frames(bright) if bright else 0
+    expected = torch.cat([plain[:, :, :at], wide(vae, latent)[:, :, at:]], dim=2)
+    sizes = {"iterable": 1, "uneven pieces": [3, 2, 1]}
+    parts = latent if source == "tensor" else iter(latent.split(sizes[source], dim=2))
+    pieces = list(vae.decode_stream(parts, STEP))
+    frames = torch.cat(pieces, dim=2)
+    assert all(piece.shape[2] for piece in pieces)
+    assert torch.equal(frames, expected)
+    assert frames.isfinite().all()
+    (line,) = warnings_of(caplog)
+    assert "out of the range of int8" in line
+    # The next decode starts in int8 again.
+    dark, _ = given(vae, 6)
+    products.clear()
+    assert torch.equal(vae.decode(dark, 1), plain)
+    assert products
+    assert torch.equal(joined(vae.decode_stream(latent, STEP)), expected)
+    assert len(warnings_of(caplog)) == 1
+
+
+@pytest.mark.parametrize("images", [False, True])
+def test_every_frame_is_in_a_target_once(images, exposed):
+    vae = exposed
+    latent, _ = given(vae, 5)
+    latent[:, :, 2] *= 1e4
+    frames = joined(vae.decode_stream(latent, STEP))
+    if images:
+        target = {"images": torch.full((1, 17, 16, 16, 3), torch.nan)}
+        frames = ((frames + 1) / 2).clamp(0, 1).movedim(1, -1)
+    else:
+        target = {"out": torch.full((1, 3, 17, 16, 16), torch.nan)}
+    (memory,) = target.values()
+    pieces = [each.clone() for each in vae.decode_stream(latent, STEP, **target)]
+    assert torch.equal(torch.cat(pieces, dim=1 if images else 2), memory)
+    torch.testing.assert_close(memory, frames, rtol=0, atol=1e-6)
+
+
+def test_tiles_and_ranges_continue_in_16_bits_too(exposed):
+    vae = exposed
+    latent, _ = given(vae, 5, 8)
+    latent[:, :, 3] *= 1e4
+    tiled = StreamOptions(1, tile=(32, 32))
+    frames = joined(vae.decode_stream(latent, STEP))
+    assert torch.equal(
+        joined(vae.decode_stream(latent, STEP, frames=range(7, 15))), frames[:, :, 7:15]
+    )
+    close(joined(vae.decode_stream(latent, tiled)), frames)
+
+
+def test_infinity_in_a_branch_is_not_a_code(caplog):
+    state = dict(STATES["wan2.1"]())
+    weight = state["decoder.middle.2.residual.2.weight"]
+    weight.div_(weight.abs().max()).mul_(3e38)
+    vae = load_vae(state, dtype=torch.float32, precision="int8")
+    latent, _ = given(vae, 3)
+    frames = joined(vae.decode_stream(latent, STEP))
+    expected = wide(vae, latent)
+    assert not expected.isfinite().all()
+    torch.testing.assert_close(frames, expected, rtol=0, atol=0, equal_nan=True)
+    assert len(warnings_of(caplog)) == 1
+
+
+def test_a_graph_is_not_recorded_because_counts_are_new_for_each_piece(monkeypatch, exposed):
+    monkeypatch.setattr(StandIn, "made", 0)
+    monkeypatch.setattr(cuda_graph, "Recording", StandIn)
+    monkeypatch.setattr(cuda_graph, "takes", lambda device: True)
+    vae = exposed
+    latent, _ = given(vae, 7)
+    latent[:, :, 5] *= 1e4
+    expected = joined(vae.decode_stream(latent, STEP))
+    vae.graphs = True
+    assert torch.equal(joined(vae.decode_stream(latent, STEP))[:, :, :17], expected[:, :, :17])
+    assert StandIn.made == 1  # of the decode that continues in 16 bits
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_video_can_start_in_one_mode_and_end_in_another(mode, dtype):
+    vae = new_vae(dtype=dtype)
+    latent, video = given(vae, 3)
+    with mode():
+        stream = vae.decode_stream(latent.clone(), STEP)
+        pieces = [next(stream)]
+        latents = vae.encode(video)
+    assert torch.equal(torch.cat([*pieces, *stream], dim=2), vae.decode(latent, 1))
+    assert torch.equal(latents, vae.encode(video))
+
+
+def test_auto_never_asks_for_int8(monkeypatch):
+    def fails(*_, **__):
+        raise AssertionError("int8 was asked for")
+
+    vae = new_vae(precision="auto", encode_precision="auto")
+    latent, video = given(vae, 3)
+    monkeypatch.setattr(conv_module, "int8_conv3d", fails)
+    monkeypatch.setattr(int8_layers, "choose", fails)
+    plain = load_vae(STATES["wan2.1"](), dtype=torch.float32)
+    assert (plain.precision, plain.encode_precision) == ("auto", "auto")
+    assert torch.equal(vae.decode(latent), plain.decode(latent))
+    vae.precision = "int8"  # of the decode alone
+    assert torch.equal(vae.encode(video), plain.encode(video))
+
+
+def test_an_encode_in_int8_leaves_decodes_unchanged(products):
+    vae = new_vae(precision="auto")
+    latent, video = given(vae, 3)
+    plain = load_vae(STATES["wan2.1"](), dtype=torch.float32)
+    assert torch.equal(vae.decode(latent), plain.decode(latent))
+    assert not products
+    latents, expected = vae.encode(video), plain.encode(video)
+    assert products
+    assert 1e-5 < relative_error(latents, expected) < 0.2
+
+
+@pytest.mark.parametrize("source", ["tensor", "iterable"])
+def test_gradients_are_those_of_auto(source, products):
+    vae, plain = new_vae(), new_vae(precision="auto", encode_precision="auto")
+    results = []
+    for each in (vae, plain):
+        latent, video = (value.requires_grad_() for value in given(each, 3))
+        latents, frames = (
+            value if source == "tensor" else iter(value.split(1, dim=2))
+            for value in (latent, video)
+        )
+        joined(each.decode_stream(latents)).square().sum().backward()
+        joined(each.encode_stream(frames)).square().sum().backward()
+        results.append((latent.grad, video.grad))
+    assert not products
+    for actual, expected in zip(*results, strict=True):
+        assert torch.equal(actual, expected)
+
+
+def test_a_later_piece_with_a_gradient_is_an_error_of_one_line():
+    vae = new_vae()
+    for value, stream in zip(given(vae, 3), (vae.decode_stream, vae.encode_stream), strict=True):
+        first, rest = value[:, :, :1], value[:, :, 1:].clone().requires_grad_()
+        with refused("a later piece has a gradient"):
+            list(stream(iter([first, rest])))
+        with torch.no_grad():
+            joined(stream(iter([first, rest])))
+
+
+@pytest.mark.parametrize("part", ["encoder", "decoder", "conv1", "conv2"])
+def test_weights_with_gradients_are_not_coded(part, products):
+    vae = new_vae()
+    getattr(vae, part).requires_grad_(True)
+    latent, video = given(vae, 2)
+    (vae.decode(latent).sum() + vae.encode(video).sum()).backward()
+    assert not products
+    assert any(each.grad is not None for each in getattr(vae, part).parameters())
+
+
+def test_copies_keep_the_precision_and_choose_for_themselves(products):
+    vae = new_vae()
+    latent, video = given(vae, 3)
+    frames, latents = vae.decode(latent), vae.encode(video)
+    names = set(vae.state_dict())
+    assert names == set(random_state_dict(8))
+    for other in (copy.deepcopy(vae), pickle.loads(pickle.dumps(vae))):
+        assert (other.precision, other.encode_precision) == ("int8", "int8")
+        assert not other._int8._known
+        products.clear()
+        assert torch.equal(other.decode(latent), frames)
+        assert torch.equal(other.encode(video), latents)
+        assert products
+        convs = [each for each in other.modules() if isinstance(each, CausalConv3d)]
+        norms = {id(each) for each in other.modules()}
+        assert all(each.norm_before is None or id(each.norm_before) in norms for each in convs)
+
+
+CHANGES = {
+    "data": lambda weight: weight.data.add_(0.1 * weight.data.flip(0)),
+    "recorded": lambda weight: weight.mul_(1.5),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", ["residual.2.weight", "residual.0.gamma", "residual.6.bias"])
+def test_changed_weights_have_other_codes_and_another_choice(change, name, monkeypatch):
+    chosen, choose = [], int8_layers.choose
+
+    def counted(*arguments):
+        chosen.append(arguments)
+        return choose(*arguments)
+
+    monkeypatch.setattr(int8_layers, "choose", counted)
+    vae = new_vae()
+    latent, _ = given(vae, 2)
+    before = vae.decode(latent)
+    assert torch.equal(vae.decode(latent), before)
+    assert len(chosen) == 1
+    with torch.no_grad():
+        CHANGES[change](vae.get_parameter(f"decoder.middle.0.{name}"))
+    after = vae.decode(latent)
+    assert len(chosen) == 2
+    fresh = load_vae(vae.state_dict(), dtype=torch.float32, precision="int8")
+    assert torch.equal(after, fresh.decode(latent))
+    assert not torch.equal(after, before)
+
+
+def test_replaced_weights_have_their_own_codes():
+    vae = new_vae()
+    latent, _ = given(vae, 2)
+    vae.decode(latent)
+    other = random_state_dict(8, seed=1)
+    vae.load_state_dict(other, assign=True)
+    vae.requires_grad_(False)
+    fresh = load_vae(other, dtype=torch.float32, precision="int8")
+    assert torch.equal(vae.decode(latent), fresh.decode(latent))
+
+
+def test_several_devices_decode_in_16_bits_and_log_the_reason(caplog, products):
+    vae = new_vae(encode_precision="auto")
+    latent, _ = given(vae, 2, 4)
+    vae.devices = ["cpu", "cpu"]
+    frames = vae.decode(latent)
+    assert not products
+    close(frames, new_vae(precision="auto").decode(latent))
+    (line,) = [each for each in warnings_of(caplog) if "int8" in each]
+    assert "int8 is not used: " in line
+    assert "several devices" in line
+    with refused("several devices share the video"):
+        vae.int8_layers(torch.float32)
+    vae.devices = []
+    vae.decode(latent)
+    assert products
+
+
+@pytest.mark.parametrize("name", ["precision", "encode_precision"])
+def test_wrong_precisions_are_errors_of_one_line(name):
+    state = STATES["wan2.1"]()
+    for wish in ("fp8", "int4", "INT8", "", None, 8, torch.int8):
+        with refused(f"^{name} is ", "expected auto or int8"):
+            load_vae(state, **{name: wish})
+    with refused(f"^{name} is 'int8', but .*SeedVR2", "expected auto"):
+        load_vae(STATES["seedvr2"](), **{name: "int8"})
+    vae = load_vae(STATES["seedvr2"](), **{name: "auto"})
+    with refused("SeedVR2"):
+        setattr(vae, name, "int8")
+    assert getattr(vae, name) == "auto"

@@ -1,0 +1,162 @@
+"""What int8 costs: at most 1.5 dB beside bfloat16, with weights of any distribution."""
+
+import math
+
+import pytest
+import torch
+
+from fast_video_vae.tests.benchmarks.weights import random_weights
+from fast_video_vae.tests.products import each_value_once
+from fast_video_vae.tests.vae.families import latent_for
+from fast_video_vae.vae import CLIP_PATH, VAE_PATH, StreamOptions, load_vae
+from fast_video_vae.vae.layers.causal_conv import CausalConv3d
+from fast_video_vae.vae.layers.inputs.coding import name_convolutions
+from fast_video_vae.vae.streaming import precision
+
+MOST_DB = 1.5
+ASYMMETRIC_DB = 4  # that codes gain over symmetric scales of whole tensors
+
+pytestmark = pytest.mark.usefixtures("int8")
+
+
+@pytest.fixture(autouse=True)
+def computes_bfloat16(monkeypatch):
+    """Also on a CPU that is slow in it."""
+    monkeypatch.setattr(precision, "_is_slow", lambda dtype: False)
+
+
+def weights_of(kind, family="wan2.1", width=32):
+    """Random weights whose convolutions have another distribution of the same deviation."""
+    state, generator = random_weights(family, width), torch.Generator().manual_seed(1)
+    if kind == "normal":
+        return state
+    for name, value in state.items():
+        if name.endswith("weight") and value.ndim > 3:
+            if kind == "student":  # normal over the root of a chi square of 4 degrees
+                normal = torch.empty(5, *value.shape).normal_(generator=generator)
+                noise = normal[0] / normal[1:].square().mean(0).sqrt()
+            else:
+                noise = torch.rand(value.shape, generator=generator) - 0.5
+            state[name] = noise * (value.std() / noise.std())
+    return state
+
+
+def error_db(frames, exact):
+    """The squared error of frames in decibels."""
+    return 10 * math.log10((frames.double() - exact.double()).square().mean().item())
+
+
+def losses(state, latent_of, others, direction="decode"):
+    """The errors of bfloat16 and of int8 beside float32, in decibels, and the share in int8."""
+    vae = load_vae(state, dtype=torch.float32)
+    value = latent_of(vae)
+    run = getattr(vae, direction)
+    exact = run(value)
+    rough = error_db(getattr(load_vae(state, dtype=torch.bfloat16), direction)(value), exact)
+    coded = load_vae(state, dtype=others, precision="int8", encode_precision="int8")
+    result = error_db(getattr(coded, direction)(value), exact)
+    share = coded.int8_layers(others, encode=direction == "encode").share
+    print(f"{direction}: bf16 {-rough:.2f} dB, int8 {-result:.2f} dB, share {share:.2f}")  # noqa: T201
+    return rough, result, share
+
+
+@each_value_once(kind=["normal", "student", "uniform"], others=[torch.float32, torch.bfloat16])
+def test_a_decode_loses_a_decibel_and_a_half_at_most(kind, others):
+    state = weights_of(kind, width=16)
+    rough, coded, share = losses(state, lambda vae: latent_for(vae, 3, 64, 64), others)
+    assert coded <= rough + MOST_DB
+    assert share > 0 or others == torch.bfloat16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("others", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["normal", "student", "uniform"])
+def test_wider_decodes_lose_a_decibel_and_a_half_at_most(kind, others):
+    rough, coded, _ = losses(weights_of(kind), lambda vae: latent_for(vae, 3, 96, 96), others)
+    assert coded <= rough + MOST_DB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("others", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["wan2.1", "wan2.2"])
+def test_published_widths_lose_a_decibel_and_a_half_at_most(family, others):
+    state = random_weights(family)
+    rough, coded, share = losses(state, lambda vae: latent_for(vae, 3, 96, 96), others)
+    assert coded <= rough + MOST_DB
+    assert share > 0.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("others", [torch.float32, torch.bfloat16])
+def test_the_bundled_vae_loses_a_decibel_and_a_half_at_most(others):
+    pytest.importorskip("av", reason="PyAV is not installed")
+    from fast_video_vae.vae.media import read_video
+
+    frames = torch.stack(list(read_video(CLIP_PATH).frames(dtype=torch.uint8))[:9])
+    video = frames.movedim(-1, 0)[None]
+    latent = load_vae(VAE_PATH, dtype=torch.float32).encode(video)
+    for direction, value in (("decode", latent), ("encode", video)):
+        rough, coded, _ = losses(VAE_PATH, lambda vae, value=value: value, others, direction)
+        assert coded <= rough + MOST_DB
+
+
+@pytest.mark.slow
+def test_the_error_does_not_grow_over_129_frames():
+    state = random_weights("wan2.1", 16)
+    vae = load_vae(state, dtype=torch.float32)
+    latent = latent_for(vae, 33, 64, 64)
+    coded = load_vae(state, dtype=torch.float32, precision="int8")
+    exact, frames = vae.decode(latent), coded.decode(latent)
+    ends = [
+        error_db(frames[:, :, part], exact[:, :, part]) for part in (slice(1, 17), slice(-16, None))
+    ]
+    assert abs(ends[1] - ends[0]) <= 0.5
+
+
+def symmetric(vae, monkeypatch):
+    """Round weights and inputs of the same convolutions with one symmetric scale per tensor."""
+
+    def rounded(x):
+        scale = x.abs().max() / 127
+        return x.div(scale).round().mul(scale)
+
+    def filled(conv, norm, cache):
+        def fill(x, *, out, **options):
+            norm(x, out=out, **options)
+            out.copy_(rounded(out))
+
+        return fill if conv.norm_before is not None else norm
+
+    name_convolutions(vae.decoder)
+    for conv in vae.decoder.modules():
+        if isinstance(conv, CausalConv3d) and conv.norm_before is not None:
+            conv.weight.data = rounded(conv.weight.data)
+    monkeypatch.setattr(CausalConv3d, "filled", filled)
+    return vae
+
+
+@pytest.mark.slow
+def test_codes_are_better_than_symmetric_scales_of_whole_tensors(monkeypatch, request):
+    state = random_weights("wan2.1")
+    vae = load_vae(state, dtype=torch.float32)
+    latent = latent_for(vae, 3, 64, 64)
+    exact = vae.decode(latent, -1)
+    request.getfixturevalue("all_int8")
+    coded = load_vae(state, dtype=torch.float32, precision="int8").decode(latent, -1)
+    plain = symmetric(vae, monkeypatch).decode(latent, -1)
+    gain = error_db(plain, exact) - error_db(coded, exact)
+    print(f"codes gain {gain:.2f} dB")  # noqa: T201
+    assert gain >= ASYMMETRIC_DB
+
+
+def test_the_choice_is_the_same_in_chunks_and_says_what_it_costs():
+    state = random_weights("wan2.1", 8)
+    vae = load_vae(state, dtype=torch.float32, precision="int8")
+    layers = vae.int8_layers(torch.float32)
+    assert layers is vae.int8_layers(torch.float32)
+    assert layers.names == {row.name for row in layers.rows if row.chosen}
+    assert 0 < layers.share < 1
+    assert all(row.loss_db >= 0 for row in layers.rows)
+    latent = latent_for(vae, 3, 16, 16)
+    pieces = torch.cat(list(vae.decode_stream(latent, StreamOptions(1))), dim=2)
+    assert torch.equal(pieces, vae.decode(latent, -1))
