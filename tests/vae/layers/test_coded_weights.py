@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fast_video_vae.vae.layers import coded_weights
+from fast_video_vae.vae.layers.inputs import coded_weights
 from fast_video_vae.vae.layers.inputs.coded_weights import coded_weight
 
 

@@ -21,13 +21,14 @@ from fast_video_vae.tests.vae.families import (
 from fast_video_vae.tests.vae.streaming.failing_memory import FailingMemory
 from fast_video_vae.tests.vae.streaming.test_session import StandIn
 from fast_video_vae.vae import StreamOptions, load_vae
-from fast_video_vae.vae.layers import coding
 from fast_video_vae.vae.layers import conv as conv_module
 from fast_video_vae.vae.layers.causal_conv import CausalConv3d
+from fast_video_vae.vae.layers.inputs import coding
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
 from fast_video_vae.vae.planning.plan import make_plan
-from fast_video_vae.vae.streaming import cuda_graph, int8_layers, precision
+from fast_video_vae.vae.streaming import cuda_graph, precision
 from fast_video_vae.vae.streaming import session as session_module
+from fast_video_vae.vae.streaming.int8 import layers as int8_layers
 
 CODED = ("wan2.1", "wan2.2", "qwen-image-2.1")
 STEP = StreamOptions(1)
