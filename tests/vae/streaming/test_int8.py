@@ -127,7 +127,9 @@ def test_batches_have_the_bits_of_single_videos():
         assert torch.equal(both[index : index + 1], single)
 
 
-@pytest.mark.parametrize("in_a_row", [1, 2, 4])
+@pytest.mark.parametrize(
+    "in_a_row", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))]
+)
 def test_memory_that_runs_out_changes_no_frame(in_a_row):
     vae = new_vae()
     latent, _ = given(vae, 3)
@@ -318,8 +320,10 @@ def test_a_graph_is_not_recorded_because_counts_are_new_for_each_piece(monkeypat
     assert StandIn.made == 1  # of the decode that continues in 16 bits
 
 
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@each_value_once(
+    mode=[torch.enable_grad, torch.inference_mode, torch.no_grad],
+    dtype=[torch.float32, torch.float64],  # by the native norm, and by the reference
+)
 def test_a_video_can_start_in_one_mode_and_end_in_another(mode, dtype):
     vae = new_vae(dtype=dtype)
     latent, video = given(vae, 3)
@@ -419,8 +423,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("name", ["residual.2.weight", "residual.0.gamma", "residual.6.bias"])
+@each_value_once(name=["residual.2.weight", "residual.0.gamma", "residual.6.bias"], change=CHANGES)
 def test_changed_weights_have_other_codes_and_another_choice(change, name, monkeypatch):
     chosen, choose = [], int8_layers.choose
 
