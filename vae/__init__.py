@@ -13,10 +13,9 @@ if TYPE_CHECKING:
     from .model import VideoVAE
     from .models.config import SEEDVR2, LayoutError, VAEConfig
     from .planning.device_memory import trim_heap
-    from .streaming.eager import eager
     from .streaming.executor import rechunk
     from .streaming.options import StreamOptions
-    from .streaming.precision import fastest_decode_dtype
+    from .streaming.precision import eager, fastest_decode_dtype
 
 __all__ = [
     "CLIP_PATH",
@@ -46,8 +45,7 @@ _HOMES = {
     "planning.device_memory": ("trim_heap",),
     "streaming.executor": ("rechunk",),
     "streaming.options": ("StreamOptions",),
-    "streaming.precision": ("fastest_decode_dtype",),
-    "streaming.eager": ("eager",),
+    "streaming.precision": ("eager", "fastest_decode_dtype"),
 }
 
 

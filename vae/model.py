@@ -20,7 +20,6 @@ from .planning.parts import divide, largest_part
 from .planning.plan import Plan, empty_limit, make_plan
 from .sharding.shared_ranks import SharedRanks
 from .streaming.bands.shared_devices import SharedDevices
-from .streaming.eager import eager
 from .streaming.executors import Team
 from .streaming.int8.layers import Int8Choices
 from .streaming.int8.settings import Int8VAE
@@ -28,7 +27,7 @@ from .streaming.options import AUTOMATIC, StreamOptions
 from .streaming.output import Output, background_writer, delivered, until_complete
 from .streaming.overflow import Watch, allows_fp16, continued
 from .streaming.part import Part, budget_of
-from .streaming.precision import compute_dtype, decode_dtype
+from .streaming.precision import compute_dtype, decode_dtype, eager
 from .streaming.session import VideoSession
 from .validation import check_frames, check_latent, check_targets, check_tensor, checked
 from .weights import VAEWeights

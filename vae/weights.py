@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .layers.conv import Conv, PointwiseConv
+from .layers.inputs.coding import name_convolutions
 from .models.base import Network
 from .models.build import make_decoder, make_encoder
 from .models.config import SEEDVR2, VAEConfig
@@ -36,6 +37,8 @@ class VAEWeights(nn.Module):
         self.conv1 = PointwiseConv(2 * latents, 2 * latents) if mixes and self.encoder else None
         self.conv2 = PointwiseConv(latents, latents) if mixes else None
         self.decoder = make_decoder(config)
+        for network in filter(None, (self.encoder, self.decoder)):
+            name_convolutions(network)
         self.requires_grad_(False).eval()
 
     @property

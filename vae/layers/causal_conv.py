@@ -15,8 +15,9 @@ from .conv_weights import CodedForm, coded_form, turned, turns
 from .frame_ring import FrameRing
 from .frame_runs import Settling, fitted, halves, run_of
 from .inputs.coding import Norm
-from .inputs.fill import Fill, Handover, bordered, copied, within
+from .inputs.fill import Fill, copied
 from .temporal_cache import TemporalCache
+from .workspace import Handover, bordered, within
 
 # Bands of rows that a frame is cut into when memory is short.
 _BANDS = 4
@@ -384,12 +385,13 @@ class CausalConv3d(Conv, CausalLayer):
         """
         if self.norm_before is None:
             raise RuntimeError("the convolution follows no norm; expected one that writes codes")
-        return coded_form(self.weight, kind, self.norm_before.steps(), self.sources())
+        steps, sources = self.norm_before.steps(), self.sources(coded=True)
+        return coded_form(self.weight, kind, steps, sources)
 
-    def sources(self) -> tuple[Tensor, ...]:
-        """Return the weight `[C_out, C_in, ...]`, and the scales of the norm before it."""
+    def sources(self, *, coded: bool = False) -> tuple[Tensor, ...]:
+        """Return the weight `[C_out, C_in, ...]`; if `coded`, the scales of the norm before too."""
         norm = self.norm_before
-        return super().sources() if norm is None else (*super().sources(), *norm.scales())
+        return (self.weight, *norm.scales()) if coded and norm is not None else (self.weight,)
 
     def keep(self, x: Tensor, cache: TemporalCache) -> None:
         """Store the last frames of `x` `[B, C_in, T, H, W]` in `cache` as the new tail."""

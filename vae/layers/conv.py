@@ -197,15 +197,15 @@ class Conv(nn.Module):
         y = cache.attempt(product)
         return y.squeeze(2) if flat else y
 
-    def sources(self) -> tuple[Tensor, ...]:
-        """Return the parameters `[C_out, C_in, ...]` that the forms are derived from."""
+    def sources(self, *, coded: bool = False) -> tuple[Tensor, ...]:
+        """Return the parameters `[C_out, ...]` that forms are derived from; `coded`: in int8."""
         return (self.weight,)
 
     def _form(self, kind: str, dtype: torch.dtype) -> Form:
         """Return the kept form for calls of `kind` in `dtype`, or a new one."""
         key = (kind, dtype)
         form = self.forms.get(key)
-        sources = self.sources()
+        sources = self.sources(coded=dtype == torch.int8)
         if form is not None and form.holds(sources):
             return form
         if dtype == torch.int8:
@@ -309,15 +309,15 @@ def drop_stale_forms(
     """
     # Copied at once, because another thread may derive a form in the meantime.
     held = [
-        (conv, key, form.checksum)
+        ((conv, key[1] == torch.int8), key, form.checksum)
         for conv in convs
         for key, form in list(conv.forms.items())
         if form.checksum is not None
     ]
     with torch.inference_mode(False), torch.no_grad():
         now = {
-            conv: attempt(functools.partial(checksum_of, conv.sources()))
-            for conv in {conv for conv, _, _ in held}
+            (conv, coded): attempt(functools.partial(checksum_of, conv.sources(coded=coded)))
+            for conv, coded in {each for each, _, _ in held}
         }
         # A weight on another device is noticed in the call, by its stamp.
         here = [entry for entry in held if entry[2].device == now[entry[0]].device]
@@ -325,10 +325,10 @@ def drop_stale_forms(
             return
         # One transfer for all results, so that the GPU is synchronised once.
         differ = [
-            attempt(functools.partial(torch.ne, now[conv], checksum)) for conv, _, checksum in here
+            attempt(functools.partial(torch.ne, now[each], checksum)) for each, _, checksum in here
         ]
         changed = attempt(lambda: torch.stack(differ)).tolist()
-    for (conv, key, _), stale in zip(here, changed, strict=True):
+    for ((conv, _), key, _), stale in zip(here, changed, strict=True):
         if stale:
             conv.forms.pop(key, None)
 

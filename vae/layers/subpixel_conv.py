@@ -116,8 +116,8 @@ class ShuffleConv(Conv):
         frames[:, :, : self.times] = second[:, :, : self.times]
         return frames
 
-    def sources(self) -> tuple[Tensor, ...]:
-        """Return the parameters `[C_out, ...]` that the forms are derived from."""
+    def sources(self, *, coded: bool = False) -> tuple[Tensor, ...]:
+        """Return the parameters `[C_out, ...]` that forms are derived from; none is `coded`."""
         (upscale,) = self._upscale
         return self.weight, self.bias, upscale.weight, upscale.bias
 

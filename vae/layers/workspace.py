@@ -177,3 +177,36 @@ def canonical(x: Tensor) -> Tensor:
     _, channels, frames, height, width = x.shape
     frame = channels * height * width
     return x.as_strided(x.shape, (frames * frame, 1, frame, channels * width, channels))
+
+
+class Handover:
+    """A tensor that the receiver may free, because the giver keeps no reference to it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor: Tensor | None = tensor
+
+    def take(self) -> Tensor:
+        """Return the tensor `[B, C, T, H, W]`, once.
+
+        Returns:
+            The tensor.
+
+        Raises:
+            RuntimeError: It was taken before.
+        """
+        tensor, self._tensor = self._tensor, None
+        if tensor is None:
+            raise RuntimeError("the tensor was taken before; expected one receiver")
+        return tensor
+
+
+def within(frames: Tensor, border: int) -> Tensor:
+    """Return `frames` `[B, C, T, H, W]` without their `border`."""
+    at = slice(border, -border or None)
+    return frames[..., at, at]
+
+
+def bordered(shape: tuple[int, ...] | torch.Size, border: int) -> tuple[int, ...]:
+    """Return the `shape` `[B, C, T, H, W]` of frames with a `border` on each side."""
+    *outer, height, width = shape
+    return *outer, height + 2 * border, width + 2 * border

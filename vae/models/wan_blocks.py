@@ -18,9 +18,9 @@ from ...kernels import attention, bias_residual, code_steps, interleave_time, rm
 from ..layers.causal_conv import CausalConv3d
 from ..layers.causal_layer import CausalLayer
 from ..layers.conv import PointwiseConv, Terms
-from ..layers.inputs.fill import Handover
 from ..layers.resample_conv import StridedConv2d, UpsampleConv2d
 from ..layers.temporal_cache import TemporalCache
+from ..layers.workspace import Handover
 
 
 class RMSNorm(nn.Module):

@@ -1,14 +1,15 @@
-"""Dtypes: the fastest one of a device, and float32 without reduced precision."""
+"""How layers run: the fastest dtype of a device, full float32, no compilation."""
 
 import contextlib
 import functools
 import logging
+import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,8 @@ _WORTH_IT = 1.15
 _TOO_SLOW = 1.5
 
 _NARROW = (torch.float16, torch.bfloat16)
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 # Owner, name and old value of switches.
@@ -157,6 +160,38 @@ def full_float32(device: torch.device) -> Iterator[None]:
                     _, saved = _state.saved.popitem()  # the last one first
                     for owner, name, value in saved:
                         setattr(owner, name, value)
+
+
+def eager(function: _Function) -> _Function:
+    """Run `function` without `torch.compile`, like `torch.compiler.disable`.
+
+    A stream does not suit a compiler. Chunks are divided by the available memory, state is written
+    in place, and the first frame takes a separate path. TorchDynamo would break the graph at every
+    layer and recompile each one for every length and size, and what Inductor would fuse between the
+    convolutions is already fused. Qwen-Image's VAE became half as fast when compiled
+    (unslothai/unsloth#10889).
+
+    `torch.compiler.disable` imports TorchDynamo, which takes seconds. So it is only called after
+    other code has imported TorchDynamo, as every compilation does.
+
+    Args:
+        function: The function to wrap.
+
+    Returns:
+        The wrapped function.
+    """
+    disabled: Callable[..., Any] | None = None
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, arguments of any function
+        nonlocal disabled
+        if disabled is None:
+            if "torch._dynamo" not in sys.modules:
+                return function(*args, **kwargs)
+            disabled = torch.compiler.disable(function)
+        return disabled(*args, **kwargs)
+
+    return run  # type: ignore[return-value]
 
 
 @contextlib.contextmanager

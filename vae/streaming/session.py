@@ -13,6 +13,7 @@ from ...kernels import (
     TrialBudget,
     device_kind,
     is_out_of_memory,
+    log_once,
     search_pays,
     searches_shapes,
     searching,
@@ -31,12 +32,11 @@ from ..planning.job import job_of
 from ..planning.plan import Plan, check_plan, make_plan, smaller_plan
 from ..validation import warn_dropped
 from . import cuda_graph
-from .eager import eager
 from .executor import Executor, rechunk
 from .executors import Team, make_banded, make_executor
 from .options import StreamOptions
 from .output import Output
-from .precision import layer_modes
+from .precision import eager, layer_modes
 from .shards import StreamShards, check_shared, shared_limit
 from .static_frames import Changes
 from .upload import Upload
@@ -158,6 +158,8 @@ class VideoSession:
                     self._lower()
             if self._upload is not None:
                 self._upload.check(None if self.shards is None else self.shards.most)
+            if self._encodes and self.coding is not None and self.coding.verdict().item():
+                log_once("an encode has values out of the range of int8: use encode precision auto")
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

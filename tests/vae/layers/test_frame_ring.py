@@ -19,9 +19,9 @@ from fast_video_vae.tests.vae.families import (
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.layers import conv_weights
 from fast_video_vae.vae.layers.causal_conv import CausalConv3d
-from fast_video_vae.vae.layers.inputs.fill import Handover
 from fast_video_vae.vae.layers.oom import Relief
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
+from fast_video_vae.vae.layers.workspace import Handover
 from fast_video_vae.vae.planning import candidates
 from fast_video_vae.vae.streaming import session
 

@@ -2,10 +2,10 @@
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from ....kernels import zero_of
+from ..workspace import within
 
 
 class Fill(Protocol):
@@ -26,27 +26,6 @@ class Fill(Protocol):
         """
 
 
-class Handover:
-    """A tensor that the receiver may free, because the giver keeps no reference to it."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor: Tensor | None = tensor
-
-    def take(self) -> Tensor:
-        """Return the tensor `[B, C, T, H, W]`, once.
-
-        Returns:
-            The tensor.
-
-        Raises:
-            RuntimeError: It was taken before.
-        """
-        tensor, self._tensor = self._tensor, None
-        if tensor is None:
-            raise RuntimeError("the tensor was taken before; expected one receiver")
-        return tensor
-
-
 def copied(x: Tensor, *, out: Tensor, tail: Tensor | None = None, border: int = 0) -> None:
     """Copy frames, as a `Fill`.
 
@@ -64,15 +43,3 @@ def copied(x: Tensor, *, out: Tensor, tail: Tensor | None = None, border: int = 
     if tail is not None:
         inner[:, :, :known] = tail
         tail.copy_(inner[:, :, inner.shape[2] - known :])
-
-
-def within(frames: Tensor, border: int) -> Tensor:
-    """Return `frames` `[B, C, T, H, W]` without their `border`."""
-    at = slice(border, -border or None)
-    return frames[..., at, at]
-
-
-def bordered(shape: tuple[int, ...] | torch.Size, border: int) -> tuple[int, ...]:
-    """Return the `shape` `[B, C, T, H, W]` of frames with a `border` on each side."""
-    *outer, height, width = shape
-    return *outer, height + 2 * border, width + 2 * border
