@@ -89,7 +89,10 @@ def check_sums(x, weight):
 
 
 @each_kind
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=pytest.mark.slow) if "wide" in each else each for each in CASES],
+)
 def test_sums_equal_those_of_float64(name, candidate, kind):
     shape, outputs, taps = CASES[name]
     check_sums(codes_of(*shape, kind=kind), taps_of(outputs, shape[1], *taps))
@@ -107,7 +110,7 @@ def test_sums_of_all_widths_equal_those_of_float64(inputs, taps, candidate, kind
 
 
 @each_kind
-@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize("sign", [-1, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_largest_sums_are_exact(sign, candidate, kind):
     """All products of a sum have the same sign: at 384 channels it needs 29 bits."""
     info, weight = torch.iinfo(kind), torch.full((16, 384, 3, 3, 3), 127 * sign, dtype=torch.int8)

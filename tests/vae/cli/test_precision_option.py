@@ -18,7 +18,7 @@ from fast_video_vae.tests.videos import write_clip  # noqa: E402
 from fast_video_vae.vae import load_vae  # noqa: E402
 from fast_video_vae.vae.bench import precision  # noqa: E402
 from fast_video_vae.vae.media import read_video  # noqa: E402
-from fast_video_vae.vae.streaming.int8 import settings  # noqa: E402
+from fast_video_vae.vae.streaming.int8 import layers, settings  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +61,7 @@ def test_decode_says_how_much_runs_in_int8_and_uses_it(tmp_path, done, vae_path,
     torch.testing.assert_close(written, expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_encode_in_int8_changes_the_latents_alone(tmp_path, done, vae_path):
     clip = write_clip(tmp_path / "clip.mp4", 1)
     found = {}
@@ -74,6 +75,7 @@ def test_encode_in_int8_changes_the_latents_alone(tmp_path, done, vae_path):
     assert not torch.equal(found["int8"], found["auto"])
 
 
+@pytest.mark.slow
 def test_demo_decodes_in_int8(tmp_path, done):
     clip = write_clip(tmp_path / "clip.mp4", 1)
     lines = done("demo", clip, "--out", tmp_path / "out", "--precision", "int8")
@@ -129,7 +131,7 @@ def test_what_int8_does_not_support_is_one_line_and_leaves_no_file(
 
 
 def test_a_vae_that_loses_too_much_is_an_error(tmp_path, run, vae_path, latents, monkeypatch):
-    monkeypatch.setattr("fast_video_vae.vae.streaming.int8.layers._LOSS_DB", -100)
+    monkeypatch.setattr(layers, "_LOSS_DB", -100)
     out = tmp_path / "a.mp4"
     options = ("--precision", "int8", "--quiet", "--dtype", "fp32")
     code, _, errors = run("decode", latents, "--vae", vae_path, "-o", out, *options)
