@@ -137,12 +137,14 @@ class Int8VAE:
         records = isinstance(source, Tensor) and source.requires_grad and torch.is_grad_enabled()
         if wish == AUTO or records:
             return None
-        relief = Relief(self.device, "the choice of int8")
-        try:
-            names = relief.attempt(lambda: self.int8_layers(dtype, encode=encode)).names
-            reason = "" if names else "every convolution would cost more than 1 dB with its weights"
-        except Exception as error:
-            names, reason = frozenset(), first_line(error)
+        relief, names = Relief(self.device, "the choice of int8"), frozenset()
+        if not (reason := self._lacks_int8(dtype)):
+            try:
+                names = relief.attempt(lambda: self.int8_layers(dtype, encode=encode)).names
+            except Exception as error:
+                reason = first_line(error)
+            else:
+                reason = "" if names else "every convolution would cost more than 1 dB"
         if reason:
             log_once(f"int8 is not used: {reason}")
             return None
