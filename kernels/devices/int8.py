@@ -1,12 +1,12 @@
 """Whether a device has a fast int8 convolution, with the reason if it has none."""
 
 import functools
+import importlib
 import importlib.util
 import time
 
 import torch
 
-from ..backends import TRIED
 from ..codes import ZERO
 from ..convolution import onednn_int8
 from ..convolution.weight import ConvWeight
@@ -34,12 +34,13 @@ def int8_lacks(device: torch.device, dtype: torch.dtype) -> str:
     kind = device_kind(device)
     if kind == "cpu":
         return onednn_int8.missing(device) or _slow_on_cpu(dtype)
-    if kind not in TRIED:
+    if kind != "nvidia":
         return f"there is no int8 convolution for {device_name(device)}"
     if importlib.util.find_spec("triton") is None:
         return "the int8 convolution of GPUs needs Triton, which is not installed"
-    if kind == "nvidia" and not has_bfloat16(device):
-        return f"{device_name(device)} is older than Ampere"
+    tiled = importlib.import_module("..triton_ops.int8_convolution", __package__)
+    if not (has_bfloat16(device) and tiled.has_tiles(device)):
+        return f"the int8 convolution has no tiles for {device_name(device)}"
     return ""
 
 

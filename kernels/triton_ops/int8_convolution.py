@@ -204,6 +204,11 @@ def _split(width: int) -> tuple[int, int]:
     return (small, large) if large else (width // 2, width // 2)
 
 
+def has_tiles(device: torch.device) -> bool:
+    """Return whether there are tiles for `device`: not for a chip that multiplies int8 slowly."""
+    return chip_of(device) in _FAMILIES
+
+
 def _run(tile: ConvTile, x: Tensor, weight: ConvWeight, terms: _Terms, out: Tensor) -> None:
     """Refuse what the kernel cannot read, and launch it."""
     residual, kernel = terms.residual, tuple(weight.shape[2:])

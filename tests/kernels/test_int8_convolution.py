@@ -275,3 +275,12 @@ def test_the_tile_of_every_chip_is_exact_at_its_edges(outputs, chip, triton, mon
         pixels = int8.tile_of(chip, outputs, inputs, 3 * inputs).pixels
         for columns in (pixels - 1, pixels, pixels + 1):
             check_sums(codes_of(1, inputs, 3, 1, columns), taps_of(outputs, inputs, 3, 1, 1))
+
+
+def test_a_gpu_without_tiles_has_a_reason(monkeypatch):
+    """The reference would take minutes."""
+    module = importlib.import_module("fast_video_vae.kernels.devices.int8")
+    monkeypatch.setattr(module, "device_kind", lambda device: "amd")
+    monkeypatch.setattr(module, "device_name", lambda device: "Radeon")
+    reason = module.int8_lacks(torch.device("cpu"), torch.float16)
+    assert reason == "there is no int8 convolution for Radeon"
