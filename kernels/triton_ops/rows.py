@@ -173,8 +173,11 @@ def roll(
         if ZERO:
             # Not as `other`: Triton 3.6 extends a negative one of 8 bits over its neighbours, so
             # three of four codes were -1 (H200, 2026-11).
-            old = tl.where(held, old, ZERO).to(out.dtype.element_ty)
-        tl.store(out + k * out_frame + at, old, mask=mask)
+            tl.store(out + k * out_frame + at, old, mask=held)
+            zero = tl.full(at.shape, ZERO, out.dtype.element_ty)
+            tl.store(out + k * out_frame + at, zero, mask=mask & (held == 0))
+        else:
+            tl.store(out + k * out_frame + at, old, mask=mask)
         # The threads of a program may divide the values differently for loads and stores.
         tl.debug_barrier()
         if k >= frames:

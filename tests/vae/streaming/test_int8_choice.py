@@ -82,8 +82,8 @@ def test_wider_decodes_lose_a_decibel_and_a_half_at_most(kind, others):
     [("wan2.1", torch.float32), ("wan2.1", torch.bfloat16), ("wan2.2", torch.float32)],
 )
 def test_published_widths_lose_a_decibel_and_a_half_at_most(family, others):
-    state = random_weights(family)
-    rough, coded, share = losses(state, lambda vae: latent_for(vae, 3, 96, 96), others)
+    state, side = random_weights(family), 96 if family == "wan2.1" else 48
+    rough, coded, share = losses(state, lambda vae: latent_for(vae, 3, side, side), others)
     assert coded <= rough + MOST_DB
     assert share > 0.05
 
