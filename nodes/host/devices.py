@@ -61,6 +61,11 @@ def devices_input() -> list[io.Input]:
     ]
 
 
+def is_selection(value: object) -> bool:
+    """Return whether `value` is `ONE`, `ALL`, or names such as "gpu:0, gpu:2"."""
+    return isinstance(value, str) and (value in (ONE, ALL) or bool(_numbers(value)))
+
+
 def check_selection(value: object) -> str:
     """Check the value of the input; the devices need not be in this machine.
 
@@ -73,8 +78,8 @@ def check_selection(value: object) -> str:
     Raises:
         ValueError: It is something else.
     """
-    if isinstance(value, str) and (value in (ONE, ALL) or _numbers(value)):
-        return value
+    if is_selection(value):
+        return str(value)
     raise ValueError(
         f"got {described(value)}; expected {ONE}, {ALL}, or names such as gpu:0, gpu:1"
     )

@@ -14,6 +14,7 @@ from comfy_api.latest import io
 from .devices import DevicesInput, check_selection
 from .error_text import LARGEST, about, described, one_line
 from .input_types import TYPES
+from .widgets import PrecisionInput, check_precision
 
 
 def checked(execute: Callable[..., io.NodeOutput]) -> Callable[..., io.NodeOutput]:
@@ -100,6 +101,8 @@ def _check(spec: io.Input, given: dict[str, object], *, is_list: bool) -> None:
 def _value(spec: io.Input, value: object) -> object:
     if isinstance(spec, DevicesInput):
         return check_selection(value)
+    if isinstance(spec, PrecisionInput):
+        return check_precision(value)
     if isinstance(spec, io.Combo.Input):
         return _choice(value, spec.options)
     if isinstance(spec, (io.Int.Input, io.Float.Input)):

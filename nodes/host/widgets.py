@@ -5,6 +5,9 @@ import logging
 import torch
 from comfy_api.latest import io
 
+from .devices import is_selection
+from .error_text import described
+
 _logger = logging.getLogger(__name__)
 
 CATEGORY = "Fast VAE"
@@ -43,9 +46,37 @@ PRECISIONS = {
 }
 
 
+# Workflows keep values by position, and older ones have others in this place: those of a removed
+# widget, and the devices.
+_REMOVED = ("exact", "fast")
+
+
+class PrecisionInput(io.Combo.Input):
+    """A choice that also takes what an older workflow has in its place."""
+
+
+def check_precision(value: object) -> str:
+    """Check the value of a `precision_input`.
+
+    Args:
+        value: Expected to be a key of `PRECISIONS`, or what older workflows have in this place.
+
+    Returns:
+        The key; `AUTO` for an older workflow.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    if isinstance(value, str) and value in PRECISIONS:
+        return value
+    if value in _REMOVED or is_selection(value):
+        return AUTO
+    raise ValueError(f"got {described(value)}; expected one of: {', '.join(PRECISIONS)}")
+
+
 def precision_input(auto: str) -> io.Combo.Input:
     """Return the choice of a precision, a key of `PRECISIONS`, with `auto` as its default."""
-    return io.Combo.Input(
+    return PrecisionInput(
         "precision",
         options=list(PRECISIONS),
         default=AUTO,

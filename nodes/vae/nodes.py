@@ -20,6 +20,7 @@ from ..host.widgets import (
     CATEGORY,
     DTYPES,
     PRECISIONS,
+    check_precision,
     chunk_input,
     dtype_input,
     log_unused,
@@ -46,8 +47,8 @@ def _settings(dtype: str, encode_dtype: str, chunk: str, precision: str) -> list
         dtype_input(f"Data type of the computation. auto: {dtype}."),
         dtype_input(f"Data type for encoding only. auto: {encode_dtype}.", "encode_dtype"),
         chunk_input(chunk),
-        *machine.devices_input(),
         precision_input(precision),
+        *machine.devices_input(),
     ]
 
 
@@ -84,9 +85,11 @@ class Load(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, devices: str | None = None) -> bool | str:
-        """Check the devices, of which a saved workflow may name some that are not here."""
-        return _check_devices(devices)
+    def validate_inputs(
+        cls, precision: str | None = None, devices: str | None = None
+    ) -> bool | str:
+        """Check what a saved workflow may have from an older version or another machine."""
+        return _check_saved(precision, devices)
 
     @classmethod
     @checked
@@ -96,11 +99,11 @@ class Load(io.ComfyNode):
         dtype: str,
         encode_dtype: str,
         chunk: int,
-        devices: str = machine.ONE,
         precision: str = AUTO,
+        devices: str = machine.ONE,
     ) -> io.NodeOutput:
         """Load the file."""
-        choice = _choice(dtype, encode_dtype, chunk, devices, precision)
+        choice = _choice(dtype, encode_dtype, chunk, precision, devices)
         with timing.span("load", vae_name):
             return io.NodeOutput(_loaded(vae_name, choice))
 
@@ -136,9 +139,11 @@ class Accelerate(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, devices: str | None = None) -> bool | str:
-        """Check the devices, of which a saved workflow may name some that are not here."""
-        return _check_devices(devices)
+    def validate_inputs(
+        cls, precision: str | None = None, devices: str | None = None
+    ) -> bool | str:
+        """Check what a saved workflow may have from an older version or another machine."""
+        return _check_saved(precision, devices)
 
     @classmethod
     @checked
@@ -148,13 +153,13 @@ class Accelerate(io.ComfyNode):
         dtype: str,
         encode_dtype: str,
         chunk: int,
-        devices: str = machine.ONE,
         precision: str = AUTO,
+        devices: str = machine.ONE,
     ) -> io.NodeOutput:
         """Replace the network in a copy."""
         if not isinstance(vae, comfy.sd.VAE):
             raise ValueError(f"vae: got a {type(vae).__name__}; expected a VAE of ComfyUI")
-        choice = _choice(dtype, encode_dtype, chunk, devices, precision)
+        choice = _choice(dtype, encode_dtype, chunk, precision, devices)
         with about("vae"), timing.span("load", "accelerated VAE"):
             fast = accelerate.accelerate(vae, choice)
         return io.NodeOutput(fast)
@@ -315,7 +320,7 @@ def _loaded(vae_name: str, choice: object) -> object:
     return loaded
 
 
-def _choice(dtype: str, encode_dtype: str, chunk: int, devices: str, precision: str) -> object:
+def _choice(dtype: str, encode_dtype: str, chunk: int, precision: str, devices: str) -> object:
     with about("devices"):
         found = machine.available(devices)
     dtypes = DTYPES.get(dtype), DTYPES.get(encode_dtype)
@@ -323,6 +328,11 @@ def _choice(dtype: str, encode_dtype: str, chunk: int, devices: str, precision: 
     return accelerate.Choice(*dtypes, chunk or None, devices=found, precisions=precisions)
 
 
-def _check_devices(devices: str | None) -> bool | str:
-    """Check the devices before anything runs; linked ones are None."""
-    return check_text({"devices": lambda: devices is None or machine.check_selection(devices)})
+def _check_saved(precision: str | None, devices: str | None) -> bool | str:
+    """Check both before anything runs; linked ones are None."""
+    return check_text(
+        {
+            "precision": lambda: precision is None or check_precision(precision),
+            "devices": lambda: devices is None or machine.check_selection(devices),
+        }
+    )

@@ -60,9 +60,23 @@ def test_the_input_is_optional_and_auto_by_default(name, vae_name, stock):
     assert precisions(saved.args[0]) == ("auto", "auto")
 
 
+@pytest.mark.parametrize("old", ["exact", "fast", "one", "all", "gpu:0, gpu:1"])
+def test_what_older_workflows_have_in_its_place_is_auto(vae_name, stock, old):
+    """Values of widgets are saved by position: a removed choice, and the devices."""
+    from fast_video_vae.nodes.vae import nodes
+
+    for name, given in (("Load", {"vae_name": vae_name}), ("Accelerate", {"vae": stock})):
+        assert getattr(nodes, name).validate_inputs(precision=old) is True
+        assert precisions(ours(name, **given, precision=old).args[0]) == ("auto", "auto")
+
+
 def test_a_wrong_precision_is_refused(vae_name):
-    with refused("precision: got 'fp8'"):
+    from fast_video_vae.nodes.vae import nodes
+
+    error = "precision: got 'fp8'; expected one of: auto, int8, int8 and encode"
+    with refused(error):
         ours("Load", vae_name=vae_name, precision="fp8")
+    assert error in nodes.Load.validate_inputs(precision="fp8")
 
 
 def test_auto_keeps_the_precision_of_a_fast_vae(state, tmp_path):
