@@ -226,10 +226,10 @@ def _rms_norm_silu(
     out += video * out_batch + start
     tail += video * tail_batch + origin
     last = frame + known - frames  # negative for all frames without a tail
+    tl.store(out + (known + frame) * out_frame + at, y, mask=mask)
     if last >= 0:
         roll(tail, out, tail_frame, out_frame, last, frames, source, held, at, mask, ZERO)
         tl.store(tail + last * tail_frame + source, y, mask=held)
-    tl.store(out + (known + frame) * out_frame + at, y, mask=mask)
 
 
 @triton.jit(do_not_specialize=["count"])
