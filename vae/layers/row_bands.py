@@ -105,15 +105,11 @@ def convolve(
         `[B, C_out, T, H, W]`, channels-last.
     """
     batch, _, frames, height, width = x.shape
-    residual, bias, biased, gamma, dtype = terms
-    out = residual
+    out = terms.residual
     if out is None:
         shape = (batch, conv.weight.shape[0], frames // conv.stride, height, width)
-        one = functools.partial(x.new_empty, (), dtype=dtype)
+        one = functools.partial(x.new_empty, (), dtype=terms.dtype)
         out = cache.result(shape, x if x.is_floating_point() else cache.attempt(one))
-    added: Tensor | None = None
-    if bias is not None:
-        added = cache.attempt(lambda: bias.to(out.dtype)).view(-1, 1, 1, 1)
     keeps = _Tail(conv, x, cache)
     for top in range(0, height, rows):
         bottom = min(height, top + rows)
@@ -121,19 +117,30 @@ def convolve(
         above, below = max(0, top - conv.padding), min(height, bottom + conv.padding)
         inner = slice(above - top + conv.padding, below - top + conv.padding)
         fresh = window[:, :, window.shape[2] - frames :, inner, keeps.columns]
-        cache.attempt(functools.partial(fill, x[:, :, :, above:below], out=fresh))
+        _write(fill, x[:, :, :, above:below], fresh, cache)
         keeps.remember(window, top, bottom)
-        part = out[:, :, :, top:bottom]
         pads = 0, conv.padding - keeps.side
-        y = conv.of_window(window, cache, pads, Terms(None, None, biased, gamma, out.dtype))
-        if residual is None:
-            part.copy_(y)
-        else:
-            part += y
-            if added is not None:
-                part += added
+        added = terms.of(functools.partial(_band, rows=slice(top, bottom), cache=cache))
+        out[:, :, :, top:bottom] = conv.of_window(window, cache, pads, added)
     keeps.finish()
     return out
+
+
+def _write(fill: Callable[..., object], x: Tensor, out: Tensor, cache: TemporalCache) -> None:
+    """Write `fill(x)` into `out`, of the same shape: through a copy if it is not of whole rows."""
+    dense = out
+    if out.stride(3) != out.shape[4] * out.stride(4):
+        order = torch.channels_last_3d
+        dense = cache.attempt(functools.partial(torch.empty_like, out, memory_format=order))
+    cache.attempt(functools.partial(fill, x, out=dense))
+    if dense is not out:
+        out.copy_(dense)
+
+
+def _band(x: Tensor, rows: slice, cache: TemporalCache) -> Tensor:
+    """Return a copy of some rows of `x` `[B, C, T, H, W]`, channels-last."""
+    part = x[:, :, :, rows]
+    return cache.attempt(lambda: part.clone(memory_format=torch.channels_last_3d))
 
 
 class _Tail:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...kernels import group_norm_silu, group_norm_statistics
+from ...kernels import code_steps, group_norm_silu, group_norm_statistics
 from ..layers import row_bands
 from ..layers.causal_conv import CausalConv3d
 from ..layers.causal_layer import CausalLayer
@@ -47,6 +47,8 @@ class GroupNorm(nn.Module):
         tail: Tensor | None = None,
         statistics: Tensor | None = None,
         border: int = 0,
+        codes: Tensor | None = None,
+        saturated: Tensor | None = None,
     ) -> Tensor:
         """Compute norm and SiLU of `x`, as `group_norm_silu` does.
 
@@ -56,12 +58,23 @@ class GroupNorm(nn.Module):
             tail: `[B, C, K, H, W]`, or None.
             statistics: `[B, T, 2, groups]` of whole frames; None: measured from `x`.
             border: Rows and columns of zeros around each frame of `out`.
+            codes: `[C]`, codes per unit, or None.
+            saturated: `[2]`, the counts of values that codes cannot hold, or None.
 
         Returns:
             `out`.
         """
         options = {"statistics": statistics, "tail": tail, "border": border, "out": out}
+        options |= {"codes": codes, "saturated": saturated}
         return group_norm_silu(x, self.weight, self.bias, SEEDVR2_GROUPS, **options)
+
+    def steps(self) -> Tensor:
+        """Return the step between two codes of each channel of `silu`, `[C]` in float32."""
+        return code_steps(self.weight, self.bias)
+
+    def scales(self) -> tuple[Tensor, ...]:
+        """Return the parameters `[C]` that the steps are derived from."""
+        return self.weight, self.bias
 
     def whole_statistics(self, x: Tensor, cache: TemporalCache) -> Tensor:
         """Return the statistics `[B, T, 2, groups]` of the whole frames of `x` in `cache`.
@@ -99,11 +112,9 @@ class MeasuredNorm(NamedTuple):
     norm: GroupNorm
     statistics: Tensor
 
-    def __call__(
-        self, x: Tensor, *, out: Tensor, tail: Tensor | None = None, border: int = 0
-    ) -> Tensor:
-        """Compute `GroupNorm.silu` of `x` `[B, C, T, H, W]` with `tail` and `border` into `out`."""
-        return self.norm.silu(x, out=out, tail=tail, statistics=self.statistics, border=border)
+    def __call__(self, x: Tensor, *, out: Tensor, **options: Any) -> Tensor:  # noqa: ANN401
+        """Compute `GroupNorm.silu` of `x` `[B, C, T, H, W]` into `out` with its other `options`."""
+        return self.norm.silu(x, out=out, statistics=self.statistics, **options)
 
     def of(self, frames: slice) -> "MeasuredNorm":
         """Return the norm of some `frames`."""
@@ -134,13 +145,13 @@ def normed(
     Returns:
         `[B, C_out, T, H, W]`.
     """
-    rows = row_bands.rows_of(conv, x, cache)
+    rows, terms = row_bands.rows_of(conv, x, cache), Terms(residual, dtype=x.dtype)
     if rows == x.shape[3] and cache.shard is None:
-        return conv(x, cache, norm.silu, Terms(residual))
-    fill = MeasuredNorm(norm, norm.whole_statistics(x, cache))
+        return conv(x, cache, conv.filled(norm.silu, cache), terms)
+    fill = conv.filled(MeasuredNorm(norm, norm.whole_statistics(x, cache)), cache)
     if rows < x.shape[3]:
-        return row_bands.convolve(conv, fill, x, cache, rows, Terms(residual))
-    return conv(x, cache, fill, Terms(residual))
+        return row_bands.convolve(conv, fill, x, cache, rows, terms)
+    return conv(x, cache, fill, terms)
 
 
 class SeedVR2ResidualBlock(CausalLayer):
@@ -154,6 +165,8 @@ class SeedVR2ResidualBlock(CausalLayer):
         self.conv1 = causal(in_channels, out_channels)
         self.norm2 = GroupNorm(out_channels)
         self.conv2 = causal(out_channels, out_channels)
+        self.conv1.follow(self.norm1)
+        self.conv2.follow(self.norm2)
         self.conv_shortcut = (
             None if in_channels == out_channels else PointwiseConv(in_channels, out_channels)
         )

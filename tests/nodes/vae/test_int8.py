@@ -110,10 +110,17 @@ def test_the_nodes_decode_in_int8(state, tmp_path, monkeypatch):
     assert torch.equal(ours("Decode", samples=samples, vae=fast).args[0], plain)
 
 
-def test_seedvr2_refuses_int8_and_other_vaes_are_unchanged(comfyui, models, caplog):
+def test_seedvr2_decodes_in_int8(comfyui, monkeypatch):
+    monkeypatch.setattr(int8_vae, "int8_lacks", lambda device, dtype: "")
     stock = narrow_seedvr2(random_seedvr2())
-    with refused("^vae: .*SeedVR2", "int8"):
-        ours("Accelerate", vae=stock, precision="int8")
+    images = []
+    for wish in ("auto", "int8"):
+        (vae,) = ours("Accelerate", vae=stock, precision=wish).args
+        images += ours("Decode", samples={"samples": latents(2)}, vae=vae).args[:1]
+    assert 1e-5 < (images[0] - images[1]).abs().max() < 0.1
+
+
+def test_other_vaes_are_unchanged(comfyui, models, caplog):
     save_file({"pixel_space_vae": torch.tensor(1.0)}, models / "other.safetensors")
     with caplog.at_level(logging.INFO):
         (vae,) = ours("Load", vae_name="other.safetensors", precision="int8").args

@@ -30,7 +30,7 @@ from fast_video_vae.vae.streaming import cuda_graph, precision
 from fast_video_vae.vae.streaming import session as session_module
 from fast_video_vae.vae.streaming.int8 import layers as int8_layers
 
-CODED = ("wan2.1", "wan2.2", "qwen-image-2.1")
+CODED = ("wan2.1", "wan2.2", "qwen-image-2.1", "seedvr2")
 STEP = StreamOptions(1)
 
 pytestmark = pytest.mark.usefixtures("all_int8")
@@ -88,8 +88,9 @@ def test_chunks_ranges_and_a_single_frame_have_the_bits_of_the_whole(
         assert torch.equal(some, frames[:, :, part.start : part.stop])
 
 
-def test_steps_in_parts_and_bands_have_the_bits_of_whole_frames(monkeypatch):
-    vae = new_vae()
+@pytest.mark.parametrize("family", ["wan2.1", "seedvr2"])
+def test_steps_in_parts_and_bands_have_the_bits_of_whole_frames(family, monkeypatch):
+    vae = new_vae(family)
     latent, video = given(vae, 4, 4)
     frames, latents = vae.decode(latent), vae.encode(video)
     real = session_module.make_plan
@@ -105,7 +106,7 @@ def test_steps_in_parts_and_bands_have_the_bits_of_whole_frames(monkeypatch):
     assert torch.equal(vae.encode(video, -1), latents)
 
 
-@pytest.mark.parametrize("family", CODED)
+@pytest.mark.parametrize("family", CODED[:-1])  # SeedVR2 is never tiled
 def test_tiles_have_the_bits_of_whole_frames(family, products):
     vae = new_vae(family)
     latent, _ = given(vae, 3, 8)
@@ -480,9 +481,3 @@ def test_wrong_precisions_are_errors_of_one_line(name):
     for wish in ("fp8", "int4", "INT8", "", None, 8, torch.int8):
         with refused(f"^{name} is ", "expected auto or int8"):
             load_vae(state, **{name: wish})
-    with refused(f"^{name} is 'int8', but .*SeedVR2", "expected auto"):
-        load_vae(STATES["seedvr2"](), **{name: "int8"})
-    vae = load_vae(STATES["seedvr2"](), **{name: "auto"})
-    with refused("SeedVR2"):
-        setattr(vae, name, "int8")
-    assert getattr(vae, name) == "auto"

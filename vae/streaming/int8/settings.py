@@ -8,7 +8,7 @@ from ...layers.conv import PointwiseConv
 from ...layers.inputs.coding import Coding
 from ...layers.oom import Relief
 from ...models.base import Network
-from ...models.config import SEEDVR2, VAEConfig
+from ...models.config import VAEConfig
 from ...models.patchify import fold_pixels
 from ..executors import Team
 from ..shards import StreamShards
@@ -175,9 +175,4 @@ class Int8VAE:
             raise ValueError(f"{name} is 'fp8', but {_FP8}; expected auto or int8")
         if precision not in PRECISIONS:
             raise ValueError(f"{name} is {precision!r}; expected auto or int8")
-        if precision == INT8 and self.config.family == SEEDVR2:
-            raise ValueError(
-                f"{name} is 'int8', but its codes are for the norms of Wan and Qwen-Image, and "
-                "SeedVR2 has others; expected auto"
-            )
         return precision
