@@ -21,6 +21,7 @@ from .planning.plan import Plan, empty_limit, make_plan
 from .sharding.shared_ranks import SharedRanks
 from .streaming.bands.shared_devices import SharedDevices
 from .streaming.executors import Team
+from .streaming.int8.encodes import within_range
 from .streaming.int8.layers import Int8Choices
 from .streaming.int8.settings import Int8VAE
 from .streaming.options import AUTOMATIC, StreamOptions
@@ -62,8 +63,7 @@ class VideoVAE(Int8VAE, SharedDevices, SharedRanks, VAEWeights):
         super().__init__(config, dtype, encode_dtype)
         self.limit_bytes: int | None = None
         self.allow_tf32 = False
-        self.graphs = False
-        self.searches = False
+        self.graphs = self.searches = False
         self.skips_static = True
         self.team = Team(self.replicas)
         self._int8 = Int8Choices()
@@ -142,8 +142,7 @@ class VideoVAE(Int8VAE, SharedDevices, SharedRanks, VAEWeights):
             ValueError: As for `encode`; for a piece when it is reached. On a GPU, values that are
                 not finite are found at the end, because each look at them would stop the device.
         """
-        latents, patch = self.config.latent_channels, self.config.patch_size
-        scale = self.config.latent_scale if scaled else 1
+        latents, scale = self.config.latent_channels, self.config.latent_scale if scaled else 1
         relief = Relief(self.device, "an encode", options.release)
         dtype = options.dtype or self.encode_dtype
         with self.preparing():
@@ -156,19 +155,22 @@ class VideoVAE(Int8VAE, SharedDevices, SharedRanks, VAEWeights):
             mean = x[:, :latents] if self.conv1 is None else self.conv1(x, outputs=slice(latents))
             return (mean if scale == 1 else mean * scale).to(dtype)
 
-        return self._stream(
+        run = functools.partial(
+            self._stream,
             encoder,
             options,
             computed,
-            source,
-            enter=lambda x: fold_pixels(x, patch),
+            enter=lambda x: fold_pixels(x, self.config.patch_size),
             to_range=to_range,
             leave=lambda x: relief.attempt(lambda: mean_of(x)),
             relief=relief,
             known=known,
             single_frame=known and self.config.latent_frames(pieces.shape[2]) == 1,
-            coding=self.coding(computed, pieces, encode=True),
         )
+        coding = self.coding(computed, pieces, encode=True)
+        if coding is None:
+            return run(source)
+        return within_range(coding, next(source) if known else source, encoder, self.config, run)
 
     @eager
     def decode_stream(
@@ -228,9 +230,8 @@ class VideoVAE(Int8VAE, SharedDevices, SharedRanks, VAEWeights):
         if watch is None:
             return run(part, dtype)
         narrow = functools.partial(run, part, dtype, watch)
-        axis = 2 if images is None else 1
         wide = functools.partial(run, dtype=wider)
-        return continued(self, options, part, watch, narrow, wide, axis=axis)
+        return continued(self, options, part, watch, narrow, wide, as_images=images is not None)
 
     def normalize(self, latent: Tensor) -> Tensor:
         """Return `(latent - mean) / std` of each channel of `latent` `[B, C_latent, t, h, w]`."""
@@ -394,6 +395,6 @@ class VideoVAE(Int8VAE, SharedDevices, SharedRanks, VAEWeights):
 
     def _statistics(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         check_tensor(latent, "latent", self.config.latent_channels)
-        mean, std = self.config.latent_mean, self.config.latent_std
-        mean, std = (latent.new_tensor(each).view(1, -1, 1, 1, 1) for each in (mean, std))
+        numbers = self.config.latent_mean, self.config.latent_std
+        mean, std = (latent.new_tensor(each).view(1, -1, 1, 1, 1) for each in numbers)
         return mean, std

@@ -7,6 +7,7 @@ from safetensors.torch import save_file
 
 from fast_video_vae.kernels import errors
 from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.vae.layers import conv as conv_module
 from fast_video_vae.vae.layers.inputs.coding import name_convolutions
 from fast_video_vae.vae.streaming.int8 import layers as int8_layers
 from fast_video_vae.vae.streaming.int8 import settings as int8_vae
@@ -83,3 +84,16 @@ def all_int8(int8, monkeypatch):
         return int8_layers.Int8Layers(frozenset(name_convolutions(network)), ())
 
     monkeypatch.setattr(int8_layers, "choose", every)
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """The calls of the convolution of codes."""
+    calls, real = [], conv_module.int8_conv3d
+
+    def counted(*arguments, **options):
+        calls.append(arguments[0].shape)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(conv_module, "int8_conv3d", counted)
+    return calls

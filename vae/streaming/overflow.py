@@ -26,6 +26,9 @@ from .part import Part
 
 _logger = logging.getLogger(__name__)
 
+# The line in the log after codes that cannot hold the values.
+OUT_OF_RANGE = "values were out of the range of int8; such videos continue in 16 bits"
+
 # Threads can decode with one VAE.
 _lock = threading.Lock()
 
@@ -149,7 +152,7 @@ def continued(
     narrow: Callable[[], Generator[Tensor, None, None]],
     wide: Callable[[Part], Iterator[Tensor]],
     *,
-    axis: int,
+    as_images: bool,
 ) -> Iterator[Tensor]:
     """Yield the pieces of a decode in float16 until one overflows, then those of another decode.
 
@@ -161,7 +164,7 @@ def continued(
         narrow: Starts the decode of `part` in float16; its pieces are frames `[B, C, n, H, W]`, or
             images `[B, n, H, W, C]`.
         wide: Starts the other decode.
-        axis: Dimension of the frames.
+        as_images: The pieces are images.
 
     Yields:
         The pieces; every frame once.
@@ -176,7 +179,7 @@ def continued(
             if watch.overflowed():
                 break
             yield piece
-            at += piece.shape[axis]
+            at += piece.shape[1 if as_images else 2]
             part.passed(at)
         else:
             return
@@ -184,7 +187,7 @@ def continued(
     with _lock:
         is_first, vae.allow_fp16 = vae.allow_fp16, vae.allow_fp16 and coded
     if coded:
-        log_once("values were out of the range of int8; such decodes continue in 16 bits")
+        log_once(OUT_OF_RANGE)
     elif is_first:
         _logger.warning(
             "Fast Video VAE: float16 overflowed in a decode; bfloat16 from frame %d on, and in "

@@ -57,7 +57,7 @@ class Part:
         self.frames, self.start, self.origin = frames, 0, 0
         self._decoder, self._config = decoder, config
         self._latent: Tensor | None = None
-        self._kept: KeptLatents | None = None
+        self._kept: KeptPieces | None = None
         self.source = checked(latent, check)
         if isinstance(latent, Tensor):
             self._latent = latent
@@ -68,7 +68,7 @@ class Part:
             if frames is not None:
                 check_range(frames, None)
             if keeps:
-                self.source = self._kept = KeptLatents(self.source)
+                self.source = self._kept = KeptPieces(self.source)
         if frames is not None:
             self.origin = frames.start
 
@@ -159,25 +159,25 @@ def budget_of(latent: Tensor | Iterable[Tensor]) -> TrialBudget:
     return TrialBudget(picture=isinstance(latent, Tensor) and latent.shape[2:3] == (1,))
 
 
-class KeptLatents(Iterator[Tensor]):
-    """The latents of an iterable, copied while they may be needed again.
+class KeptPieces(Iterator[Tensor]):
+    """The latents or frames of an iterable, copied while they may be needed again.
 
-    Copied, because the caller may reuse the memory of a latent when the next one is requested. A
+    Copied, because the caller may reuse the memory of a piece when the next one is requested. A
     latent of 720 x 1280 has 0.9 MB, a thousandth of the caches. Where the device has no room for
     that, the copy is on the host.
 
     Args:
-        source: `[B, C_latent, t, h, w]` each, in order of time.
+        source: `[B, C, t, H, W]` each, in order of time.
     """
 
     def __init__(self, source: Iterator[Tensor]) -> None:
         self._source = source
         self._kept: deque[Tensor] = deque()
-        self._start = 0  # number of the first kept latent
+        self._start = 0  # number of the first kept frame
         self._ahead: Tensor | None = None
 
     def first(self) -> Tensor | None:
-        """Return the next latent `[B, C_latent, t, h, w]` without taking it, or None."""
+        """Return the next piece `[B, C, t, H, W]` without taking it, or None."""
         if self._ahead is None:
             self._ahead = next(self._source, None)
         return self._ahead
@@ -195,18 +195,18 @@ class KeptLatents(Iterator[Tensor]):
         return piece
 
     def release(self, first: int) -> None:
-        """Release the pieces that have only latents before number `first`."""
+        """Release the pieces that have only frames before number `first`."""
         while self._kept and self._start + self._kept[0].shape[2] <= first:
             self._start += self._kept.popleft().shape[2]
 
     def again(self, first: int) -> tuple[int, Iterator[Tensor]]:
-        """Return the latents again, each released when it is taken.
+        """Return the pieces again, each released when it is taken.
 
         Args:
-            first: Number of the first latent that is needed.
+            first: Number of the first frame that is needed.
 
         Returns:
-            The number of the first returned latent, and `[B, C_latent, t, h, w]` from there on.
+            The number of the first returned frame, and `[B, C, t, H, W]` from there on.
         """
         self.release(first)
         if self._kept:

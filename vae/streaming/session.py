@@ -13,7 +13,6 @@ from ...kernels import (
     TrialBudget,
     device_kind,
     is_out_of_memory,
-    log_once,
     search_pays,
     searches_shapes,
     searching,
@@ -158,8 +157,6 @@ class VideoSession:
                     self._lower()
             if self._upload is not None:
                 self._upload.check(None if self.shards is None else self.shards.most)
-            if self._encodes and self.coding is not None and self.coding.verdict().item():
-                log_once("an encode has values out of the range of int8: use encode precision auto")
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

@@ -5,7 +5,7 @@ import torch
 
 from fast_video_vae.tests.vae.families import STATES, close, joined, latent_for
 from fast_video_vae.vae import StreamOptions, load_vae
-from fast_video_vae.vae.streaming.part import KeptLatents
+from fast_video_vae.vae.streaming.part import KeptPieces
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_a_part_from_any_frame_on_is_that_of_the_whole(family, tile):
 
 def test_an_iterable_keeps_the_latents_that_the_next_frame_needs():
     """Their number does not grow with the video."""
-    latents = KeptLatents(iter(torch.arange(12.0).view(1, 1, 12, 1, 1).split([3, 1, 4, 4], dim=2)))
+    latents = KeptPieces(iter(torch.arange(12.0).view(1, 1, 12, 1, 1).split([3, 1, 4, 4], dim=2)))
     assert [next(latents).shape[2] for _ in range(3)] == [3, 1, 4]
     latents.release(2)
     assert latents.again(2)[0] == 2
@@ -44,7 +44,7 @@ def test_a_latent_whose_copy_does_not_fit_is_kept_on_the_host(monkeypatch):
         raise torch.OutOfMemoryError("full")
 
     monkeypatch.setattr(torch.Tensor, "clone", full)
-    latents = KeptLatents(iter(torch.arange(4.0).view(1, 1, 4, 1, 1).split(1, dim=2)))
+    latents = KeptPieces(iter(torch.arange(4.0).view(1, 1, 4, 1, 1).split(1, dim=2)))
     assert next(latents).item() == 0
     assert latents.first().item() == 1  # seen, not taken
     monkeypatch.setattr(torch.Tensor, "clone", clone)

@@ -1,0 +1,152 @@
+"""Videos with values that 8 bits cannot hold: they continue in 16 bits, every frame once."""
+
+import copy
+
+import pytest
+import torch
+
+from fast_video_vae.tests.products import each_value_once
+from fast_video_vae.tests.vae.families import STATES, close, joined, random_frames
+from fast_video_vae.tests.vae.streaming.test_int8 import CODED, STEP, given, new_vae, warnings_of
+from fast_video_vae.tests.vae.streaming.test_session import StandIn
+from fast_video_vae.vae import StreamOptions, load_vae
+from fast_video_vae.vae.layers.inputs import coding
+from fast_video_vae.vae.streaming import cuda_graph
+
+pytestmark = pytest.mark.usefixtures("all_int8")
+
+
+@pytest.fixture
+def exposed(monkeypatch):
+    """A VAE whose codes saturate on a bright latent: then one channel has all of a pixel.
+
+    The root mean square of a pixel is 1, so one of 32 channels can have 5.7 deviations. Only the
+    first layers of this narrow VAE have as many, so fewer codes may saturate.
+    """
+    monkeypatch.setattr(coding, "_MOST_SATURATED", 1e-4)
+    state = STATES["wan2.1"]()
+    weight, bias = state["decoder.conv1.weight"], state["decoder.conv1.bias"]
+    weight[1:], bias[:] = 0, 1
+    bias[::2] = -1
+    return load_vae(state, dtype=torch.float32, precision="int8")
+
+
+def wide(vae, latent, options=STEP):
+    """The frames without int8."""
+    return joined(_auto(vae).decode_stream(latent, options))
+
+
+def _auto(vae):
+    other = copy.deepcopy(vae)
+    other.precision = "auto"
+    return other
+
+
+@each_value_once(bright=[0, 1, 3, 5], source=["tensor", "iterable", "uneven pieces"])
+def test_a_decode_out_of_range_continues_in_16_bits(bright, source, caplog, products, exposed):
+    vae = exposed
+    latent, _ = given(vae, 6)
+    plain = vae.decode(latent, 1)
+    assert not warnings_of(caplog)
+    latent[:, :, bright] = 1e4 * latent[:, :, 3]  # of a sign that saturates
+    at = vae.config.frames(bright) if bright else 0
+    expected = torch.cat([plain[:, :, :at], wide(vae, latent)[:, :, at:]], dim=2)
+    sizes = {"iterable": 1, "uneven pieces": [3, 2, 1]}
+    parts = latent if source == "tensor" else iter(latent.split(sizes[source], dim=2))
+    pieces = list(vae.decode_stream(parts, STEP))
+    frames = torch.cat(pieces, dim=2)
+    assert all(piece.shape[2] for piece in pieces)
+    assert torch.equal(frames, expected)
+    assert frames.isfinite().all()
+    (line,) = warnings_of(caplog)
+    assert "out of the range of int8" in line
+    # The next decode starts in int8 again.
+    dark, _ = given(vae, 6)
+    products.clear()
+    assert torch.equal(vae.decode(dark, 1), plain)
+    assert products
+    assert torch.equal(joined(vae.decode_stream(latent, STEP)), expected)
+    assert len(warnings_of(caplog)) == 1
+
+
+@each_value_once(
+    bright=[0, 1, 30, 80], source=["tensor", "iterable", "uneven pieces"], family=CODED
+)
+def test_an_encode_out_of_range_continues_in_16_bits(
+    bright, source, family, caplog, products, monkeypatch
+):
+    """Frames before the bright one are in int8, and each latent is there once."""
+    vae = new_vae(family)
+    side = 2 * vae.config.spatial_compression
+    video = random_frames(1, vae.config.image_channels, 85, side, side)
+    plain = vae.encode(video, 1)
+    assert products
+    assert not warnings_of(caplog)
+    at = 0 if bright == 0 else (bright - 1) // vae.config.temporal_compression + 1
+    verdicts = iter([0.0] * at + [torch.inf])
+    monkeypatch.setattr(coding.Coding, "verdict", lambda self: torch.tensor(next(verdicts)))
+    sizes = {"tensor": 85, "iterable": 1, "uneven pieces": [30, 1, 54]}
+    parts = video if source == "tensor" else iter(video.split(sizes[source], dim=2))
+    pieces = list(vae.encode_stream(parts, STEP))
+    wanted = _auto(vae)
+    wanted.encode_precision = "auto"
+    expected = torch.cat([plain[:, :, :at], wanted.encode(video, 1)[:, :, at:]], dim=2)
+    assert all(piece.shape[2] for piece in pieces)
+    assert torch.equal(torch.cat(pieces, dim=2), expected)
+    (line,) = warnings_of(caplog)
+    assert "out of the range of int8" in line
+
+
+@pytest.mark.parametrize("images", [False, True])
+def test_every_frame_is_in_a_target_once(images, exposed):
+    vae = exposed
+    latent, _ = given(vae, 5)
+    latent[:, :, 2] *= 1e4
+    frames = joined(vae.decode_stream(latent, STEP))
+    if images:
+        target = {"images": torch.full((1, 17, 16, 16, 3), torch.nan)}
+        frames = ((frames + 1) / 2).clamp(0, 1).movedim(1, -1)
+    else:
+        target = {"out": torch.full((1, 3, 17, 16, 16), torch.nan)}
+    (memory,) = target.values()
+    pieces = [each.clone() for each in vae.decode_stream(latent, STEP, **target)]
+    assert torch.equal(torch.cat(pieces, dim=1 if images else 2), memory)
+    torch.testing.assert_close(memory, frames, rtol=0, atol=1e-6)
+
+
+def test_tiles_and_ranges_continue_in_16_bits_too(exposed):
+    vae = exposed
+    latent, _ = given(vae, 5, 8)
+    latent[:, :, 3] *= 1e4
+    tiled = StreamOptions(1, tile=(32, 32))
+    frames = joined(vae.decode_stream(latent, STEP))
+    assert torch.equal(
+        joined(vae.decode_stream(latent, STEP, frames=range(7, 15))), frames[:, :, 7:15]
+    )
+    close(joined(vae.decode_stream(latent, tiled)), frames)
+
+
+def test_infinity_in_a_branch_is_not_a_code(caplog):
+    state = dict(STATES["wan2.1"]())
+    weight = state["decoder.middle.2.residual.2.weight"]
+    weight.div_(weight.abs().max()).mul_(3e38)
+    vae = load_vae(state, dtype=torch.float32, precision="int8")
+    latent, _ = given(vae, 3)
+    frames = joined(vae.decode_stream(latent, STEP))
+    expected = wide(vae, latent)
+    assert not expected.isfinite().all()
+    torch.testing.assert_close(frames, expected, rtol=0, atol=0, equal_nan=True)
+    assert len(warnings_of(caplog)) == 1
+
+
+def test_a_graph_is_not_recorded_because_counts_are_new_for_each_piece(monkeypatch, exposed):
+    monkeypatch.setattr(StandIn, "made", 0)
+    monkeypatch.setattr(cuda_graph, "Recording", StandIn)
+    monkeypatch.setattr(cuda_graph, "takes", lambda device: True)
+    vae = exposed
+    latent, _ = given(vae, 7)
+    latent[:, :, 5] *= 1e4
+    expected = joined(vae.decode_stream(latent, STEP))
+    vae.graphs = True
+    assert torch.equal(joined(vae.decode_stream(latent, STEP))[:, :, :17], expected[:, :, :17])
+    assert StandIn.made == 1  # of the decode that continues in 16 bits
