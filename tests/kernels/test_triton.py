@@ -32,9 +32,9 @@ SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 AMD = {"gfx942": 64, "gfx1100": 64, "gfx1201": 64}
 
 # Convolutions that are compiled: one for every chip, other widths for those with descriptors, and
-# inputs that no block divides. The test of tensor cores has all widths for 89.
+# inputs that no block divides.
 CONVOLUTIONS = [
-    *((chip, "fp16,96,96") for chip in (*sorted(set(SHARED) - {89, 103}), *AMD)),
+    *((chip, "fp16,96,96") for chip in (*sorted(set(SHARED) - {103}), *AMD)),
     *product((90, 100, 120), ("bf16,192,192", "fp16,384,384")),
     (80, "fp16,3,96"),
 ]
@@ -130,10 +130,6 @@ def test_the_kernels_of_96_channels_compile_without_spills():
 def test_all_kernels_compile_for_every_chip_without_spills(chip):
     counts = (96, 160, 192, 256, 384, 512, 640, 1024)
     check_resources([chip], [*(f"bf16,{count}" for count in counts), "fp16,96", "fp32,384"])
-
-
-def test_tiles_of_the_convolution_of_96_channels_compile_without_spills():
-    check_resources([89], ["conv-fp16,96,96"])
 
 
 @pytest.mark.slow
