@@ -93,7 +93,7 @@ def smooth_latent(config: VAEConfig) -> Tensor:
     """
     height, width = (side // config.spatial_compression for side in (_HEIGHT, _WIDTH))
     frames = 1 if config.temporal_compression == 1 else _LATENTS
-    drawn = probe(config.latent_channels, frames=frames, size=max(height, width))
+    drawn = probe(config.latent_channels, max(height, width), frames=frames)
     mean, std = (
         torch.tensor(values).view(1, -1, 1, 1, 1)
         for values in (config.latent_mean, config.latent_std)

@@ -197,7 +197,7 @@ def printed(command):
     """
     for _ in range(2):
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return succeeded(command, timeout=60).stdout
+            return succeeded(command, timeout=30).stdout
     return succeeded(command, timeout=60).stdout
 
 

@@ -40,8 +40,8 @@ _WHOLE = 1 << 62
 
 _TINY = 1e-300
 
-# Frames and size of the video: nine frames have two steps after the first one.
-_LATENTS, _SIZE = 3, 6
+# Frames of the video: nine frames have two steps after the first one.
+_LATENTS = 3
 
 # Part of the values of a latent that neighbours share: videos are smooth.
 _SMOOTH = 0.5
@@ -134,13 +134,13 @@ class Int8Choices:
         return frozenset() if known is None else known[1].names
 
 
-def probe(channels: int, *, frames: int = _LATENTS, size: int = _SIZE) -> Tensor:
+def probe(channels: int, size: int, *, frames: int = _LATENTS) -> Tensor:
     """Return a smooth random video, always the same.
 
     Args:
         channels: Its channels.
-        frames: Its frames.
         size: Height and width.
+        frames: Its frames.
 
     Returns:
         `[1, C, T, H, W]`, float32 on the CPU, with a mean of 0 and a deviation of about 1.

@@ -18,8 +18,8 @@ AUTO, INT8 = "auto", "int8"
 
 PRECISIONS = (AUTO, INT8)
 
-# The frames of the measurement of an encode: their number, height and width, and deviation.
-_FRAMES, _PIXELS, _CONTRAST = 9, 48, 0.4
+# The frames of the measurement: height and width; and of an encode their number and deviation.
+_PIXELS, _FRAMES, _CONTRAST = 48, 9, 0.4
 
 # Why there is no "fp8": float8 has 3 bits of a mantissa. The same convolutions lose 48.4 - 39.0 dB
 # more in it than in int8, and no GPU with float8 multiplies it faster than int8.
@@ -153,11 +153,12 @@ class Int8VAE:
     def _probed(self, *, encode: bool) -> Tensor:
         """Return the input `[1, C, T, H, W]` of the encoder or the decoder for a measurement."""
         config, place = self.config, self.device
+        size = _PIXELS // config.spatial_compression
         if encode:
-            size = _PIXELS // config.spatial_compression * config.spatial_compression
-            frames = probe(config.image_channels, frames=_FRAMES, size=size).mul(_CONTRAST)
+            size *= config.spatial_compression
+            frames = probe(config.image_channels, size, frames=_FRAMES).mul(_CONTRAST)
             return fold_pixels(frames.clamp(-1, 1).to(place), config.patch_size)
-        x = probe(config.latent_channels).to(place)
+        x = probe(config.latent_channels, size).to(place)
         return x / config.latent_scale if self.conv2 is None else self.conv2(x)
 
     def _lacks_int8(self, dtype: torch.dtype) -> str:
