@@ -5,7 +5,8 @@ SiLU is bounded below: `silu(n) >= -0.2785`, at `n = -1.2785`. So a code is asym
 a root mean square of 1 by construction, so the step of a channel follows from the scale of the norm
 alone: the codes end at `silu(4 gamma)`. Four deviations are the best end for normally distributed
 values: 3.5 cost 1 dB more of clipped values, 5 cost 0.7 dB of wider steps
-(`tests/benchmarks/LOG.md`).
+(`tests/benchmarks/LOG.md`). Group norm adds an offset, and gives a group a deviation of 1: a
+channel of it can have a larger one.
 
 Codes are uint8 on a CPU, where oneDNN multiplies uint8 with int8, and elsewhere int8, less by 128.
 """

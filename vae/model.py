@@ -170,7 +170,7 @@ class VideoVAE(Int8VAE, SharedDevices, SharedRanks, VAEWeights):
         coding = self.coding(computed, pieces, encode=True)
         if coding is None:
             return run(source)
-        return within_range(coding, next(source) if known else source, encoder, self.config, run)
+        return within_range(coding, source, encoder, self.config, run, relief, known=known)
 
     @eager
     def decode_stream(
@@ -364,7 +364,7 @@ class VideoVAE(Int8VAE, SharedDevices, SharedRanks, VAEWeights):
         budget: TrialBudget | None = None,
         coding: Coding | None = None,
         to_range: Callable[[Tensor], Tensor] | None = None,
-    ) -> Iterator[Tensor]:
+    ) -> Generator[Tensor, None, None]:
         """Run the checked pieces of one video, which is `known` as a whole, through the layers."""
         chunk = options.chunk or (None if known else 1)  # pieces in, pieces out
         limit = self.limit_bytes if options.limit_bytes is None else options.limit_bytes

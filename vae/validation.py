@@ -1,12 +1,17 @@
 """Checks of the arguments of the VAE, with one line per error."""
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from .models.config import VAEConfig
+
+# A warning is for the code that is not in this folder.
+_PACKAGE = str(Path(__file__).parent)
 
 # Elements that are checked at once for finite values.
 _CHECKED_AT_ONCE = 1 << 24
@@ -274,11 +279,14 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def warn_dropped(frames: int, stacklevel: int) -> None:
-    """Warn that the last `frames` were not used; `stacklevel` is as for `warnings.warn`."""
+def warn_dropped(frames: int) -> None:
+    """Warn the caller of this package that the last `frames` were not used."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame, level = frame.f_back, level + 1
     warnings.warn(
         f"the last {frames} frame{'s were' if frames > 1 else ' was'} dropped; "
         "the VAE needs 4 n + 1 frames",
         UserWarning,
-        stacklevel=stacklevel,
+        stacklevel=level,
     )

@@ -62,15 +62,13 @@ def check_precision(value: object) -> str:
         value: Expected to be a key of `PRECISIONS`, or what older workflows have in this place.
 
     Returns:
-        The key; `AUTO` for an older workflow.
+        The value.
 
     Raises:
         ValueError: It is something else.
     """
-    if isinstance(value, str) and value in PRECISIONS:
+    if isinstance(value, str) and (value in (*PRECISIONS, *_REMOVED) or is_selection(value)):
         return value
-    if value in _REMOVED or is_selection(value):
-        return AUTO
     raise ValueError(f"got {described(value)}; expected one of: {', '.join(PRECISIONS)}")
 
 

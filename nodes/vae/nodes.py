@@ -321,10 +321,12 @@ def _loaded(vae_name: str, choice: object) -> object:
 
 
 def _choice(dtype: str, encode_dtype: str, chunk: int, precision: str, devices: str) -> object:
+    if precision not in PRECISIONS and devices == machine.ONE and machine.is_selection(precision):
+        devices = precision  # an older workflow, see `check_precision`
     with about("devices"):
         found = machine.available(devices)
     dtypes = DTYPES.get(dtype), DTYPES.get(encode_dtype)
-    precisions = None if precision == AUTO else PRECISIONS[precision]
+    precisions = PRECISIONS.get(precision) if precision != AUTO else None
     return accelerate.Choice(*dtypes, chunk or None, devices=found, precisions=precisions)
 
 

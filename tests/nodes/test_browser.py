@@ -177,7 +177,7 @@ def test_a_workflow_opens_in_full_next_to_the_menus(page, window, file):
 
 
 def test_a_workflow_with_the_removed_quality_widget_opens_without_it(page, demo):
-    """Its value is now in the place of the precision, where it is accepted as auto."""
+    """Its value comes to the place of the precision, where it means auto."""
     (load,) = [node for node in demo["nodes"] if node["type"] == "FastVAE_Load"]
     expected = load["widgets_values_named"] | {"precision": "exact"}
     load["widgets_values"].append("exact")

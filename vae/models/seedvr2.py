@@ -112,8 +112,18 @@ class MeasuredNorm(NamedTuple):
     norm: GroupNorm
     statistics: Tensor
 
-    def __call__(self, x: Tensor, *, out: Tensor, **options: Any) -> Tensor:  # noqa: ANN401
-        """Compute `GroupNorm.silu` of `x` `[B, C, T, H, W]` into `out` with its other `options`."""
+    def __call__(
+        self,
+        x: Tensor,
+        *,
+        out: Tensor,
+        tail: Tensor | None = None,
+        border: int = 0,
+        codes: Tensor | None = None,
+        saturated: Tensor | None = None,
+    ) -> Tensor:
+        """Compute `GroupNorm.silu` of `x` `[B, C, T, H, W]` with its other arguments into `out`."""
+        options = {"tail": tail, "border": border, "codes": codes, "saturated": saturated}
         return self.norm.silu(x, out=out, statistics=self.statistics, **options)
 
     def of(self, frames: slice) -> "MeasuredNorm":
@@ -194,8 +204,7 @@ class SeedVR2AttentionBlock(CausalLayer):
         projections = self.to_q, self.to_k, self.to_v
         norm = self.group_norm
         if cache.shard is not None:
-            statistics = norm.whole_statistics(x, cache)
-            norm = functools.partial(norm, statistics=statistics)
+            norm = functools.partial(norm, statistics=norm.whole_statistics(x, cache))
 
         def mix(y: Tensor, parts: slice) -> list[Tensor]:
             return [project(y, cache) for project in projections[parts]]

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -119,7 +119,7 @@ class VideoSession:
         """The current plan; there is one from the first result on."""
         return self._plan
 
-    def run(self, source: Iterator[Tensor]) -> Iterator[Tensor]:
+    def run(self, source: Iterator[Tensor]) -> Generator[Tensor, None, None]:
         """Run the whole video. Between results the caller's modes (grad, inference) are active.
 
         Args:
@@ -219,7 +219,7 @@ class VideoSession:
                 run, rest = rest[:, :, :length], rest[:, :, length:]
                 yield self._filled(run, length) if ends and run.shape[2] < length else run
         if dropped:
-            warn_dropped(dropped, stacklevel=6)
+            warn_dropped(dropped)
 
     def _filled(self, run: Tensor, length: int) -> Tensor:
         """Repeat the last frame of the last chunk up to `length` if another shape costs more.

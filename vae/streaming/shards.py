@@ -1,6 +1,6 @@
 """What a stream needs of the ranks that share it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -46,7 +46,7 @@ class StreamShards(Protocol):
         """Return a context in which an error notifies the other ranks, before a video runs."""
         ...
 
-    def in_step(self, stream: Iterator[Tensor]) -> Iterator[Tensor]:
+    def in_step(self, stream: Iterator[Tensor]) -> Generator[Tensor, None, None]:
         """Yield the pieces `[...]` of a `stream`, and notify the other ranks if it ends early."""
         ...
 

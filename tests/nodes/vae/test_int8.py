@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from fast_video_vae.tests.builders import refused
+from fast_video_vae.tests.nodes.vae.machines import machine
 from fast_video_vae.tests.nodes.vae.pairs import (
     accelerated,
     fast_vae,
@@ -68,6 +69,15 @@ def test_what_older_workflows_have_in_its_place_is_auto(vae_name, stock, old):
     for name, given in (("Load", {"vae_name": vae_name}), ("Accelerate", {"vae": stock})):
         assert getattr(nodes, name).validate_inputs(precision=old) is True
         assert precisions(ours(name, **given, precision=old).args[0]) == ("auto", "auto")
+
+
+def test_the_devices_of_an_older_workflow_are_used(vae_name, monkeypatch):
+    found = machine(monkeypatch, 2)
+    for choice, shared in (({}, found), ({"devices": "all"}, found), ({"devices": "one"}, found)):
+        (vae,) = ours("Load", vae_name=vae_name, precision="all", **choice).args
+        assert vae.first_stage_model.shared_by == shared
+    (vae,) = ours("Load", vae_name=vae_name, precision="one", devices="all").args
+    assert vae.first_stage_model.shared_by == found
 
 
 def test_a_wrong_precision_is_refused(vae_name):

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.products import each_value_once
 from fast_video_vae.tests.vae.families import STATES, close, joined, random_frames
 from fast_video_vae.tests.vae.streaming.test_int8 import CODED, STEP, given, new_vae, warnings_of
@@ -69,32 +70,62 @@ def test_a_decode_out_of_range_continues_in_16_bits(bright, source, caplog, prod
     assert len(warnings_of(caplog)) == 1
 
 
-@each_value_once(
-    bright=[0, 1, 30, 80], source=["tensor", "iterable", "uneven pieces"], family=CODED
-)
-def test_an_encode_out_of_range_continues_in_16_bits(
-    bright, source, family, caplog, products, monkeypatch
-):
-    """Frames before the bright one are in int8, and each latent is there once."""
-    vae = new_vae(family)
-    side = 2 * vae.config.spatial_compression
-    video = random_frames(1, vae.config.image_channels, 85, side, side)
+def test_an_encode_finds_values_out_of_range(caplog, products, monkeypatch):
+    """One of 20 channels has all of a bright pixel, with the sign that saturates."""
+    monkeypatch.setattr(coding, "_MOST_SATURATED", 1e-4)
+    state = random_state_dict(20)
+    weight, bias = (torch.zeros_like(state[f"encoder.conv1.{each}"]) for each in ("weight", "bias"))
+    weight[0] = 1e4 * state["encoder.downsamples.0.residual.0.gamma"][0].sign()
+    bias[::2], bias[1::2] = -1, 1
+    state |= {"encoder.conv1.weight": weight, "encoder.conv1.bias": bias}
+    vae = load_vae(state, dtype=torch.float32, encode_precision="int8")
+    video = torch.zeros(1, 3, 13, 16, 16)
     plain = vae.encode(video, 1)
     assert products
     assert not warnings_of(caplog)
-    at = 0 if bright == 0 else (bright - 1) // vae.config.temporal_compression + 1
-    verdicts = iter([0.0] * at + [torch.inf])
+    video[:, :, 6] = 1
+    latents = vae.encode(video, 1)
+    (line,) = warnings_of(caplog)
+    assert "out of the range of int8" in line
+    vae.encode_precision = "auto"
+    expected = torch.cat([plain[:, :, :2], vae.encode(video, 1)[:, :, 2:]], dim=2)
+    assert torch.equal(latents, expected)
+
+
+@each_value_once(
+    bad=[0, 1, 3, 15],
+    source=["tensor", "iterable", "uneven pieces"],
+    family=CODED,
+    options=[STEP, StreamOptions(2), StreamOptions(1, tile=(16, 16))],
+)
+def test_every_latent_of_an_encode_is_there_once(bad, source, family, options, caplog, monkeypatch):
+    """With the verdict on one of its pieces given."""
+    vae = new_vae(family)
+    side = 2 * vae.config.spatial_compression
+    video = random_frames(1, vae.config.image_channels, 85, side, side)
+    before = list(vae.encode_stream(video, options))[:bad]
+    assert not warnings_of(caplog)
+    verdicts = iter([0.0] * bad + [torch.inf])
     monkeypatch.setattr(coding.Coding, "verdict", lambda self: torch.tensor(next(verdicts)))
     sizes = {"tensor": 85, "iterable": 1, "uneven pieces": [30, 1, 54]}
     parts = video if source == "tensor" else iter(video.split(sizes[source], dim=2))
-    pieces = list(vae.encode_stream(parts, STEP))
-    wanted = _auto(vae)
-    wanted.encode_precision = "auto"
-    expected = torch.cat([plain[:, :, :at], wanted.encode(video, 1)[:, :, at:]], dim=2)
+    pieces = list(vae.encode_stream(parts, options))
+    vae.encode_precision = "auto"
+    after = vae.encode(video)[:, :, sum(piece.shape[2] for piece in before) :]
     assert all(piece.shape[2] for piece in pieces)
-    assert torch.equal(torch.cat(pieces, dim=2), expected)
+    close(torch.cat(pieces, dim=2), torch.cat([*before, after], dim=2))
     (line,) = warnings_of(caplog)
     assert "out of the range of int8" in line
+
+
+@pytest.mark.parametrize("choice", ["auto", "int8"])
+def test_dropped_frames_are_a_warning_of_the_callers_line(choice):
+    vae = new_vae(encode_precision=choice)
+    frames = random_frames(1, 3, 7, 16, 16)
+    for run in (vae.encode, lambda frames: list(vae.encode_stream(frames, STEP))):
+        with pytest.warns(UserWarning, match="the last 2 frames were dropped") as found:
+            run(frames)
+        assert [each.filename for each in found] == [__file__]
 
 
 @pytest.mark.parametrize("images", [False, True])

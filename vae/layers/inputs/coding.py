@@ -54,7 +54,7 @@ class Coding:
         """Return a `Fill` that writes codes and counts them.
 
         Args:
-            write: A norm with the arguments of `rms_norm_silu` except `gamma`.
+            write: A norm and SiLU with the arguments of a `Fill`, `codes` and `saturated`.
             codes: `[C]`, codes per unit.
 
         Returns:

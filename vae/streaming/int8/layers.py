@@ -5,7 +5,8 @@ how far the largest weight is from the others. So it is measured with the weight
 video is computed in float32, in bfloat16, and once with each convolution in int8. The errors of
 convolutions are independent, and add up. Those with the smallest error per multiplication are
 taken, until the error of all is that of bfloat16 and 1 dB more; not those that cost 1 dB alone. A
-result in int8 is therefore at most about 1 dB below one in bfloat16, with any weights.
+result in int8 is therefore at most about 1 dB below one in bfloat16, with any weights. Group norms
+measure whole frames, and those below 128 x 128 have other errors: SeedVR2 can lose more there.
 """
 
 import contextlib

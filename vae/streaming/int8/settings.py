@@ -18,7 +18,7 @@ AUTO, INT8 = "auto", "int8"
 
 PRECISIONS = (AUTO, INT8)
 
-# The frames of the measurement: height and width; and of an encode their number and deviation.
+# Side of the measured frames in pixels; number and deviation of those of an encode.
 _PIXELS, _FRAMES, _CONTRAST = 48, 9, 0.4
 
 # Why there is no "fp8": float8 has 3 bits of a mantissa. The same convolutions lose 48.4 - 39.0 dB
@@ -89,7 +89,7 @@ class Int8VAE:
             encode: Those of the encoder; otherwise those of the decoder.
 
         Returns:
-            The choice. The first call takes as long as 20 decodes of 9 frames of 48 x 48.
+            The choice. The first call takes as long as about 30 decodes of 48 x 48 pixels.
 
         Raises:
             ValueError: Int8 is not supported, or does not pay.
