@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .models.config import VAEConfig
 
-# A warning is for the code that is not in this folder.
-_PACKAGE = str(Path(__file__).parent)
+# A warning is for the code that is in neither folder: torch has frames between ours.
+_FOLDERS = str(Path(__file__).parent), str(Path(torch.__file__).parent)
 
 # Elements that are checked at once for finite values.
 _CHECKED_AT_ONCE = 1 << 24
@@ -282,7 +282,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def warn_dropped(frames: int) -> None:
     """Warn the caller of this package that the last `frames` were not used."""
     frame, level = sys._getframe(), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_FOLDERS):
         frame, level = frame.f_back, level + 1
     warnings.warn(
         f"the last {frames} frame{'s were' if frames > 1 else ' was'} dropped; "

@@ -98,12 +98,18 @@ def test_sums_equal_those_of_float64(name, candidate, kind):
     check_sums(codes_of(*shape, kind=kind), taps_of(outputs, shape[1], *taps))
 
 
+TAPS = [(3, 3, 3), (1, 3, 3), (3, 1, 1), (1, 1, 1), (2, 2, 2), (1, 5, 4)]
+INPUTS = [3, 16, 20, 33, 64, 96, 160, 192, 384]
+
+
 @pytest.mark.slow
 @each_kind
-@pytest.mark.parametrize("taps", [(3, 3, 3), (1, 3, 3), (3, 1, 1), (1, 1, 1), (2, 2, 2), (1, 5, 4)])
-@pytest.mark.parametrize("inputs", [3, 16, 20, 33, 64, 96, 160, 192, 384])
+@pytest.mark.parametrize("taps", TAPS)
+@pytest.mark.parametrize("inputs", INPUTS)
 def test_sums_of_all_widths_equal_those_of_float64(inputs, taps, candidate, kind):
-    for outputs in (3, 33, 64, 96, 128, 160, 192, 384):
+    """Each pair of widths with two of the six kernels."""
+    skipped = (TAPS.index(taps) + INPUTS.index(inputs)) % 3
+    for outputs in (3, 33, 64, 96, 128, 160, 192, 384)[skipped::3]:
         frames = taps[0] + (inputs + outputs) % 4
         shape = (1 + outputs % 2, inputs, frames, taps[1] + outputs % 5, taps[2] + inputs % 7)
         check_sums(codes_of(*shape, kind=kind), taps_of(outputs, inputs, *taps))

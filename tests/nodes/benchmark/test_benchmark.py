@@ -308,12 +308,6 @@ def test_the_bar_counts_calls_and_stop_ends_between_them(state, progress):
 
 
 @pytest.mark.slow
-def test_int8_of_seedvr2_is_a_one_line_error():
-    with refused("^precision is 'int8', but its codes are for the norms"):
-        run(stock_vae(random_seedvr2((128, 256, 512, 512))), precision="int8")
-
-
-@pytest.mark.slow
 def test_seedvr2_is_measured_too():
     stock = stock_vae(random_seedvr2((128, 256, 512, 512)))
     _, _, content = run(stock, task="both", width=32, frames=1, dtype="fp32")

@@ -72,12 +72,17 @@ def test_what_older_workflows_have_in_its_place_is_auto(vae_name, stock, old):
 
 
 def test_the_devices_of_an_older_workflow_are_used(vae_name, monkeypatch):
+    import comfy.model_management as management
+
     found = machine(monkeypatch, 2)
-    for choice, shared in (({}, found), ({"devices": "all"}, found), ({"devices": "one"}, found)):
-        (vae,) = ours("Load", vae_name=vae_name, precision="all", **choice).args
-        assert vae.first_stage_model.shared_by == shared
-    (vae,) = ours("Load", vae_name=vae_name, precision="one", devices="all").args
-    assert vae.first_stage_model.shared_by == found
+    monkeypatch.setattr(management, "get_torch_device", lambda: found[0])
+    for precision, devices in (
+        ("all", {}),
+        ("all", {"devices": "one"}),
+        ("one", {"devices": "all"}),
+    ):
+        (vae,) = ours("Load", vae_name=vae_name, precision=precision, **devices).args
+        assert vae.first_stage_model.shared_by == found
 
 
 def test_a_wrong_precision_is_refused(vae_name):
