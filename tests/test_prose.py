@@ -97,14 +97,18 @@ def comments(path: str, text: str) -> Iterator[Text]:
             yield Text(f"{path}:{token.start[0]}", token.string.lstrip("# "))
 
 
+@functools.lru_cache(maxsize=1)  # a file is read several times in a row
+def nodes_of(text: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(text)))
+
+
 def strings(path: str, text: str) -> Iterator[Text]:
     """Docstrings; in the product also every other string that reads as prose."""
     in_product = path.startswith(PRODUCT)
-    tree = ast.parse(text)
-    joined = {
-        part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values
-    }
-    for node in ast.walk(tree):
+    nodes = nodes_of(text)
+    joined = {part for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    documented = docstring_nodes(nodes)
+    for node in nodes:
         if isinstance(node, ast.JoinedStr):
             value = "".join(
                 part.value if isinstance(part, ast.Constant) else "{}" for part in node.values
@@ -113,20 +117,19 @@ def strings(path: str, text: str) -> Iterator[Text]:
             value = node.value
         else:
             continue
-        if " " in value and (in_product or node in docstring_nodes(tree)):
+        if " " in value and (in_product or node in documented):
             yield Text(f"{path}:{node.lineno}", value)
 
 
-@functools.cache
-def docstring_nodes(tree: ast.Module) -> set[ast.expr]:
+def docstring_nodes(nodes: Iterable[ast.AST]) -> set[ast.expr]:
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    bodies = [node.body for node in ast.walk(tree) if isinstance(node, kinds)]
+    bodies = [node.body for node in nodes if isinstance(node, kinds)]
     return {body[0].value for body in bodies if body and isinstance(body[0], ast.Expr)}
 
 
 def names(path: str, text: str) -> Iterator[Text]:
     """Words of the names that a file gives: functions, classes, arguments, variables."""
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes_of(text):
         given = {
             ast.FunctionDef: "name", ast.AsyncFunctionDef: "name", ast.ClassDef: "name",
             ast.arg: "arg", ast.Attribute: "attr",

@@ -65,6 +65,7 @@ def test_a_batch_is_decoded_video_by_video(load, states):
     assert (load().decode(x, 2) - expected).abs().max() <= TOLERANCE
 
 
+@pytest.mark.slow
 def test_every_weight_changes_the_frames(load, states):
     """Otherwise a test with random weights could miss a layer."""
     x, expected = latent(frames=2), load().decode(latent(frames=2))
