@@ -9,6 +9,7 @@ import itertools
 import logging
 import re
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import comfy.model_management
 import torch
@@ -61,7 +62,7 @@ def devices_input() -> list[io.Input]:
     ]
 
 
-def is_selection(value: object) -> bool:
+def is_selection(value: object) -> TypeGuard[str]:
     """Return whether `value` is `ONE`, `ALL`, or names such as "gpu:0, gpu:2"."""
     return isinstance(value, str) and (value in (ONE, ALL) or bool(_numbers(value)))
 
@@ -79,7 +80,7 @@ def check_selection(value: object) -> str:
         ValueError: It is something else.
     """
     if is_selection(value):
-        return str(value)
+        return value
     raise ValueError(
         f"got {described(value)}; expected {ONE}, {ALL}, or names such as gpu:0, gpu:1"
     )
