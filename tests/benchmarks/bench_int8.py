@@ -83,8 +83,8 @@ def main():
     else:
         times(args.out)
     with (
-        mock.patch.object(settings, "int8_lacks", lambda *_: ""),
-        mock.patch.object(precision, "_is_slow", lambda _: False),
+        mock.patch.object(settings, "int8_lacks", return_value=""),
+        mock.patch.object(precision, "_is_slow", return_value=False),
     ):
         for family in args.family:
             losses(args.out, family)
