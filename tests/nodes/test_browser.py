@@ -180,10 +180,12 @@ def test_a_workflow_with_the_removed_quality_widget_opens_without_it(page, demo)
     """Its value comes to the place of the precision, where it means auto."""
     (load,) = [node for node in demo["nodes"] if node["type"] == "FastVAE_Load"]
     expected = load["widgets_values_named"] | {"precision": "exact"}
-    load["widgets_values"].append("exact")
+    load["widgets_values"][-1] = "exact"
+    del load["widgets_values_named"]["precision"]
     load["widgets_values_named"]["quality"] = "exact"
-    widget = {"name": "quality", "type": "COMBO", "widget": {"name": "quality"}, "link": None}
-    load["inputs"].append(widget)
+    load["inputs"][-1] |= {
+        "localized_name": "quality", "name": "quality", "widget": {"name": "quality"}
+    }  # fmt: skip
     page.evaluate(LOAD, demo)
     assert page.evaluate(PROMPT)[str(load["id"])]["inputs"] == expected
 
