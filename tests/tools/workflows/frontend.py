@@ -4,12 +4,13 @@ import io
 import os
 import shutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
 from .graph import README, Graph, Model, Node, Output, links
-from .layout import Box, layout
+from .layout import Box, layout, node_widths
 
 BROWSERS = ["chromium", "chromium-browser", "google-chrome"]
 
@@ -46,7 +47,7 @@ _PLAIN = {
 # Borders of the window in pixels that the frontend's bars cover.
 _LEFT, _TOP, _RIGHT, _BOTTOM = 80, 100, 60, 100
 
-_MARGIN = 24  # around the groups, in a picture
+_MARGIN = 4  # around the groups, in a picture
 
 _SETTLE_MS = 1500  # until images are loaded and nodes have their sizes
 
@@ -110,6 +111,7 @@ _SAVE = "JSON.parse(JSON.stringify(app.graph.serialize()))"  # as when saved to 
 _SHOW = """([x, y]) => {
   app.canvas.ds.scale = 1;
   app.canvas.ds.offset = [x, y];
+  app.canvas.background_image = null;  // a grid
   app.canvas.setDirty(true, true);
 }"""
 
@@ -118,6 +120,22 @@ def find_browser() -> str | None:
     """The browser of this machine: `$CHROMIUM`, or one of `BROWSERS`."""
     names = [os.environ.get("CHROMIUM"), *BROWSERS]
     return next((path for name in names if name and (path := shutil.which(name))), None)
+
+
+def open_browser(driver: Any, folder: Path, scale: int = 1) -> Any:
+    """Open the browser, whose profile is kept in a folder.
+
+    Args:
+        driver: Of Playwright.
+        folder: Created if it is not there.
+        scale: Pixels of a screenshot for each pixel of the page.
+
+    Returns:
+        Its context, of Playwright, with one page.
+    """
+    return driver.chromium.launch_persistent_context(
+        folder, executable_path=find_browser(), args=FLAGS, device_scale_factor=scale
+    )
 
 
 class Frontend:
@@ -133,9 +151,7 @@ class Frontend:
         self._open()
         self._set(_PLAIN)
 
-    def draw(
-        self, graph: Graph, properties: list[dict], bare: "Frontend"
-    ) -> tuple[dict, Image.Image]:
+    def draw(self, graph: Graph, properties: list[dict], bare: "Frontend") -> dict:
         """Draw a graph.
 
         Args:
@@ -144,11 +160,9 @@ class Frontend:
             bare: Frontend of a server without the files and packs that the graph needs.
 
         Returns:
-            The workflow as the frontend saves it, and a picture of it at scale 1.
+            The workflow as the frontend saves it.
         """
-        self._open()  # node ids keep images and values of the previous graph
-        self._vue(False)
-        self.page.evaluate(_BUILD, _specification(graph, properties))
+        self._build(graph, properties)
         heights = self._heights()
         self._place(graph, heights, heights)
         drawn = self.page.evaluate(_SAVE)
@@ -156,14 +170,32 @@ class Frontend:
         slots = [max(all_of_it) for all_of_it in zip(heights, *others, strict=True)]
         self._vue(False)
         self.page.evaluate(LOAD, drawn)
-        groups = self._place(graph, heights, slots)
-        picture = self._picture(groups)
+        self._place(graph, heights, slots)
+        self.page.wait_for_timeout(_SETTLE_MS)
         self._check(graph)
-        return self.page.evaluate(_SAVE), picture
+        return self.page.evaluate(_SAVE)
+
+    def picture(self, graph: Graph) -> Image.Image:
+        """Draw a graph, its nodes as close as they may be, and return a picture at scale 1.
+
+        Args:
+            graph: The graph; the server has its node types.
+        """
+        self._build(graph, [{}] * len(graph.nodes))
+        heights = self._heights()
+        groups = self._place(graph, heights, heights)
+        self._check(graph)
+        return self._picture(groups)
 
     def prompt(self) -> dict:
         """Return the prompt for the server."""
         return self.page.evaluate(PROMPT)
+
+    def _build(self, graph: Graph, properties: list[dict]) -> None:
+        """Create the nodes and links, far from each other."""
+        self._open()  # node ids keep images and values of the previous graph
+        self._vue(False)
+        self.page.evaluate(_BUILD, _specification(graph, properties))
 
     def _open(self) -> None:
         self.page.goto(self._url)
@@ -227,7 +259,12 @@ class Frontend:
 def _specification(graph: Graph, properties: list[dict]) -> dict:
     """Return the argument of `_BUILD`."""
     numbers = {id(node): number for number, node in enumerate(graph.nodes)}
-    widths = [column.width for column in graph.columns for _ in column.nodes]
+    widths = [
+        width
+        for column in graph.columns
+        for group in column.groups
+        for width in node_widths(graph, column, group)
+    ]
     nodes = [
         {
             "kind": node.kind,

@@ -49,6 +49,7 @@ class Node:
         stretch: Whether it fills the rest of its column.
         color: Of its title; None: as usual.
         bgcolor: Of its body; None: as usual.
+        width: In a group that is a row; None: an equal part of what the others leave.
     """
 
     kind: str
@@ -59,6 +60,7 @@ class Node:
     stretch: bool = False
     color: str | None = None
     bgcolor: str | None = None
+    width: int | None = None
 
     def __getitem__(self, name: str) -> Output:
         return Output(self, name)
@@ -71,11 +73,19 @@ class Node:
 
 @dataclass
 class Group:
-    """Nodes below each other, with a title above."""
+    """Nodes with a title above.
+
+    Attributes:
+        title: What they do.
+        nodes: From top to bottom, or from left to right.
+        color: Of its ground.
+        row: Whether the nodes are next to each other, as wide as the column together.
+    """
 
     title: str
     nodes: list[Node] = field(default_factory=list)
     color: str = USUAL
+    row: bool = False
 
     def add(
         self,
@@ -118,9 +128,9 @@ class Column:
     width: int
     groups: list[Group] = field(default_factory=list)
 
-    def group(self, title: str, color: str = USUAL) -> Group:
+    def group(self, title: str, color: str = USUAL, row: bool = False) -> Group:
         """A group at the bottom."""
-        group = Group(title, color=color)
+        group = Group(title, color=color, row=row)
         self.groups.append(group)
         return group
 
@@ -136,22 +146,23 @@ class Graph:
 
     Attributes:
         name: Of the file.
-        text: What users read: Markdown. `FILES` in it becomes the list of the files.
+        text: What users read: Markdown. `FILES` in it becomes the list of the files. Empty: there
+            is no note.
         blocks: Its thumbnail.
-        readme: The name of the picture of the whole graph that the README shows; None: none.
         columns: From left to right.
+        gap: Pixels between columns, for the rims of two groups and for links.
     """
 
     name: str
-    text: str
-    blocks: Rows
-    readme: str | None = None
+    text: str = ""
+    blocks: Rows = ()
     columns: list[Column] = field(default_factory=list)
+    gap: int = 60
 
     def column(self, width: int) -> Column:
-        """A column on the right; the first begins with the text of the graph, as high as fits."""
+        """A column on the right; the first begins with the text, as high as fits."""
         column = Column(width)
-        if not self.columns:
+        if self.text and not self.columns:
             read_me = column.group("Read me", PLAIN)
             note = read_me.add("MarkdownNote", "How to use it", stretch=True, text=README)
             note.color, note.bgcolor = "#222", "#000"

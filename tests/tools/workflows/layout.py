@@ -1,12 +1,11 @@
 """Positions of the nodes of a graph by their heights: columns of equal height."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from .graph import Graph
+from .graph import Column, Graph, Group, Node
 
 GAP = 64  # below a node: the title of the next node, and free space
-COLUMN_GAP = 60  # between columns: the rims of two groups, and room for links
 RIM = 20  # of a group around its nodes
 HEADER = 74  # of a group above the body of its first node: two titles
 
@@ -33,35 +32,50 @@ def layout(
     Returns:
         The nodes' places, and the groups'.
     """
-    sizes = zip(graph.nodes, heights, slots, strict=True)
-    size = {id(node): (height, slot) for node, height, slot in sizes}
-    bottom = max(
-        sum(size[id(node)][1] for node in column.nodes) + _between(column.groups)
-        for column in graph.columns
-    )
+    height = {id(node): each for node, each in zip(graph.nodes, heights, strict=True)}
+    slot = {id(node): each for node, each in zip(graph.nodes, slots, strict=True)}
+    bottom = max(_height(column, slot) for column in graph.columns)
     nodes, groups, left = [], [], 0.0
     for column in graph.columns:
-        used = sum(size[id(node)][1] for node in column.nodes) + _between(column.groups)
-        stretched = [node for node in column.nodes if node.stretch]
-        spare = (bottom - used) / len(stretched) if stretched else 0
+        stretched = sum(node.stretch for node in column.nodes)
+        spare = (bottom - _height(column, slot)) / stretched if stretched else 0
         top = 0.0
         for group in column.groups:
-            first = top
-            for node in group.nodes:
-                height, slot = size[id(node)]
-                if node.stretch:
-                    height = slot = slot + spare
-                nodes.append(Box(left, top, column.width, height))
-                top += slot + GAP
+            first, widths = top, iter(node_widths(graph, column, group))
+            for line in _lines(group):
+                room, at = max(slot[id(node)] for node in line), left
+                for node in line:
+                    if node.stretch:
+                        height[id(node)] = room = room + spare
+                    nodes.append(Box(at, top, next(widths), height[id(node)]))
+                    at += nodes[-1].width + graph.gap
+                top += room + GAP
             end = top - GAP
-            height = end - first + HEADER + RIM
-            groups.append(Box(left - RIM, first - HEADER, column.width + 2 * RIM, height))
+            whole = end - first + HEADER + RIM
+            groups.append(Box(left - RIM, first - HEADER, column.width + 2 * RIM, whole))
             top = end + RIM + HEADER + RIM
-        left += column.width + COLUMN_GAP
+        left += column.width + graph.gap
     return nodes, groups
 
 
-def _between(groups: Sequence) -> float:
-    """Height of a column in addition to the bodies of its nodes."""
-    inside = sum(GAP * (len(group.nodes) - 1) for group in groups)
-    return inside + (2 * RIM + HEADER) * (len(groups) - 1)
+def node_widths(graph: Graph, column: Column, group: Group) -> list[float]:
+    """Return the widths of the nodes of a group."""
+    if not group.row:
+        return [column.width] * len(group.nodes)
+    given = [node.width for node in group.nodes if node.width is not None]
+    rest = column.width - graph.gap * (len(group.nodes) - 1) - sum(given)
+    others = len(group.nodes) - len(given)
+    return [rest / others if node.width is None else node.width for node in group.nodes]
+
+
+def _lines(group: Group) -> list[list[Node]]:
+    """Return the nodes of a group: lists from top to bottom, each from left to right."""
+    return [group.nodes] if group.row else [[node] for node in group.nodes]
+
+
+def _height(column: Column, slot: Mapping[int, float]) -> float:
+    """Return the height of a column from the body of its first node on, by `id` of a node."""
+    lines = [_lines(group) for group in column.groups]
+    inside = sum(max(slot[id(node)] for node in line) for group in lines for line in group)
+    between = sum(GAP * (len(group) - 1) for group in lines)
+    return inside + between + (2 * RIM + HEADER) * (len(lines) - 1)

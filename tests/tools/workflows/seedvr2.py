@@ -36,7 +36,7 @@ _BLOCKS = (
 
 def graph() -> Graph:
     """A video in, four times its pixels out."""
-    graph = Graph("8 SeedVR2 - upscale a video", TEXT, _BLOCKS, readme="seedvr2")
+    graph = Graph("8 SeedVR2 - upscale a video", TEXT, _BLOCKS)
 
     column = graph.column(420)
     clip = column.group("1   Video").add("LoadVideo", least=360, file="video.mp4")

@@ -35,7 +35,7 @@ _BLOCKS = (
 
 def graph() -> Graph:
     """Two models, two LoRAs, one sampler, one file."""
-    graph = Graph("4 Wan 2.2 14B - two experts in four steps", TEXT, _BLOCKS, readme="two_experts")
+    graph = Graph("4 Wan 2.2 14B - two experts in four steps", TEXT, _BLOCKS)
 
     high, low, clip = load_experts(graph)
 

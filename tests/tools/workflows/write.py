@@ -10,10 +10,8 @@ import importlib.metadata
 import io
 import json
 import runpy
-import shutil
 import tempfile
 import uuid
-import wave
 from pathlib import Path
 
 from PIL import Image
@@ -21,13 +19,11 @@ from PIL import Image
 _HERE = Path(__file__).resolve().parent
 runpy.run_path(str(_HERE.parents[1] / "conftest.py"))  # binds the checkout to its import name
 
-from fast_video_vae import vae  # noqa: E402
-from fast_video_vae.tests.nodes.checkout import PACK, find_comfyui  # noqa: E402
+from fast_video_vae.tests.nodes.checkout import PACK  # noqa: E402
 from fast_video_vae.tests.nodes.server import Server  # noqa: E402
-from fast_video_vae.tests.tools.workflows import wrapper  # noqa: E402
 from fast_video_vae.tests.tools.workflows.catalogue import catalogue  # noqa: E402
-from fast_video_vae.tests.tools.workflows.frontend import FLAGS, Frontend, find_browser  # noqa: E402
-from fast_video_vae.tests.tools.workflows.graph import Graph  # noqa: E402
+from fast_video_vae.tests.tools.workflows.frontend import Frontend, open_browser  # noqa: E402
+from fast_video_vae.tests.tools.workflows.furnish import furnish  # noqa: E402
 from fast_video_vae.tests.tools.workflows.packs import properties  # noqa: E402
 from fast_video_vae.tests.tools.workflows.picture import picture as blocks  # noqa: E402
 
@@ -49,7 +45,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
         base = Path(folder)
-        _furnish(base / "server", [*graphs.values()])
+        furnish(base / "server", graphs.values())
         with (
             Server(base / "server", threads=1) as server,
             Server(base / "bare", threads=1) as other,
@@ -58,35 +54,16 @@ def main() -> None:
                 kind: node["python_module"] for kind, node in server.get("/object_info").items()
             }
             version = server.get("/system_stats")["system"]["comfyui_version"]
-            context = driver.chromium.launch_persistent_context(
-                base / "browser", executable_path=find_browser(), args=FLAGS
-            )
+            context = open_browser(driver, base / "browser")
             frontend = Frontend(context.pages[0], server.url)
             bare = Frontend(context.new_page(), other.url)
             for name in arguments.names or graphs:
                 graph = graphs[name]
-                drawn, picture = frontend.draw(graph, properties(graph, modules, version), bare)
+                drawn = frontend.draw(graph, properties(graph, modules, version), bare)
                 server.queue(frontend.prompt())  # refused, were anything wrong but the empty files
                 _save(arguments.to / name, _tidy(drawn, name))
                 _save_picture(arguments.to / f"{name}.jpg", blocks(graph.blocks))
-                if graph.readme:
-                    _save_picture(PACK / "media" / f"{graph.readme}.jpg", picture)
             context.close()
-
-
-def _furnish(base: Path, graphs: list[Graph]) -> None:
-    """Create the packs and files that the workflows need, so none is shown as missing."""
-    wrapper.place(base / "custom_nodes")
-    (base / "input").mkdir(parents=True)
-    shutil.copy(find_comfyui() / "input" / "example.png", base / "input")
-    shutil.copy(vae.CLIP_PATH, base / "input" / "video.mp4")
-    with wave.open(str(base / "input" / "speech.wav"), "wb") as sound:
-        sound.setparams((1, 2, 16000, 0, "NONE", ""))
-        sound.writeframes(bytes(2 * 16000))
-    for model in {model for graph in graphs for model in graph.models}:
-        file = base / "models" / model.directory / model.name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()
 
 
 def _tidy(workflow: dict, name: str) -> dict:

@@ -1,0 +1,96 @@
+"""Take the screenshots of README.md again: `python tests/tools/workflows/screenshots.py [NAME...]`.
+
+Run it after a change of a node's inputs or outputs. It needs what `write.py` needs. The pictures
+have two pixels per pixel of the page, and are as wide as README.md is shown, so that the text is
+as large as in ComfyUI.
+"""
+
+import argparse
+import runpy
+import tempfile
+from pathlib import Path
+
+_HERE = Path(__file__).resolve().parent
+runpy.run_path(str(_HERE.parents[1] / "conftest.py"))  # binds the checkout to its import name
+
+from fast_video_vae.tests.nodes.checkout import PACK  # noqa: E402
+from fast_video_vae.tests.nodes.server import Server  # noqa: E402
+from fast_video_vae.tests.tools.workflows import files  # noqa: E402
+from fast_video_vae.tests.tools.workflows.frontend import Frontend, open_browser  # noqa: E402
+from fast_video_vae.tests.tools.workflows.furnish import furnish  # noqa: E402
+from fast_video_vae.tests.tools.workflows.graph import FAST, Graph, Model  # noqa: E402
+
+# A LoRA with a short name, so that the node shows all of it.
+_LORA = Model(
+    "Wan14B_RealismBoost.safetensors",
+    "https://huggingface.co/vrgamedevgirl84/Wan14BT2VFusioniX/resolve/main/OtherLoRa's/"
+    "Wan14B_RealismBoost.safetensors",
+    "loras",
+)
+
+_SCALE = 2
+_QUALITY = 86
+
+
+def main() -> None:
+    """Take the screenshots that were named, or all."""
+    graphs = {graph.name: graph for graph in (first_run(), nodes())}
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(graphs))
+    parser.add_argument("--to", type=Path, default=PACK / "media", metavar="FOLDER")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.names) - graphs.keys():
+        parser.error(f"no such screenshot: {', '.join(sorted(unknown))}")
+    from playwright.sync_api import sync_playwright
+
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
+        base = Path(folder)
+        furnish(base / "server", graphs.values())
+        with Server(base / "server", threads=1) as server:
+            context = open_browser(driver, base / "browser", _SCALE)
+            frontend = Frontend(context.pages[0], server.url)
+            for name in arguments.names or graphs:
+                picture = frontend.picture(graphs[name])
+                file = arguments.to / f"{name}.jpg"
+                picture.save(file, quality=_QUALITY, optimize=True, progressive=True)
+            context.close()
+
+
+def first_run() -> Graph:
+    """The two ways to use the pack."""
+    graph = Graph("first_run", gap=50)
+    column = graph.column(852)
+    instead = column.group("Instead of Load VAE", FAST, row=True)
+    vae = instead.add("FastVAE_Load", vae_name=files.WAN21_VAE)
+    decodes = [instead.add("VAEDecode", vae=vae)]
+    after = column.group("After any other loader", FAST, row=True)
+    stock = after.add("VAELoader", vae_name=files.WAN21_VAE)
+    vae = after.add("FastVAE_Accelerate", vae=stock)
+    decodes.append(after.add("VAEDecode", vae=vae))
+    for decode in decodes:
+        decode.width = 172
+    return graph
+
+
+def nodes() -> Graph:
+    """A LoRA, the sampler, a quick look and the file."""
+    graph = Graph("nodes", gap=48)
+    column = graph.column(287)
+    loras = column.group("LoRAs", FAST)
+    stack = loras.add("FastVAE_LoraStack", lora_name=_LORA, strength="1;0.6")
+    loras.add("FastVAE_ApplyLora", stack=stack)
+    loader = column.group("The fast VAE", FAST)
+    vae = loader.add("FastVAE_Load", stretch=True, vae_name=files.WAN21_VAE)
+
+    sampling = graph.column(280).group("Both experts, one sampler", FAST)
+    latent = sampling.add("FastVAE_WanSampler", seed=1, loras_high=stack)["LATENT"]
+
+    column = graph.column(248)
+    column.group("A quick look", FAST).add("FastVAE_PreviewLatent", samples=latent)
+    result = column.group("Straight into a file", FAST)
+    result.decode_video(0, "wan22", vae, latent, codec="av1")
+    return graph
+
+
+if __name__ == "__main__":
+    main()
