@@ -15,6 +15,9 @@ from torch import Tensor
 from fast_video_vae.tests.nodes.vae.pairs import fast_vae, node, stock_vae
 from fast_video_vae.vae.demo import VAE_PATH
 
+# The whole and the tiled IMAGE `[T, H, W, 3]` of `comfyui` and of `ours`.
+Decoded = dict[str, tuple[Tensor, Tensor]]
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -63,7 +66,7 @@ def gradient(frames: int, height: int, width: int) -> Tensor:
 
 
 @torch.inference_mode()
-def decoded(setting: Setting, folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
+def decoded(setting: Setting, folder: Path) -> Decoded:
     """Return the whole and tiled IMAGEs `[T, H, W, 3]` of the gradient for `comfyui` and `ours`.
 
     The bundled weights are written to a file in `folder`, in float32.
