@@ -14,7 +14,10 @@ from fast_video_vae.tests.tools.workflows.graph import links
 from fast_video_vae.tests.tools.workflows.packs import project
 
 # The two that are kept by hand.
-NO_DOWNLOAD = ["1 Encode and decode a clip (no download)", "2 Long video to a file (no download)"]
+NO_DOWNLOAD = [
+    "1 No download - encode and decode a clip",
+    "2 No download - long video to a file",
+]
 
 FILES = sorted((PACK / "example_workflows").glob("*.json"))
 
@@ -45,7 +48,7 @@ def test_file_names_are_titles_and_mention_no_download(at):
     assert "_" not in title
     assert len(title) <= 40
     models = any(node["properties"].get("models") for node in read(FILES[at])["nodes"])
-    assert ("(no download)" in title) is (at < len(NO_DOWNLOAD)) is (not models)
+    assert title.startswith("No download - ") is (at < len(NO_DOWNLOAD)) is (not models)
 
 
 # Below this scale the frontend draws no text on nodes.

@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 SIZE = 1024
 
-_BADGE = 150  # pixels from the top that the dialog covers
+_BADGE = 176  # pixels from the top that the dialog covers
 _EDGE = 48  # around the blocks, and between the blocks of a row
 _BETWEEN = 50  # between rows
 _TITLE, _NOTE = 68, 52  # 17 and 13 pixels in the dialog
