@@ -2,28 +2,16 @@
 
 import re
 import shutil
-import subprocess
-import sys
-import venv
-import zipfile
-from pathlib import Path
 
 import pytest
-import torch
 
 from fast_video_vae.tests.nodes.checkout import find_comfyui, where_looked
 from fast_video_vae.tests.nodes.server import Server, Workflow
+from fast_video_vae.tests.tools import fresh_install
+from fast_video_vae.tests.tools.fresh_install import FOLDER, torch_of
 from fast_video_vae.tests.tools.publish import publish_zip, published_files
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.slow]
-
-# Packages that require torchvision would install another torch, so these are installed without
-# dependencies; boot.py replaces what is missing.
-TORCH_FAMILY = {"torch", "torchvision", "torchaudio"}
-WITHOUT_DEPENDENCIES = {"spandrel", "kornia"}
-
-# Not the name that a clone has: a registry installs into a folder of its own choice.
-FOLDER = "some-other-name"
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +21,7 @@ def base(tmp_path_factory):
         pytest.skip(where_looked())
     base = tmp_path_factory.mktemp("installation")
     publish_zip(base / "pack.zip")
-    with zipfile.ZipFile(base / "pack.zip") as archive:
-        archive.extractall(base / "custom_nodes" / FOLDER)
+    fresh_install.unpack(base / "pack.zip", base)
     return base
 
 
@@ -42,18 +29,10 @@ def base(tmp_path_factory):
 def python(base):
     """A Python with torch, ComfyUI's requirements and then the pack's, as an installer does it."""
     folder = base / "venv"
-    venv.create(folder, with_pip=True, symlinks=sys.platform != "win32")
-    python = folder / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
-    pip(python, f"torch=={torch.__version__.partition('+')[0]}")
-    lines = (find_comfyui() / "requirements.txt").read_text(encoding="utf-8").splitlines()
-    requirements = [line for line in lines if line and not line.startswith("#")]
-    bare = [line for line in requirements if name_of(line) in WITHOUT_DEPENDENCIES]
-    apart = TORCH_FAMILY | WITHOUT_DEPENDENCIES
-    pip(python, *(line for line in requirements if name_of(line) not in apart))
-    if bare:
-        pip(python, "--no-deps", *bare)
+    python = fresh_install.install_torch(folder)
+    fresh_install.install_comfyui(python)
     before = torch_of(python)
-    pip(python, "-r", str(base / "custom_nodes" / FOLDER / "requirements.txt"))
+    fresh_install.install_pack(python, base / "custom_nodes" / FOLDER)
     assert torch_of(python) == before
     yield python
     shutil.rmtree(folder, ignore_errors=True)  # gigabytes
@@ -87,20 +66,3 @@ def test_the_demo_runs_after_a_fresh_installation(base, python):
     assert f"pytorch version: {version}" in log
     assert not [line for line in log.splitlines() if "IMPORT FAILED" in line and FOLDER in line]
     assert torch_of(python) == version
-
-
-def name_of(requirement: str) -> str:
-    return re.match(r"[\w.-]+", requirement)[0].lower()
-
-
-def torch_of(python: Path) -> str:
-    """The version and build of torch that a Python has."""
-    command = [str(python), "-c", "import torch; print(torch.__version__)"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def pip(python: Path, *arguments: str) -> None:
-    """Install, or fail with what pip says."""
-    command = [str(python), "-m", "pip", "install", "--quiet", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
