@@ -126,7 +126,7 @@ def test_what_int8_does_not_support_is_one_line_and_leaves_no_file(
 
 
 def test_a_vae_that_loses_too_much_is_an_error(tmp_path, run, vae_path, latents, monkeypatch):
-    monkeypatch.setattr(layers, "_LOSS_DB", -100)
+    monkeypatch.setattr(layers, "LOSS_DB", -100)
     out = tmp_path / "a.mp4"
     options = ("--precision", "int8", "--quiet", "--dtype", "fp32")
     code, _, errors = run("decode", latents, "--vae", vae_path, "-o", out, *options)

@@ -31,7 +31,7 @@ from ..executor import advance
 from ..precision import layer_modes
 
 # Decibels below bfloat16. The asked bound is 1.5: another video has other errors.
-_LOSS_DB = 1.0
+LOSS_DB = 1.0
 
 # A convolution with a smaller share of the multiplications gains nothing that could be measured.
 _LEAST_SHARE = 0.005
@@ -176,9 +176,9 @@ def choose(network: Network, x: Tensor, dtype: torch.dtype) -> Int8Layers:
         for name in candidates
         if shares[name] >= _LEAST_SHARE
     }
-    budget = narrow * 10 ** (_LOSS_DB / 10) - plain
+    budget = narrow * 10 ** (LOSS_DB / 10) - plain
     # What one convolution costs varies more between videos than what many cost.
-    cheap = [name for name, error in errors.items() if _lost_db(error, narrow) <= _LOSS_DB]
+    cheap = [name for name, error in errors.items() if _lost_db(error, narrow) <= LOSS_DB]
     order = sorted(cheap, key=lambda name: errors[name] / shares[name])
     names = _within(budget, order, errors)
     # Errors add up approximately: what is chosen is measured as a whole.
