@@ -1,4 +1,4 @@
-"""The texts of the nodes: complete in the schemas, the help pages and every language."""
+"""The texts of the nodes: complete in the schemas and every language."""
 
 import re
 
@@ -22,10 +22,6 @@ PATTERN = set("{}@|")
 
 # A tooltip of a number must have a unit or the meaning of a value.
 UNIT = re.compile(r"frame|pixel|second|step|noise level|percent|%|\bGB|\bMB|times|\bof\b|-?\d+: ")
-
-# The tables of a help page and the names in them.
-TABLE = re.compile(r"^\| (?:Input|Output) \|.*\n((?:\|.*\n)+)", re.MULTILINE)
-ROW = re.compile(r"^\| `([^`]+)` \|", re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -79,17 +75,6 @@ def test_a_tooltip_has_the_unit_of_a_number_and_the_meanings_of_choices(infos):
 
 def test_the_english_file_has_the_texts_of_the_schemas(infos):
     assert written("en") == english(infos), f"stale: {COMMAND}"
-
-
-def test_every_node_has_a_help_page(infos, server):
-    for info in infos:
-        text = server.get(f"/extensions/{server.name}/docs/{info['name']}.md").decode()
-        assert text.startswith(f"# {info['display_name']}\n")
-        groups = (info["input"].get(kind, {}) for kind in ("required", "optional"))
-        entries = {key: options for group in groups for key, (_, *options) in group.items()}
-        labels = [(more or [{}])[0].get("display_name") or key for key, more in entries.items()]
-        expected = [*labels, *info["output_name"]]
-        assert [name for table in TABLE.findall(text) for name in ROW.findall(table)] == expected
 
 
 @pytest.mark.parametrize("language", TRANSLATIONS)
