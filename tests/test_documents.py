@@ -1,0 +1,90 @@
+"""The README and the pages that it links: a first screen, links that exist, nothing unreachable."""
+
+import re
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+PAGES = [
+    README,
+    ROOT / "CHANGELOG.md",
+    ROOT / "tests/benchmarks/README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "web/docs").glob("*.md")),
+]
+PICTURE_BYTES = 3_000_000
+
+# Where a new user decides: a screen.
+FIRST_SCREEN = 40
+
+TARGET = re.compile(r'\]\(([^)]+)\)|(?:href|src)="([^"]+)"')
+
+
+def text_of(path):
+    return path.read_text(encoding="utf-8")
+
+
+def targets(path):
+    """Links of a page to files and headings, without those to other sites."""
+    page = re.sub(r"^```.*?^```$|`[^`\n]*`", "", text_of(path), flags=re.DOTALL | re.MULTILINE)
+    found = [unquote(one or other) for one, other in TARGET.findall(page)]
+    return [target for target in found if not re.match(r"https?:", target)]
+
+
+def anchors(path):
+    """The anchors that GitHub makes of the headings."""
+    headings = re.findall(r"^#+ (.+)$", text_of(path), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_link_leads_to_a_file_and_a_heading(path):
+    for target in targets(path):
+        name, _, anchor = target.partition("#")
+        file = path.parent / name if name else path
+        assert file.exists(), target
+        if anchor:
+            assert anchor in anchors(file), target
+
+
+def test_every_page_is_linked():
+    linked = {
+        (path.parent / each.partition("#")[0]).resolve() for path in PAGES for each in targets(path)
+    }
+    assert [path for path in (ROOT / "docs").glob("*.md") if path.resolve() not in linked] == []
+    assert [
+        path
+        for path in (ROOT / "media").iterdir()
+        if path.resolve() not in linked and path.stem not in ("icon", "banner")
+    ] == []
+    workflows = sorted((ROOT / "example_workflows").iterdir())
+    assert [path.name for path in workflows if path.resolve() not in linked] == []
+
+
+def test_the_readme_is_short():
+    assert 130 <= len(text_of(README).splitlines()) <= 170
+
+
+def test_the_first_screen_shows_a_picture_the_installation_and_a_first_run():
+    screen = text_of(README).splitlines()[:FIRST_SCREEN]
+    wanted = [r"!\[.*\]\(media/.*\)", "## Install", r"git clone .*", "## First run", r"1\. .*"]
+    found = [
+        next((n for n, line in enumerate(screen) if re.fullmatch(each, line)), None)
+        for each in wanted
+    ]
+    assert None not in found
+    assert found == sorted(found)
+
+
+def test_pictures_load_fast():
+    sizes = {path.name: path.stat().st_size for path in (ROOT / "media").iterdir()}
+    assert [name for name, size in sizes.items() if size > PICTURE_BYTES] == []
+
+
+def test_both_commands_are_alone_in_their_blocks():
+    blocks = re.findall(r"```bash\n(.*?)```", text_of(README), flags=re.DOTALL)
+    assert 'pip install ".[cli]" && fast-video-vae demo\n' in blocks
+    assert 'pip install ".[test]" && pytest\n' in blocks
