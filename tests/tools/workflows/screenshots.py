@@ -76,19 +76,25 @@ def nodes() -> Graph:
     """A LoRA, the sampler, a quick look and the file."""
     graph = Graph("nodes", gap=48)
     column = graph.column(287)
-    loras = column.group("LoRAs", FAST)
-    stack = loras.add("FastVAE_LoraStack", lora_name=_LORA, strength="1;0.6")
-    loras.add("FastVAE_ApplyLora", stack=stack)
-    loader = column.group("The fast VAE", FAST)
-    vae = loader.add("FastVAE_Load", stretch=True, vae_name=files.WAN21_VAE)
+    loras = column.group("A LoRA for each expert", FAST)
+    stacks = {
+        f"loras_{noise}": loras.add("FastVAE_LoraStack", lora_name=_LORA, strength=strength)
+        for noise, strength in (("high", "1"), ("low", "0.6"))
+    }
+    words = {"positive": "a red fox in the snow", "negative": "blurred"}
+    encoder = column.group("All prompts in one pass", FAST)
+    text = encoder.add("FastVAE_TextEncode", stretch=True, **words)
+    prompts = {name: text[name] for name in words}
 
-    sampling = graph.column(280).group("Both experts, one sampler", FAST)
-    latent = sampling.add("FastVAE_WanSampler", seed=1, loras_high=stack)["LATENT"]
+    column = graph.column(280)
+    sampling = column.group("Both experts, one sampler", FAST)
+    latent = sampling.add("FastVAE_WanSampler", seed=1, **stacks, **prompts)["LATENT"]
+    vae = column.group("The fast VAE", FAST).add("FastVAE_Load", vae_name=files.WAN21_VAE)
 
     column = graph.column(248)
     column.group("A quick look", FAST).add("FastVAE_PreviewLatent", samples=latent)
     result = column.group("Straight into a file", FAST)
-    result.decode_video(0, "wan22", vae, latent, codec="av1")
+    result.decode_video(0, "wan22", vae, latent)
     return graph
 
 
