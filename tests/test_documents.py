@@ -11,7 +11,8 @@ README = ROOT / "README.md"
 PAGES = [
     README,
     ROOT / "CHANGELOG.md",
-    ROOT / "tests/benchmarks/README.md",
+    ROOT / "vae/demo/README.md",
+    *sorted((ROOT / "tests/benchmarks").glob("*.md")),
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "web/docs").glob("*.md")),
 ]
@@ -27,16 +28,20 @@ def text_of(path):
     return path.read_text(encoding="utf-8")
 
 
+def without_code(path):
+    return re.sub(r"^```.*?^```$", "", text_of(path), flags=re.DOTALL | re.MULTILINE)
+
+
 def targets(path):
     """Links of a page to files and headings, without those to other sites."""
-    page = re.sub(r"^```.*?^```$|`[^`\n]*`", "", text_of(path), flags=re.DOTALL | re.MULTILINE)
+    page = re.sub(r"`[^`\n]*`", "", without_code(path))
     found = [unquote(one or other) for one, other in TARGET.findall(page)]
     return [target for target in found if not re.match(r"https?:", target)]
 
 
 def anchors(path):
     """The anchors that GitHub makes of the headings."""
-    headings = re.findall(r"^#+ (.+)$", text_of(path), flags=re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", without_code(path), flags=re.MULTILINE)
     return {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}
 
 

@@ -25,22 +25,23 @@ _FAMILIES = {"wan2.1": "Wan 2.1", "wan2.2": "Wan 2.2", "seedvr2": "SeedVR2"}
 def speed() -> str:
     """The front page: what was measured next to ComfyUI and diffusers, by device."""
     measured = [
-        ("Wan 2.1 decode, 1 x 512 x 512", "bench_vae", "decode 1x512x512 bfloat16"),
-        ("Wan 2.1 decode, 17 x 192 x 192", "bench_vae", "decode 17x192x192 bfloat16"),
-        ("Wan 2.2 5B decode, 17 x 128 x 128", "bench_vae", "decode 17x128x128 bfloat16 wan2.2"),
-        ("SeedVR2 decode, 5 x 128 x 128", "bench_vae", "decode 5x128x128 bfloat16 seedvr2"),
-        ("Wan 2.1 decode, 81 x 720 x 1280", "bench_gpu", "Wan2.1 decode 720x1280x81, bf16"),
+        ("Wan 2.1 decode, 1 x 512 x 512", "bench_vae", "decode 1x512x512 bfloat16", ""),
+        ("Wan 2.1 decode, 17 x 192 x 192", "bench_vae", "decode 17x192x192 bfloat16", ""),
+        ("Wan 2.2 decode, 17 x 128 x 128", "bench_vae", "decode 17x128x128 bfloat16", "wan2.2"),
+        ("SeedVR2 decode, 5 x 128 x 128", "bench_vae", "decode 5x128x128 bfloat16", "seedvr2"),
+        ("Wan 2.1 decode, 81 x 720 x 1280", "bench_gpu", "Wan2.1 decode 720x1280x81, bf16", ""),
     ]
     body = []
-    for work, bench, case in measured:
-        rows = by_case([row for row in select(bench, case) if row["case"] == case])[case]
+    for work, bench, case, family in measured:
+        name = f"{case} {family}".strip()
+        rows = by_case([row for row in select(bench, name) if row["case"] == name])[name]
         ours = rows["ours"]
-        script = f"[{bench}.py](tests/benchmarks/{bench}.py), {ours['commit']}"
+        command = f"`{bench}.py{f' --family {family}' if family else ''}`, {ours['commit']}"
         device = _device(ours)
         shown = "" if device in (line[0] for line in body) else device
-        body.append([shown, work, *_cells(rows, ("comfyui", "diffusers")), script])
-    head = ["device", "seconds, bf16", "ComfyUI", "diffusers", "this pack", "measured by, commit"]
-    return table(head, body)
+        body.append([shown, work, *_cells(rows, _PEERS), _peaks(rows), command])
+    head = ["device", "seconds, bf16", "ComfyUI", "diffusers", "this pack", "peak GiB of the three"]
+    return table([*head, "`python tests/benchmarks/`"], body)
 
 
 def vae(family: str) -> str:
@@ -76,9 +77,9 @@ def gpu() -> str:
     body = []
     for case, each in by_case(select("bench_gpu")).items():
         ours = each["ours"]
-        cells = _cells(each, ("comfyui", "diffusers"))
-        peaks = [f"{each[name]['peak_gib']:.1f}" for name in ("comfyui", "diffusers", "ours")]
-        body.append([case, *cells, ", ".join(peaks), _origin(ours)])
+        height, width, frames = re.search(r"(\d+)x(\d+)x(\d+)", case).groups()
+        work = f"{case.split()[1]} {frames} x {height} x {width} bf16"
+        body.append([work, *_cells(each, _PEERS), _peaks(each), _origin(ours)])
     head = ["case", "ComfyUI", "diffusers", "this pack", "peak GiB of the three", "commit"]
     return _with_machine(table(head, body), ours)
 
@@ -231,7 +232,7 @@ def lora() -> str:
     """A linear layer with a LoRA, by mode."""
     names = ["auto", "stream", "beside", "ComfyUI's bypass", "merge per call"]
     body = []
-    for row in select("bench_lora", "tokens"):
+    for row in sorted(select("bench_lora", "tokens"), key=lambda row: len(row["case"])):
         times = row["milliseconds"]
         ratios = [f"{times[name] / times['no LoRA']:.2f}x" for name in names]
         tokens = re.search(r"(\d+) tokens", row["case"]).group(1)
@@ -243,7 +244,7 @@ def lora() -> str:
 def lora_effect() -> str:
     """What is left of a LoRA's effect on weights of few bits."""
     row = one("bench_lora", "error")
-    errors = [f"{100 * row[way]['mean']:.2g} %" for way in ("beside", "stream", "core")]
+    errors = [f"{100 * row[way]['mean']:#.3g} %" for way in ("beside", "stream", "core")]
     body = [["error, 1 % of fp8 weights", *errors, _device(row), _origin(row)]]
     for row in select("bench_lora", "share that is kept"):
         delta = re.match(r"deltas of (\S+) %", row["case"])[1]
@@ -308,6 +309,7 @@ def install() -> str:
 
 
 _TWO = ("comfyui", "ours")
+_PEERS = ("comfyui", "diffusers")
 _NAMES = {"comfyui": "ComfyUI", "diffusers": "diffusers", "ours": "this pack"}
 
 # A PSNR of frames in [-1, 1] next to a mean squared error.
@@ -371,13 +373,19 @@ def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
 def _compared(rows: list[Row]) -> str:
     """Seconds of the peers that have any and of this pack, by case."""
     body = []
-    peers = [name for name in ("comfyui", "diffusers") if any(_is(row, name) for row in rows)]
+    peers = [name for name in _PEERS if any(_is(row, name) for row in rows)]
     for case, each in by_case(rows).items():
         ours = each["ours"]
         body.append([_case(case), *_cells(each, peers), str(len(ours["seconds"])), _origin(ours)])
     head = [f"{_NAMES[name]} {_version(rows, name)}" for name in peers]
     head = ["case", *head, "this pack", "rounds", "commit"]
     return _with_machine(table(head, body), ours)
+
+
+def _peaks(each: Mapping[str, Row]) -> str:
+    """Peak memory of both peers and of this pack, if it was measured."""
+    rows = [each.get(name, {}) for name in (*_PEERS, "ours")]
+    return ", ".join(f"{row['peak_gib']:.1f}" for row in rows if "peak_gib" in row)
 
 
 def _cells(each: Mapping[str, Row], peers: Sequence[str]) -> list[str]:
