@@ -1,20 +1,17 @@
 """The README and the pages that it links: a first screen, links that exist, nothing unreachable."""
 
 import re
-from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-README = ROOT / "README.md"
+from fast_video_vae.tests.tools.figures.claims import README, TEXTS
+from fast_video_vae.tests.tools.figures.rows import ROOT
+
 PAGES = [
-    README,
-    ROOT / "CHANGELOG.md",
+    *TEXTS,
     ROOT / "vae/demo/README.md",
     *sorted((ROOT / "tests/benchmarks").glob("*.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "web/docs").glob("*.md")),
 ]
 PICTURE_BYTES = 3_000_000
 

@@ -1,5 +1,8 @@
 """Narrow VAEs of each family, what they are given, and how two results are compared."""
 
+import functools
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -8,6 +11,9 @@ from fast_video_vae.tests.benchmarks.peers import PeerUnavailableError, comfyui_
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.seedvr2 import random_seedvr2
 from fast_video_vae.tests.wan22 import random_qwen21, random_wan22
+from fast_video_vae.vae import load_vae
+from fast_video_vae.vae.models.wan21 import Wan21Decoder
+from fast_video_vae.vae.planning.job import job_of
 
 STATES = {
     "wan2.1": lambda: random_state_dict(8),
@@ -31,6 +37,17 @@ def latent_for(vae, frames, height, width, batch=1):
     """A latent of frames of this size."""
     step = vae.config.spatial_compression
     return random_latent(batch, vae.config.latent_channels, frames, height // step, width // step)
+
+
+@functools.cache
+def published_decode():
+    """The job of a decode of 720 x 1280 by Wan 2.1 in its published widths, on the meta device."""
+    vae, cpu = load_vae(STATES["wan2.1"](), dtype=torch.float32), torch.device("cpu")
+    with torch.device("meta"):
+        decoder = Wan21Decoder((384, 384, 384, 192, 96), 3, 16)
+    size = 1, 90, 160
+    job = job_of(vae.decoder, vae.config, size, torch.float32, cpu, single_frame=False)
+    return replace(job, network=decoder)
 
 
 def stock(state, **options):

@@ -5,8 +5,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from fast_video_vae.tests.benchmarks.record import RESULTS
+
 ROOT = Path(__file__).resolve().parents[3]
-RESULTS = ROOT / "tests" / "benchmarks" / "results.jsonl"
 
 Row = dict[str, Any]
 

@@ -1,25 +1,38 @@
-"""The tables of the texts, written from the rows of the benchmarks.
-
-A text marks the place of a table with `<!-- rows: NAME -->` and `<!-- end of rows -->`.
-`python tests/tools/figures/write.py` fills them; a test compares them.
-"""
+"""The tables of the texts, written from the rows of the benchmarks."""
 
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
+
+from fast_video_vae.tests.benchmarks.weights import WIDTHS
 
 from .bands import speed_up
+from .cells import (
+    FAMILIES,
+    NAMES,
+    PEERS,
+    case_of,
+    compared,
+    device_of,
+    origin,
+    peaks,
+    seconds,
+    size_of,
+    table,
+    value,
+    with_commit,
+    with_machine,
+)
 from .rows import Row, by_case, one, select
 
-_DEVICES = {
-    "AMD EPYC, 2 threads, avx512_bf16": "2 cores of an AMD EPYC (Zen 5, avx512_bf16)",
-    "Intel(R) Xeon(R) Processor, 2 threads, avx512f": "2 cores of an Intel Xeon (avx512f)",
-}
 _BACKEND = re.compile(r"(\w+) step (\d+)x(\d+) (\w+) (.+), (triton|cuda|reference)(.*)")
 _STREAM = re.compile(r"(\S+), (\w+), width \d+, 1 x (\d+) latents of (\S+) (\w+)")
 _LENGTHS = (1, 33, 129)  # frames of a short and a long video
-_FAMILIES = {"wan2.1": "Wan 2.1", "wan2.2": "Wan 2.2", "seedvr2": "SeedVR2"}
+_TWO = ("comfyui", "ours")
+
+# A PSNR of frames in [-1, 1] next to a mean squared error.
+_PEAK_2_DB = 20 * math.log10(2)
 
 
 def speed() -> str:
@@ -37,23 +50,22 @@ def speed() -> str:
         rows = by_case([row for row in select(bench, name) if row["case"] == name])[name]
         ours = rows["ours"]
         command = f"`{bench}.py{f' --family {family}' if family else ''}`, {ours['commit']}"
-        device = _device(ours)
+        device = device_of(ours)
         shown = "" if device in (line[0] for line in body) else device
-        body.append([shown, work, *_cells(rows, _PEERS), _peaks(rows), command])
+        body.append([shown, work, *seconds(rows, PEERS), peaks(rows), command])
     head = ["device", "seconds, bf16", "ComfyUI", "diffusers", "this pack", "peak GiB of the three"]
     return table([*head, "`python tests/benchmarks/`"], body)
 
 
 def vae(family: str) -> str:
     """Seconds of `bench_vae.py` for a family, as wide as the published one."""
-    width = {"wan2.1": 96, "wan2.2": 160, "seedvr2": 128}[family]
     suffix = "" if family == "wan2.1" else f" {family}"
     rows = [
         row
-        for row in select("bench_vae", base_width=width)
+        for row in select("bench_vae", base_width=WIDTHS[family])
         if row["case"].endswith((f"bfloat16{suffix}", f"float32{suffix}"))
     ]
-    return _compared(rows)
+    return compared(rows)
 
 
 def static() -> str:
@@ -61,15 +73,15 @@ def static() -> str:
     body = []
     for case, each in by_case(select("bench_vae", ", static")).items():
         ours = each["ours"]
-        cells = [_case(case), str(ours["base_width"]), *_cells(each, ("comfyui", "every"))]
-        body.append([*cells, _origin(ours)])
+        cells = [case_of(case), str(ours["base_width"]), *seconds(each, ("comfyui", "every"))]
+        body.append([*cells, origin(ours)])
     head = ["case", "base width", "ComfyUI", "this pack, each frame", "this pack", "commit"]
-    return _with_machine(table(head, body), ours)
+    return with_machine(table(head, body), ours)
 
 
 def server() -> str:
     """Seconds of ComfyUI's nodes in its server."""
-    return _compared(select("bench_comfyui"))
+    return compared(select("bench_comfyui"))
 
 
 def gpu() -> str:
@@ -79,9 +91,9 @@ def gpu() -> str:
         ours = each["ours"]
         height, width, frames = re.search(r"(\d+)x(\d+)x(\d+)", case).groups()
         work = f"{case.split()[1]} {frames} x {height} x {width} bf16"
-        body.append([work, *_cells(each, _PEERS), _peaks(each), _origin(ours)])
+        body.append([work, *seconds(each, PEERS), peaks(each), origin(ours)])
     head = ["case", "ComfyUI", "diffusers", "this pack", "peak GiB of the three", "commit"]
-    return _with_machine(table(head, body), ours)
+    return with_machine(table(head, body), ours)
 
 
 def int8_gpu() -> str:
@@ -89,9 +101,9 @@ def int8_gpu() -> str:
     names = ["int8 triton", "bf16 triton, first tile", "bf16 aten", "fp16 aten"]
     body = []
     for case, each in by_case(select("int8", "conv3d")).items():
-        body.append([case, *(f"{each[name]['ms']:.2f}" for name in names), _origin(each[names[0]])])
+        body.append([case, *(f"{each[name]['ms']:.2f}" for name in names), origin(each[names[0]])])
     head = ["case", "int8", "bf16, our kernel", "bf16, cuDNN", "fp16, cuDNN", "commit"]
-    return _with_machine(table(head, body), each[names[0]])
+    return with_machine(table(head, body), each[names[0]])
 
 
 def int8_error() -> str:
@@ -103,9 +115,9 @@ def int8_error() -> str:
         ).groups()
         cells = [f"{_PEAK_2_DB - row[key]:.1f}" for key in ("bf16_error_db", "int8_error_db")]
         share = f"{100 * row['share']:.0f} %"
-        body.append([_FAMILIES[family], _size(size), other, share, *cells, _origin(row)])
+        body.append([FAMILIES[family], size_of(size), other, share, *cells, origin(row)])
     head = ["VAE", "video", "other layers", "in int8", "PSNR, bf16", "PSNR, int8", "commit"]
-    return _with_machine(table(head, body), row)
+    return with_machine(table(head, body), row)
 
 
 def int8_cpu() -> str:
@@ -114,9 +126,9 @@ def int8_cpu() -> str:
     for row in select("int8", "bundled VAE"):
         times = [f"{statistics.median(row[key]):.2f}" for key in ("bf16_s", "int8_s")]
         share, ratio = f"{100 * row['share']:.0f} %", f"{row['bf16_over_int8']:.2f}x"
-        body.append([_size(row["case"].partition(",")[0]), share, *times, ratio, _origin(row)])
+        body.append([size_of(row["case"].partition(",")[0]), share, *times, ratio, origin(row)])
     head = ["case", "in int8", "bf16, s", "int8, s", "ratio", "commit"]
-    return _with_machine(table(head, body), row)
+    return with_machine(table(head, body), row)
 
 
 def count_bytes() -> str:
@@ -131,8 +143,8 @@ def count_bytes() -> str:
         cells = [f"{moved:.1f} ({moved / least:.2f}x)", f"{least:.1f}"]
         cells += [f"{row['launches_per_latent']:.0f}"]
         cells += [f"{own['gigabytes_per_latent']:.1f} ({own['gigabytes_per_latent'] / least:.2f}x)"]
-        cells += [f"{own['launches_per_latent']:.0f}", _origin(own)]
-        body.append([f"{_FAMILIES[family]} {direction}", *cells])
+        cells += [f"{own['launches_per_latent']:.0f}", origin(own)]
+        body.append([f"{FAMILIES[family]} {direction}", *cells])
     body.sort()
     head = ["step", "GB", "a pass each", "launches", "with our kernel", "launches", "commit"]
     return table(head, body)
@@ -145,10 +157,10 @@ def launches() -> str:
         direction, *_, family, backend, attends = _BACKEND.fullmatch(row["case"]).groups()
         moved = row["gigabytes_without_convolutions_per_latent"]
         text = f"{moved:.1f} GB, {row['launches_per_latent']:,.0f}"
-        cells.setdefault(f"{_FAMILIES[family]} {direction}", {})[backend + attends] = text
+        cells.setdefault(f"{FAMILIES[family]} {direction}", {})[backend + attends] = text
     kinds = ["triton", "cuda", "cuda with attention", "reference"]
     body = [[step, *(each[kind] for kind in kinds)] for step, each in cells.items()]
-    return _with_commit(table(["step", *kinds], body), row)
+    return with_commit(table(["step", *kinds], body), row)
 
 
 def cuda_kernels() -> str:
@@ -162,7 +174,7 @@ def cuda_kernels() -> str:
         most[name] = [*map(max, most.get(name, values), values)]
     body = [[f"`{name}`", *(f"{value:,}" for value in most[name])] for name in sorted(most)]
     head = ["kernel", "registers", "shared bytes", "spilled bytes"]
-    return _with_commit(table(head, body), rows[-1])
+    return with_commit(table(head, body), rows[-1])
 
 
 def memory() -> str:
@@ -170,15 +182,15 @@ def memory() -> str:
     lengths: dict[tuple[str, ...], dict[int, Row]] = {}
     for row in select("bench_memory", "latents of"):
         family, direction, latents, size, dtype = _STREAM.fullmatch(row["case"]).groups()
-        case = f"{_FAMILIES[family]} {direction}, {_case(f'{size} {dtype}')}"
-        key = case, str(row["base_width"]), _origin(row)
+        case = f"{FAMILIES[family]} {direction}, {case_of(f'{size} {dtype}')}"
+        key = case, str(row["base_width"]), origin(row)
         lengths.setdefault(key, {})[4 * int(latents) - 3] = row
     body = []
-    for (*case, origin), rows in lengths.items():
-        peaks = [f"{rows[frames]['peak_mib']:.0f}" for frames in _LENGTHS]
-        body.append([*case, *peaks, f"{rows[_LENGTHS[-1]]['estimate_mib']:.0f}", origin])
+    for (case, width, commit), rows in lengths.items():
+        most = [f"{rows[frames]['peak_mib']:.0f}" for frames in _LENGTHS]
+        body.append([case, width, *most, f"{rows[_LENGTHS[-1]]['estimate_mib']:.0f}", commit])
     head = ["MiB", "base width", *(f"frames: {frames}" for frames in _LENGTHS)]
-    return _with_machine(table([*head, "planned", "commit"], body), row)
+    return with_machine(table([*head, "planned", "commit"], body), row)
 
 
 def peak() -> str:
@@ -186,9 +198,9 @@ def peak() -> str:
     body = []
     for case, each in by_case(select("bench_peak")).items():
         cells = [f"{each[n][key]:.0f}" for key in ("peak_mib", "stays_mib") for n in _TWO]
-        body.append([_case(case), *cells, _origin(each["ours"])])
+        body.append([case_of(case), *cells, origin(each["ours"])])
     head = ["case", "peak, ComfyUI", "this pack", "afterwards, ComfyUI", "this pack", "commit"]
-    return _with_machine(table(head, body), each["ours"])
+    return with_machine(table(head, body), each["ours"])
 
 
 def seams() -> str:
@@ -200,9 +212,9 @@ def seams() -> str:
             psnr = "identical" if row["psnr_db"] is None else f"{row['psnr_db']:.1f} dB"
             cells = [f"{row[key]:.3g}" for key in ("max_levels", "mean_levels", "step_levels")]
             cells.insert(2, psnr)
-            body.append([case, _NAMES[name], *cells, _origin(each["ours"])])
+            body.append([case, NAMES[name], *cells, origin(each["ours"])])
     head = ["tiles", "VAE", "largest", "mean", "PSNR", "largest step of brightness", "commit"]
-    return _with_machine(table(head, body), row)
+    return with_machine(table(head, body), row)
 
 
 def tiny() -> str:
@@ -212,9 +224,9 @@ def tiny() -> str:
         if "processor time" in case:
             continue
         ours = each["ours"]
-        body.append([_case(case), *_cells(each, ("comfyui", "full")), _origin(ours)])
+        body.append([case_of(case), *seconds(each, ("comfyui", "full")), origin(ours)])
     head = ["case", "ComfyUI's", "full decoder", "tiny decoder", "commit"]
-    return _with_machine(table(head, body), ours)
+    return with_machine(table(head, body), ours)
 
 
 def preview() -> str:
@@ -222,10 +234,10 @@ def preview() -> str:
     with_it, without = (
         one("test_preview_speed", implementation=name) for name in ("ours", "none")
     )  # fmt: skip
-    cells = [f"{_value(with_it):.2f}", f"{_value(without):.2f}"]
-    body = [[with_it["case"].partition(", previews")[0], *cells, _origin(with_it)]]
+    cells = [f"{value(with_it):.2f}", f"{value(without):.2f}"]
+    body = [[with_it["case"].partition(", previews")[0], *cells, origin(with_it)]]
     head = ["step", "with a preview, s", "without, s", "commit"]
-    return _with_machine(table(head, body), with_it)
+    return with_machine(table(head, body), with_it)
 
 
 def lora() -> str:
@@ -236,20 +248,20 @@ def lora() -> str:
         times = row["milliseconds"]
         ratios = [f"{times[name] / times['no LoRA']:.2f}x" for name in names]
         tokens = re.search(r"(\d+) tokens", row["case"]).group(1)
-        body.append([f"{int(tokens):,}", f"{times['no LoRA']:.0f} ms", *ratios, _origin(row)])
+        body.append([f"{int(tokens):,}", f"{times['no LoRA']:.0f} ms", *ratios, origin(row)])
     head = ["tokens", "without", "auto", "stream", "bypass", *names[3:], "commit"]
-    return _with_machine(table(head, body), row)
+    return with_machine(table(head, body), row)
 
 
 def lora_effect() -> str:
     """What is left of a LoRA's effect on weights of few bits."""
     row = one("bench_lora", "error")
     errors = [f"{100 * row[way]['mean']:#.3g} %" for way in ("beside", "stream", "core")]
-    body = [["error, 1 % of fp8 weights", *errors, _device(row), _origin(row)]]
+    body = [["error, 1 % of fp8 weights", *errors, device_of(row), origin(row)]]
     for row in select("bench_lora", "share that is kept"):
         delta = re.match(r"deltas of (\S+) %", row["case"])[1]
         kept = [f"{100 * row[way]['mean']:.0f} %" for way in ("stream", "core")]
-        body.append([f"kept, {delta} % of bf16 weights", "all", *kept, _device(row), _origin(row)])
+        body.append([f"kept, {delta} % of bf16 weights", "all", *kept, device_of(row), origin(row)])
     head = ["delta", "`bypass`", "`stream`", "ComfyUI's loader", "machine", "commit"]
     return table(head, body)
 
@@ -259,8 +271,8 @@ def text() -> str:
     body = []
     for row in select("bench_text"):
         for way, ratio in row["cpu_ratios"].items():
-            body.append([row["case"], way, f"{ratio:.2f}", _origin(row)])
-    return _with_machine(table(["case", "way", "processor time", "commit"], body), row)
+            body.append([row["case"], way, f"{ratio:.2f}", origin(row)])
+    return with_machine(table(["case", "way", "processor time", "commit"], body), row)
 
 
 def devices() -> str:
@@ -271,10 +283,10 @@ def devices() -> str:
             if row["commit"].endswith("dirty"):
                 continue
             kind = "devices" if name == "bands" else "processes"
-            cells = [f"{row[f'{name}_are_faster_by']:.2f}x", _origin(row)]
-            body.append([f"{name}, two {kind}", _case(row["case"].split(",")[0]), *cells])
+            cells = [f"{row[f'{name}_are_faster_by']:.2f}x", origin(row)]
+            body.append([f"{name}, two {kind}", case_of(row["case"].split(",")[0]), *cells])
     head = ["", "case", "speed-up over one core", "commit"]
-    return _with_machine(table(head, body), row)
+    return with_machine(table(head, body), row)
 
 
 def bands() -> str:
@@ -305,15 +317,8 @@ def install() -> str:
     }
     row = one("bench_install")
     cells = [f"{row[key]:.0f}" for key in stages.values()]
-    return _with_machine(table(["seconds", *stages, "commit"], [["", *cells, _origin(row)]]), row)
+    return with_machine(table(["seconds", *stages, "commit"], [["", *cells, origin(row)]]), row)
 
-
-_TWO = ("comfyui", "ours")
-_PEERS = ("comfyui", "diffusers")
-_NAMES = {"comfyui": "ComfyUI", "diffusers": "diffusers", "ours": "this pack"}
-
-# A PSNR of frames in [-1, 1] next to a mean squared error.
-_PEAK_2_DB = 20 * math.log10(2)
 
 TABLES: dict[str, Callable[[], str]] = {
     "speed": speed,
@@ -341,107 +346,3 @@ TABLES: dict[str, Callable[[], str]] = {
     "bands": bands,
     "install": install,
 }
-
-_BLOCK = re.compile(r"(<!-- rows: ([\w.-]+) -->\n).*?(<!-- end of rows -->)", re.DOTALL)
-
-
-def filled(page: str) -> str:
-    """Return a page of Markdown with its tables written anew.
-
-    Raises:
-        KeyError: A mark names no table.
-    """
-    return _BLOCK.sub(lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n\n{match[3]}", page)
-
-
-def without_tables(page: str) -> str:
-    """Return a page of Markdown without the tables that are written from rows."""
-    return _BLOCK.sub("", page)
-
-
-def named(page: str) -> list[str]:
-    """Return the names of the tables that a page marks, also where the mark is incomplete."""
-    return re.findall(r"<!-- rows: (.*?) -->", page)
-
-
-def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
-    lines = [head, ["---"] * len(head), *body]
-    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
-
-
-def _compared(rows: list[Row]) -> str:
-    """Seconds of the peers that have any and of this pack, by case."""
-    body = []
-    peers = [name for name in _PEERS if any(_is(row, name) for row in rows)]
-    for case, each in by_case(rows).items():
-        ours = each["ours"]
-        body.append([_case(case), *_cells(each, peers), str(len(ours["seconds"])), _origin(ours)])
-    head = [f"{_NAMES[name]} {_version(rows, name)}" for name in peers]
-    head = ["case", *head, "this pack", "rounds", "commit"]
-    return _with_machine(table(head, body), ours)
-
-
-def _peaks(each: Mapping[str, Row]) -> str:
-    """Peak memory of both peers and of this pack, if it was measured."""
-    rows = [each.get(name, {}) for name in (*_PEERS, "ours")]
-    return ", ".join(f"{row['peak_gib']:.1f}" for row in rows if "peak_gib" in row)
-
-
-def _cells(each: Mapping[str, Row], peers: Sequence[str]) -> list[str]:
-    """Seconds of the peers and of this pack, the fewest in bold.
-
-    In brackets how many times as long a peer takes: the median of the rounds' ratios, if stored.
-    """
-    ours = each["ours"]
-    cells = {}
-    for name in peers:
-        cells[name] = ""
-        if row := each.get(name):
-            ratio = row.get("ours_is_faster_by", _value(row) / _value(ours))
-            cells[name] = f"{_value(row):.2f} ({ratio:.2f}x)"
-    cells["ours"] = f"{_value(ours):.2f}"
-    fewest = min((name for name in cells if name in each), key=lambda name: _value(each[name]))
-    cells[fewest] = f"**{cells[fewest]}**"
-    return list(cells.values())
-
-
-def _version(rows: list[Row], name: str) -> str:
-    return [row["version"] for row in rows if _is(row, name)][-1]
-
-
-def _is(row: Row, name: str) -> bool:
-    return row.get("implementation") == name
-
-
-def _value(row: Row) -> float:
-    return row["median_s"] if "median_s" in row else row["s"]
-
-
-def _case(case: str) -> str:
-    """A case with readable sizes and dtypes."""
-    words = _size(case).replace("bfloat16", "bf16").replace("float32", "fp32")
-    for name, family in _FAMILIES.items():
-        words = words.replace(f" {name}", f", {family}")
-    return words
-
-
-def _size(text: str) -> str:
-    return re.sub(r"(?<=\d)x(?=\d)", " x ", text)
-
-
-def _origin(row: Row) -> str:
-    """The commit and the day of a row."""
-    return f"{row['commit']}, {row['date'][:10]}"
-
-
-def _device(row: Row) -> str:
-    return _DEVICES.get(row["machine"], row["machine"])
-
-
-def _with_machine(lines: str, row: Row) -> str:
-    return f"{_device(row)}, PyTorch {row['torch']}:\n\n{lines}"
-
-
-def _with_commit(lines: str, row: Row) -> str:
-    return f"Commit {_origin(row)}:\n\n{lines}"

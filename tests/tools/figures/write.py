@@ -6,7 +6,7 @@ from pathlib import Path
 runpy.run_path(str(Path(__file__).resolve().parents[2] / "conftest.py"))  # binds the import name
 
 from fast_video_vae.tests.tools.figures.claims import TEXTS  # noqa: E402
-from fast_video_vae.tests.tools.figures.tables import filled  # noqa: E402
+from fast_video_vae.tests.tools.figures.page import filled  # noqa: E402
 
 
 def main() -> None:
