@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +257,18 @@ class Server:
                 raise
             raise PromptError(text, node_errors=json.loads(text)["node_errors"]) from error
         return answer["prompt_id"]
+
+    def queued(self, before: Collection[str], timeout_s: float = 30) -> str:
+        """Return the id of the prompt that a browser queues; `before` has ids of the history."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            queue = self.get("/queue")
+            waiting = [entry[1] for entry in queue["queue_running"] + queue["queue_pending"]]
+            new = [*waiting, *(self.get("/history").keys() - before)]
+            if new:
+                return new[0]
+            time.sleep(0.1)
+        raise TimeoutError("the browser has queued nothing")
 
     def wait(self, prompt_id: str, timeout_s: float = 300) -> dict[str, dict[str, list]]:
         """Wait for the end of a queued prompt; results and errors as in `run`."""

@@ -3,7 +3,6 @@
 import itertools
 import json
 import re
-import time
 
 import pytest
 
@@ -11,12 +10,13 @@ from fast_video_vae import vae as library
 from fast_video_vae.tests.nodes.checkout import PACK
 from fast_video_vae.tests.tools.workflows.frontend import (
     BROWSERS,
-    FLAGS,
     LOAD,
     PROMPT,
+    QUEUE,
     READY,
     SET,
     find_browser,
+    open_browser,
 )
 from fast_video_vae.tests.tools.workflows.packs import project
 from fast_video_vae.tests.videos import stacked
@@ -37,7 +37,6 @@ CLIP_DIFFERENCE = 10
 
 UNKNOWN = "app.graph.nodes.filter(n => !LiteGraph.registered_node_types[n.type]).map(n => n.type)"
 OPEN = "async workflow => { await app.loadGraphData(workflow, true, true, 'opened') }"
-QUEUE = "async () => { await app.queuePrompt(0, 1) }"
 
 # Left, top, right, bottom; the title is above the position of a node.
 BOXES = """app.graph.nodes.map(n => [n.title || n.type,
@@ -61,16 +60,11 @@ SIDEBAR, MENU = 60, 92
 def page(server, tmp_path_factory):
     """ComfyUI's frontend in a fresh browser."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    found = find_browser()
-    if found is None:
+    if find_browser() is None:
         pytest.skip(f"no browser: CHROMIUM is no program, nor is {', '.join(BROWSERS)} on PATH")
     with playwright.sync_playwright() as driver:
-        context = driver.chromium.launch_persistent_context(
-            tmp_path_factory.mktemp("browser"),
-            executable_path=found,
-            args=FLAGS,
-            viewport={"width": 1920, "height": 1080},
-        )
+        size = {"width": 1920, "height": 1080}
+        context = open_browser(driver, tmp_path_factory.mktemp("browser"), viewport=size)
         page = context.pages[0]
         page.goto(server.url)
         page.wait_for_function(READY, timeout=60_000)
@@ -193,7 +187,7 @@ def test_a_workflow_with_the_removed_quality_widget_opens_without_it(page, demo)
 def test_an_example_runs_from_the_browser(server, page, demo):
     before = server.get("/history").keys()
     page.evaluate(QUEUE)
-    shown = server.wait(queued(server, before), timeout_s=60)
+    shown = server.wait(server.queued(before), timeout_s=60)
     files = [file for results in shown.values() for file in server.files(results)]
     assert files
     assert all(file.stat().st_size for file in files)
@@ -232,16 +226,3 @@ def fits(entry, value):
         whole = kind == "FLOAT" or isinstance(value, int)
         return whole and options["min"] <= value <= options["max"]
     return isinstance(value, {"STRING": str, "BOOLEAN": bool}[kind])
-
-
-def queued(server, before):
-    """The prompt that the browser has queued, whether it waits, runs, or is done."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        queue = server.get("/queue")
-        waiting = [entry[1] for entry in queue["queue_running"] + queue["queue_pending"]]
-        new = [*waiting, *(server.get("/history").keys() - before)]
-        if new:
-            return new[0]
-        time.sleep(0.1)
-    raise TimeoutError("the browser has queued nothing")

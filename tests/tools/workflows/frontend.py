@@ -33,6 +33,7 @@ SET = """async settings => {
 
 LOAD = "async workflow => { await app.loadGraphData(workflow) }"
 PROMPT = "async () => (await app.graphToPrompt()).output"
+QUEUE = "async () => { await app.queuePrompt(0, 1) }"
 
 # Show nothing but the nodes.
 _PLAIN = {
@@ -122,19 +123,19 @@ def find_browser() -> str | None:
     return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
-def open_browser(driver: Any, folder: Path, scale: int = 1) -> Any:
+def open_browser(driver: Any, folder: Path, **options: object) -> Any:
     """Open the browser, whose profile is kept in a folder.
 
     Args:
         driver: Of Playwright.
         folder: Created if it is not there.
-        scale: Pixels of a screenshot for each pixel of the page.
+        options: Of Playwright, such as `viewport` and `device_scale_factor`.
 
     Returns:
         Its context, of Playwright, with one page.
     """
     return driver.chromium.launch_persistent_context(
-        folder, executable_path=find_browser(), args=FLAGS, device_scale_factor=scale
+        folder, executable_path=find_browser(), args=FLAGS, **options
     )
 
 

@@ -5,7 +5,6 @@ have two pixels per pixel of the page, and are as wide as README.md is shown, so
 as large as in ComfyUI.
 """
 
-import argparse
 import runpy
 import tempfile
 from pathlib import Path
@@ -16,6 +15,7 @@ runpy.run_path(str(_HERE.parents[1] / "conftest.py"))  # binds the checkout to i
 from fast_video_vae.tests.nodes.checkout import PACK  # noqa: E402
 from fast_video_vae.tests.nodes.server import Server  # noqa: E402
 from fast_video_vae.tests.tools.workflows import files  # noqa: E402
+from fast_video_vae.tests.tools.workflows.command import chosen  # noqa: E402
 from fast_video_vae.tests.tools.workflows.frontend import Frontend, open_browser  # noqa: E402
 from fast_video_vae.tests.tools.workflows.furnish import furnish  # noqa: E402
 from fast_video_vae.tests.tools.workflows.graph import FAST, Graph, Model  # noqa: E402
@@ -35,23 +35,18 @@ _QUALITY = 86
 def main() -> None:
     """Take the screenshots that were named, or all."""
     graphs = {graph.name: graph for graph in (first_run(), nodes())}
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(graphs))
-    parser.add_argument("--to", type=Path, default=PACK / "media", metavar="FOLDER")
-    arguments = parser.parse_args()
-    if unknown := set(arguments.names) - graphs.keys():
-        parser.error(f"no such screenshot: {', '.join(sorted(unknown))}")
+    names, folder = chosen(__doc__, graphs, PACK / "media")
     from playwright.sync_api import sync_playwright
 
-    with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
-        base = Path(folder)
+    with tempfile.TemporaryDirectory() as scratch, sync_playwright() as driver:
+        base = Path(scratch)
         furnish(base / "server", graphs.values())
         with Server(base / "server", threads=1) as server:
-            context = open_browser(driver, base / "browser", _SCALE)
+            context = open_browser(driver, base / "browser", device_scale_factor=_SCALE)
             frontend = Frontend(context.pages[0], server.url)
-            for name in arguments.names or graphs:
+            for name in names:
                 picture = frontend.picture(graphs[name])
-                file = arguments.to / f"{name}.jpg"
+                file = folder / f"{name}.jpg"
                 picture.save(file, quality=_QUALITY, optimize=True, progressive=True)
             context.close()
 

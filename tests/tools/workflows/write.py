@@ -5,7 +5,6 @@ and Chromium, like the browser tests. Each workflow is drawn by ComfyUI's fronte
 checked by the server and saved as the frontend saves it; its thumbnail shows its main nodes.
 """
 
-import argparse
 import importlib.metadata
 import io
 import json
@@ -22,6 +21,7 @@ runpy.run_path(str(_HERE.parents[1] / "conftest.py"))  # binds the checkout to i
 from fast_video_vae.tests.nodes.checkout import PACK  # noqa: E402
 from fast_video_vae.tests.nodes.server import Server  # noqa: E402
 from fast_video_vae.tests.tools.workflows.catalogue import catalogue  # noqa: E402
+from fast_video_vae.tests.tools.workflows.command import chosen  # noqa: E402
 from fast_video_vae.tests.tools.workflows.frontend import Frontend, open_browser  # noqa: E402
 from fast_video_vae.tests.tools.workflows.furnish import furnish  # noqa: E402
 from fast_video_vae.tests.tools.workflows.packs import properties  # noqa: E402
@@ -35,16 +35,11 @@ _NAMESPACE = uuid.UUID("9f6a1c1e-6d0e-4c0f-9a3e-2f1f0f7b9a51")
 def main() -> None:
     """Draw the workflows that were named, or all."""
     graphs = catalogue()
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(graphs))
-    parser.add_argument("--to", type=Path, default=PACK / "example_workflows", metavar="FOLDER")
-    arguments = parser.parse_args()
-    if unknown := set(arguments.names) - graphs.keys():
-        parser.error(f"no such workflow: {', '.join(sorted(unknown))}")
+    names, folder = chosen(__doc__, graphs, PACK / "example_workflows")
     from playwright.sync_api import sync_playwright
 
-    with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
-        base = Path(folder)
+    with tempfile.TemporaryDirectory() as scratch, sync_playwright() as driver:
+        base = Path(scratch)
         furnish(base / "server", graphs.values())
         with (
             Server(base / "server", threads=1) as server,
@@ -57,12 +52,12 @@ def main() -> None:
             context = open_browser(driver, base / "browser")
             frontend = Frontend(context.pages[0], server.url)
             bare = Frontend(context.new_page(), other.url)
-            for name in arguments.names or graphs:
+            for name in names:
                 graph = graphs[name]
                 drawn = frontend.draw(graph, properties(graph, modules, version), bare)
                 server.queue(frontend.prompt())  # refused, were anything wrong but the empty files
-                _save(arguments.to / name, _tidy(drawn, name))
-                _save_picture(arguments.to / f"{name}.jpg", blocks(graph.blocks))
+                _save(folder / name, _tidy(drawn, name))
+                _save_picture(folder / f"{name}.jpg", blocks(graph.blocks))
             context.close()
 
 
