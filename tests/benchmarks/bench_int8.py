@@ -1,12 +1,13 @@
 """What int8 loses and gains: errors of decodes next to float32, and seconds next to bfloat16.
 
-`python -m fast_video_vae.tests.benchmarks.bench_int8 [--family wan2.1 wan2.2 seedvr2]` prints and
+`python tests/benchmarks/bench_int8.py [--family wan2.1 wan2.2 seedvr2]` prints and
 appends JSON rows to `results.jsonl`: per family, full-width random weights, a decode of 9 x 64 x 64
 with the other layers in float32 and in bfloat16; and seconds of the bundled VAE, in pairs. The
 errors are simulated where int8 does not pay. Run it on an idle machine.
 """
 
 import math
+import runpy
 import statistics
 import time
 from pathlib import Path
@@ -14,12 +15,15 @@ from unittest import mock
 
 import torch
 
-from fast_video_vae.tests.benchmarks import record
-from fast_video_vae.tests.benchmarks.weights import random_weights
-from fast_video_vae.tests.vae.families import VIDEO, latent_for
-from fast_video_vae.vae import VAE_PATH, load_vae
-from fast_video_vae.vae.streaming import precision
-from fast_video_vae.vae.streaming.int8 import settings
+_HERE = Path(__file__).resolve().parent
+runpy.run_path(str(_HERE.parent / "conftest.py"))  # binds the checkout to its import name
+
+from fast_video_vae.tests.benchmarks import record  # noqa: E402
+from fast_video_vae.tests.benchmarks.weights import random_weights  # noqa: E402
+from fast_video_vae.tests.vae.families import VIDEO, latent_for  # noqa: E402
+from fast_video_vae.vae import VAE_PATH, load_vae  # noqa: E402
+from fast_video_vae.vae.streaming import precision  # noqa: E402
+from fast_video_vae.vae.streaming.int8 import settings  # noqa: E402
 
 PAIRS = 7
 
