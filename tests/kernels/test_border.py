@@ -50,10 +50,10 @@ def surrounded(x, border):
     ("channels", "height", "width"),
     [
         (12, 3, 5),  # one tile holds several rows of pixels
-        (12, 1, 1),
+        pytest.param(12, 1, 1, marks=pytest.mark.nightly),
         (160, 7, 9),  # several tiles, which begin within a row
-        (1024, 1, 17),
-        (1024, 5, 1),
+        pytest.param(1024, 1, 17, marks=pytest.mark.nightly),
+        pytest.param(1024, 5, 1, marks=pytest.mark.nightly),
     ],
 )
 def test_a_border_of_zeros_surrounds_each_frame(backend, dtype, op, known, channels, height, width):

@@ -358,7 +358,7 @@ def test_a_signal_while_the_thread_of_the_compilers_starts_ends_them(tmp_path, m
     assert ends == ([] if late else [-signal.SIGKILL])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("isa", ["generic", "avx2", "avx512"])
 def test_every_instruction_set_passes_the_op_tests(library, isa):
     """Run the op tests again, in a subprocess that uses this instruction set."""

@@ -42,7 +42,7 @@ def is_default(chip, constants):
 
 @pytest.mark.parametrize("chip", nvrtc.CHIPS)
 @pytest.mark.parametrize(
-    "default", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["typical", "all"]
+    "default", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["typical", "all"]
 )
 def test_all_kernels_compile_for_every_chip_without_spills(chip, default):
     known(chip)

@@ -40,6 +40,12 @@ CONVOLUTIONS = [
 ]
 
 
+def by_night(cases):
+    """Leave the cases `(chip, ...)` of all chips but sm_90 to the nightly run."""
+    marks = {90: ()}
+    return [pytest.param(*case, marks=marks.get(case[0], pytest.mark.nightly)) for case in cases]
+
+
 # Channels of the int8 convolution; what AMD GPUs and sm_103 lack is the caller's next candidate.
 CODES = (96, 192, 384)
 
@@ -126,14 +132,14 @@ def test_the_kernels_of_96_channels_compile_without_spills():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chip", [*sorted(set(SHARED) - {103}), *AMD])
+@pytest.mark.parametrize("chip", by_night(zip((*sorted(set(SHARED) - {103}), *AMD))))
 def test_all_kernels_compile_for_every_chip_without_spills(chip):
     counts = (96, 160, 192, 256, 384, 512, 640, 1024)
     check_resources([chip], [*(f"bf16,{count}" for count in counts), "fp16,96", "fp32,384"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("chip", "case"), CONVOLUTIONS)
+@pytest.mark.parametrize(("chip", "case"), by_night(CONVOLUTIONS))
 def test_tiles_of_the_convolution_compile_for_every_chip_without_spills(chip, case):
     check_resources([chip], [f"conv-{case}"])
 
@@ -143,7 +149,7 @@ def test_the_int8_convolution_of_96_channels_compiles_without_spills():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chip", sorted(set(SHARED) - {103}))
+@pytest.mark.parametrize("chip", by_night(zip(sorted(set(SHARED) - {103}))))
 def test_the_int8_convolution_compiles_for_every_chip_without_spills(chip):
     """Widths of the networks, those of other tiles, and inputs that no block divides.
 
@@ -185,7 +191,7 @@ def test_tensor_cores_limit_the_convolutions_with_float16_sums():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chip", [*SHARED, *AMD])
+@pytest.mark.parametrize("chip", by_night(zip((*SHARED, *AMD))))
 def test_attention_compiles_for_every_head_and_chip(chip):
     """Each tile runs with its widest head, and with a full and a partial last block of keys."""
     pytest.importorskip("triton", reason="compiling needs triton")

@@ -195,7 +195,7 @@ def test_a_layer_has_one_shape_in_all_steady_steps_on_amd(family, encodes, play)
     check_shapes(family, encodes, (5, 9, 17, 21), 2, play)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", VIDEO)
 @pytest.mark.parametrize("encodes", [False, True])
 def test_a_layer_has_one_shape_in_videos_of_any_length_on_amd(family, encodes, play):

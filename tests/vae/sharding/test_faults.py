@@ -50,7 +50,7 @@ def check(results, expected):
 
 @pytest.mark.parametrize("encode", [False, True], ids=["decode", "encode"])
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_any_allocation_of_one_rank_can_fail(pool, family, victim, encode):
     x, expected = given_and_expected(family, encode=encode)
     options = {"family": family, "x": x, "victim": victim, "encode": encode}
@@ -61,7 +61,7 @@ def test_any_allocation_of_one_rank_can_fail(pool, family, victim, encode):
         assert results[victim][1]["failed"] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", VIDEO)
 def test_most_allocations_of_one_rank_can_fail(pool, family):
     x, expected = given_and_expected(family)

@@ -169,7 +169,7 @@ def test_repeated_failures_give_frames_or_one_line(vae, tmp_path, in_a_row):
         fail_each(task, sampled(task, 5), in_a_row)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("in_a_row", [1, 2, 10])
 @pytest.mark.parametrize(
     "name", ["decode in steps", "encode in steps", "picture", "tiled decode", "to a file"]

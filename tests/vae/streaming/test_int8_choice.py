@@ -69,7 +69,7 @@ def test_a_decode_loses_a_decibel_and_a_half_at_most(kind, others):
     assert share > 0 or others == torch.bfloat16
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("others", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["normal", "student", "uniform"])
 @pytest.mark.parametrize("family", ["wan2.1", "seedvr2"])
@@ -79,7 +79,7 @@ def test_wider_decodes_lose_a_decibel_and_a_half_at_most(family, kind, others):
     assert coded <= rough + MOST_DB
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("family", "others"),
     [("wan2.1", torch.float32), ("wan2.1", torch.bfloat16), ("wan2.2", torch.float32)],
