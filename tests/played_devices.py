@@ -235,7 +235,7 @@ def _placed(result, placed):
     return result
 
 
-def _runtime(kind):
+def functions_of(kind):
     """Return the functions of the runtime of a kind by name."""
     counts = {f"{name}_bytes.all.current": 0 for name in ("reserved", "active")}
     common = {
@@ -292,7 +292,7 @@ def played(kind, monkeypatch, tmp_path, **options):
     device = Device(kind, **options)
     monkeypatch.setattr(_playing, "device", device.device)
     runtime = getattr(torch, device.device.type)
-    for name, value in _runtime(kind).items():
+    for name, value in functions_of(kind).items():
         monkeypatch.setattr(runtime, name, value, raising=False)
     monkeypatch.setattr(torch.version, "hip", "6.4" if kind == "amd" else None)
     generator = torch.Generator

@@ -1,147 +1,188 @@
-"""All GPU measurements in one command: tests, profile, convolutions, whole clips, users' memory.
+"""Where the seconds of this pack go on a GPU, in 7.5 minutes: the parts of `gpu_parts.py`.
 
-`python tests/benchmarks/bench_gpu.py` takes 25 minutes on a GPU, what decides most first. It prints
-each row when it is done and all tables at the end, and saves each row at once in a JSON file, and
-the tables in a text file. It needs torch, triton and this pack; diffusers and ComfyUI are measured
-too where they are installed, or where `prepare_gpu.py` has bundled them.
-
-The rows are measured in a second process. If it crashes, or a faulty kernel makes its GPU unusable,
-another process continues with the next row. At the end of the budget it is stopped, and the tables
-are printed.
-Without CUDA the sizes are tiny, which only checks that every row runs.
+Each row is printed and saved when it is measured. One process measures and this one watches it: a
+case that crashes, hangs or leaves the GPU unusable gets a row with the reason, and a new process
+continues with the case after it. Each part has its own time limit. Without CUDA the sizes are tiny,
+which only checks that every part runs. README.md next to this file explains the parts.
 """
 
 import argparse
 import contextlib
-import gc
-import math
-import re
+import json
+import os
 import runpy
 import signal
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 _HERE = Path(__file__).resolve().parent
-runpy.run_path(str(_HERE.parent / "conftest.py"))  # binds the checkout to its import name
+_BUNDLE = _HERE.parents[1] / ".gpu"  # of prepare_gpu.py
 
-import torch  # noqa: E402
+# Seconds of a case after the end of its part, and of a process before its first case.
+_GRACE_S, _START_S = 15, 120
 
-from fast_video_vae.tests.benchmarks import record  # noqa: E402
-from fast_video_vae.tests.benchmarks.gpu import bundle, machine, table  # noqa: E402
-from fast_video_vae.tests.benchmarks.gpu.clock import Clock  # noqa: E402
-from fast_video_vae.tests.benchmarks.gpu.rows import Rows  # noqa: E402
-from fast_video_vae.tests.benchmarks.gpu.schedule import run_sections  # noqa: E402
-from fast_video_vae.tests.benchmarks.gpu.sections import SECTIONS  # noqa: E402
-from fast_video_vae.tests.benchmarks.gpu.session import Session  # noqa: E402
-from fast_video_vae.tests.benchmarks.gpu.supervise import GPU_LOST, supervise  # noqa: E402
-from fast_video_vae.tests.benchmarks.gpu.turns import free  # noqa: E402
+_LOST = 77  # exit status of a process whose GPU no longer works
 
-# Seconds of a run. A small run has no limit and no check for hanging cases: its rows must not fail
-# on a busy machine, and the first case may build the CPU kernels.
-_BUDGET_S = sum(section.seconds for section in SECTIONS.values())
+# Values of a row that are saved and not printed.
+_HIDDEN = {"why", "taps", "size", "terms", "by", "op", "route", "implementation"}
 
 
 def main() -> None:
-    """Run the sections that the command line names."""
-    args = _arguments()
-    args.path = args.json or _default_path(args.small)
-    if args.worker:
-        sys.exit(_work(args))
-    until = time.time() + args.budget
-    args.path.parent.mkdir(parents=True, exist_ok=True)
-    if args.resume and args.path.exists():
-        Rows(args.path).forget_not_run(args.only)
-    else:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        Rows(args.path, {"machine": {}, "device": device, "small": args.small})
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # print the tables then too
-    supervise(_command(args, until), args.path, args.only, until)
-    content = Rows(args.path).content
-    for row in content["rows"] if args.out else ():
-        if row["section"] == "vae" and row["status"] == "ok":
-            case, _, name = row["name"].rpartition(": ")
-            record.append(args.out, "bench_gpu", case, implementation=name, **row["values"])
-    text = table.report(content)
-    tables = args.path.with_suffix(".txt")
-    tables.write_text(text + "\n", encoding="utf-8")
-    print(f"\nrows: {args.path}\ntables: {tables}", flush=True)
-    print(text, flush=True)
-
-
-def _arguments() -> argparse.Namespace:
+    """Watch a process that measures the parts of the command line, or be that process."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    add, sections = parser.add_argument, list(SECTIONS)
-    no_gpu = not torch.cuda.is_available()
-    kept = "keep the rows of the file and measure those that were not run"
-    default = f"default: {_BUDGET_S:.0f}; small runs: no limit"
-    add("--only", nargs="+", choices=sections, default=sections)
-    add("--budget", type=float, help=f"seconds after which no row starts; {default}")
-    add("--continue", dest="resume", action="store_true", help=kept)
-    add("--json", type=Path, help="file of the rows (default: gpu-NAME.json next to this file)")
-    add("--out", type=Path, help="append the rows of `vae` to this results.jsonl too")
+    add, default = parser.add_argument, Path("bench-gpu-out") / "rows.jsonl"
+    add("--only", nargs="+", metavar="PART", help="these parts; default: all but peers")
+    add("--peers", action="store_true", help="measure diffusers too: the part peers")
+    add("--out", type=Path, default=default, help=f"file of the rows (default: {default})")
     add("--commit", help="commit of this checkout, where git is not installed")
-    add("--bundle", type=Path, default=bundle.FOLDER, help="folder that prepare_gpu.py has made")
-    add("--small", action="store_true", default=no_gpu, help="tiny sizes; always without CUDA")
-    add("--worker", action="store_true", help=argparse.SUPPRESS)
-    add("--until", type=float, help=argparse.SUPPRESS)
+    add("--patience", type=float, default=1.0, help="factor of the time limits")
+    add("--parts", type=Path, help="file of other parts: PARTS, as in gpu_parts.py")
+    add("--progress", type=Path, help=argparse.SUPPRESS)
+    add("--ended", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.budget is None:
-        args.budget = math.inf if args.small else _BUDGET_S
-    args.only = [name for name in sections if name in args.only]
-    return args
+    if args.progress is not None:
+        sys.exit(_measure(args))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"run-{time.time():.0f}"
+        path.touch()
+        why = _watch([sys.executable, __file__, *sys.argv[1:], "--progress", str(path)], path)
+    print(f"rows: {args.out}", flush=True)
+    sys.exit(why)
 
 
-def _command(args: argparse.Namespace, until: float) -> list[str]:
-    """Return the command of the process that measures."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--worker"]
-    command += ["--json", str(args.path), "--only", *args.only, "--until", str(until)]
-    command += ["--bundle", str(args.bundle), *(["--small"] if args.small else [])]
-    return command + (["--commit", args.commit] if args.commit else [])
+def _watch(command: Sequence[str], progress: Path) -> str | None:
+    """Run `command` until every case was begun; return why that is not possible."""
+    ended: list[str] = []
+    while True:
+        before = len(_read(progress))
+        # Its own group, so that the processes that it started end with it.
+        worker = subprocess.Popen([*command, *ended], start_new_session=os.name == "posix")
+        until, status = time.time() + _START_S, None
+        try:
+            while status is None and time.time() < until:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    status = worker.wait(0.2)
+                until = lines[-1]["until"] if len(lines := _read(progress)) > before else until
+        except KeyboardInterrupt:
+            return "interrupted"
+        finally:
+            if worker.poll() is None and os.name == "posix":
+                os.killpg(worker.pid, signal.SIGKILL)
+            worker.kill()
+            worker.wait()
+        if status == 0:
+            return None
+        if len(_read(progress)) == before:
+            return f"the process that measures ended before its first case (status {status})"
+        ended = ["--ended", "hung" if status is None else f"crashed (status {status})"]
 
 
-def _work(args: argparse.Namespace) -> int:
-    """Measure the rows that the file lacks, and return the exit status."""
-    bundle.use(args.bundle)
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", torch.cuda.current_device())
-    elif args.small:
-        torch.set_num_threads(1)  # a second thread slows tiny tensors down
-    rows = Rows(args.path)
-    rows.content["machine"] = machine.describe(device, args.commit)
-    rows.write()
-    clock = Clock(args.until)
-    session = Session(device, small=args.small, clock=clock, path=args.path)
-    sections = [SECTIONS[name] for name in args.only]
-    for _ in run_sections(rows, clock, sections, session):
-        if not _serves(device):
-            return GPU_LOST
-        free(device)
-        gc.freeze()  # keeps later garbage collections short
-    gc.unfreeze()
+def _read(progress: Path) -> list[dict[str, Any]]:
+    """Return the lines of the cases that began and ended; a last one can be incomplete."""
+    return [*map(json.loads, progress.read_text(encoding="utf-8").split("\n")[:-1])]
+
+
+def _measure(args: argparse.Namespace) -> int:
+    """Measure the cases that were not begun before, and return the exit status."""
+    runpy.run_path(str(_HERE.parent / "conftest.py"))  # binds the checkout to its import name
+    sys.path += [str(_BUNDLE / "packages")] if _BUNDLE.is_dir() else []
+    if (_BUNDLE / "comfyui").is_dir() and not os.environ.get("COMFYUI_PATH"):
+        os.environ["COMFYUI_PATH"] = str(_BUNDLE / "comfyui")
+    from fast_video_vae.tests.benchmarks import gpu_parts
+
+    parts = runpy.run_path(str(args.parts))["PARTS"] if args.parts else gpu_parts.PARTS
+    names = args.only or [name for name in parts if args.peers or name != "peers"]
+    if unknown := set(names) - set(parts):
+        sys.exit(f"part is {', '.join(unknown)}; expected {', '.join(parts)}")
+    bench, lines = gpu_parts.Bench(), _read(args.progress)
+    rows = _Rows(args, bench)
+    if lines and "case" in lines[-1]:
+        lines[-1]["left"] *= args.ended != "hung"
+        rows.add(lines[-1]["part"], lines[-1]["case"], {"why": args.ended})
+        rows.note(until=lines[-1]["until"])
+    done = {line.get("done") for line in lines}
+    for name in (name for name in names if name not in done):
+        begun = {line["case"]: line["left"] for line in lines if line.get("part") == name}
+        left = [parts[name][0] * args.patience, *begun.values()][-1]
+        if not _run(name, parts[name], bench, rows, set(begun), left, _GRACE_S * args.patience):
+            return _LOST
     return 0
 
 
-def _serves(device: torch.device) -> bool:
-    """Return whether the device works: after a faulty kernel every later call fails."""
-    if device.type != "cuda":
-        return True
-    with contextlib.suppress(RuntimeError):
-        torch.cuda.synchronize(device)
-        return bool(torch.ones(1, device=device).sum() == 1)
-    return False
+class _Rows:
+    """Prints rows, saves them, and notes which cases began and ended."""
+
+    def __init__(self, args: argparse.Namespace, bench: Any) -> None:
+        from fast_video_vae.tests.benchmarks import record
+
+        self._args, self._bench, self._record, self._heading = args, bench, record, []
+        small = None if bench.cuda else True
+        self._more = {"run": args.progress.name, "commit": args.commit, "small": small}
+        lines = args.out.read_text(encoding="utf-8").splitlines() if args.out.exists() else []
+        for row in (json.loads(line) for line in lines if args.progress.name in line):
+            bench.rows.append({k: tuple(v) if isinstance(v, list) else v for k, v in row.items()})
+
+    def note(self, **line: object) -> None:
+        with self._args.progress.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def add(self, part: str, case: str, values: dict[str, Any]) -> None:
+        """Add a row: its values, or `why` there are none."""
+        values = {key: each for key, each in values.items() if each is not None}
+        for key in (key for key, each in values.items() if isinstance(each, float)):
+            values[key] = float(f"{values[key]:.4g}")
+        case = case.removesuffix(f": {values.get('implementation')}")
+        more = {key: each for key, each in self._more.items() if each is not None}
+        self._record.append(self._args.out, "bench_gpu", case, part=part, **more, **values)
+        self._bench.rows.append({"part": part, "case": case, **values})
+        shown = {key: each for key, each in values.items() if key not in _HIDDEN}
+        if shown and self._heading != [part, *shown]:
+            self._heading = [part, *shown]
+            print(
+                f"{'':64}{''.join(f'{key:>{max(11, len(key) + 2)}}' for key in shown)}", flush=True
+            )
+        cells = (f"{each!s:>{max(11, len(key) + 2)}}" for key, each in shown.items())
+        label = f"{case}: {values['implementation']}" if "implementation" in values else case
+        print(f"{label:64}{''.join(cells)}{values.get('why', '')}", flush=True)
 
 
-def _default_path(small: bool) -> Path:
-    """Return a path with the GPU's name, read from the driver so that no GPU memory is used."""
-    if small:
-        return Path(tempfile.gettempdir()) / "bench-gpu-small.json"
-    name = machine.asked("name") or record.machine()
-    return _HERE / f"gpu-{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.json"
+def _run(
+    name: str, part: Any, bench: Any, rows: _Rows, begun: set[str], left: float, grace: float
+) -> bool:
+    """Measure the cases of a part that were not begun; return whether the GPU works."""
+    seconds, cases, about = part
+    print(f"\n=== {name}: {about} ({seconds} s)", flush=True)
+    bench.until, late = time.time() + left, []
+    try:
+        for case, work in cases(bench):
+            left, until = bench.until - time.time(), bench.until + grace
+            if case in begun or left <= 0:
+                late += [] if case in begun else [case]
+                continue
+            rows.note(part=name, case=case, left=left, until=until)
+            try:
+                values = work()
+            except Exception as error:  # whatever a kernel, a driver or a peer raises
+                values = {"why": bench.reason(error.with_traceback(None))}
+            rows.add(name, case, values)
+            rows.note(until=until)
+            if not bench.works():
+                return False
+    except Exception as error:  # the part does not know its cases
+        rows.add(name, "all", {"why": bench.reason(error)})
+    if late:
+        rows.add(name, f"{len(late)} cases", {"why": f"no time left for {', '.join(late[:4])}"})
+    rows.note(done=name, until=time.time() + _START_S)
+    return True
 
 
 if __name__ == "__main__":

@@ -87,7 +87,8 @@ def server() -> str:
 def gpu() -> str:
     """Whole encodes and decodes on a GPU."""
     body = []
-    for case, each in by_case(select("bench_gpu")).items():
+    rows = [row for row in select("bench_gpu", "Wan2.1 ") if "s" in row]
+    for case, each in by_case(rows).items():
         ours = each["ours"]
         height, width, frames = re.search(r"(\d+)x(\d+)x(\d+)", case).groups()
         work = f"{case.split()[1]} {frames} x {height} x {width} bf16"

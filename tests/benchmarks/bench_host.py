@@ -1,0 +1,120 @@
+"""Milliseconds of Python in a decode or an encode on an NVIDIA GPU, which a CPU plays.
+
+`python tests/benchmarks/bench_host.py` runs this pack on `meta` tensors as on a card of sm_90 with
+24 GiB. PyTorch's ops and Triton's kernels are recorded, not run, and the time within them does not
+count: what is left is the Python that must be faster than the GPU. `waits` are reads of a result,
+for which the host waits. Runs repeat until two launch the same, so that nothing is tried; the
+median of five is reported.
+"""
+
+import importlib
+import os
+import runpy
+import statistics
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+if __name__ == "__main__":
+    os.environ |= {"TRITON_INTERPRET": "0", "FAST_VIDEO_VAE_NATIVE": "0"}  # as next to a GPU
+    runpy.run_path(str(Path(__file__).resolve().parents[1] / "conftest.py"))
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fast_video_vae.kernels import triton_ops
+from fast_video_vae.kernels.devices import kinds
+from fast_video_vae.tests.benchmarks import count_bytes, record
+from fast_video_vae.tests.played_devices import functions_of
+from fast_video_vae.vae import VideoVAE
+
+_CASES = ("decode 1 1024 1024", "decode 81 480 832", "decode 81 720 1280", "encode 81 480 832")
+_NO_LAUNCH = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach"}
+
+
+class Launches(TorchDispatchMode):
+    """Records what would be launched, and the seconds within it."""
+
+    names: Counter[str]
+    waits, inside_s = 0, 0.0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        start, name, kwargs = time.perf_counter(), func._schema.name[6:], kwargs or {}
+        reads = name == "_local_scalar_dense" or str(kwargs.get("device")) == "cpu"
+        if reads and isinstance(args[0], Tensor) and args[0].is_meta:
+            self.waits += 1
+            return torch.zeros(args[0].shape, dtype=kwargs.get("dtype")) if kwargs else 1
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and not func.is_view and name not in _NO_LAUNCH:
+            self.names[name] += 1
+            result = count_bytes.channels_last(result) if name == "convolution" else result
+        self.inside_s += time.perf_counter() - start
+        return result
+
+    def launch(self, kernel: Any, *_: object, **__: object) -> None:
+        """Stand in for the function that launches a kernel of Triton."""
+        self.names[kernel.__name__] += 1
+
+
+def _play(launches: Launches) -> None:
+    """Let `meta` be an NVIDIA GPU, from here on in this process."""
+    autocast, kinds._KINDS["meta"] = torch.autocast, "nvidia"
+    torch.autocast = lambda _, **options: autocast("cpu", **options)
+    torch.meta = SimpleNamespace(**functions_of("nvidia"))
+    torch.meta.mem_get_info = lambda *_: (22 << 30, 24 << 30)
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    torch.Generator, Tensor.normal_ = mock.MagicMock(), lambda x, **_: x  # there are no numbers
+    for path in Path(triton_ops.__file__).parent.glob("[a-z]*.py"):
+        module = importlib.import_module(f"{triton_ops.__name__}.{path.stem}")
+        for name, new in (("launch", launches.launch), ("_try", lambda _: "")):
+            if hasattr(module, name):
+                setattr(module, name, new)
+
+
+def measure(vae: VideoVAE, launches: Launches, case: str) -> dict[str, Any]:
+    """Return the figures of a case, "decode 81 480 832"."""
+    direction, (frames, height, width) = case.split()[0], map(int, case.split()[1:])
+    shape = (1, 3, frames, height, width)
+    if direction == "decode":
+        shape = (1, vae.config.latent_channels, frames // 4 + 1, height // 8, width // 8)
+    x, last, times = torch.empty(shape, dtype=vae.dtype, device="meta"), None, []
+    for _ in range(14):
+        launches.names, launches.waits, launches.inside_s = Counter(), 0, 0.0
+        start = time.perf_counter()
+        with launches, torch.no_grad():
+            getattr(vae, direction)(x)
+        seconds = time.perf_counter() - start - launches.inside_s
+        times = [*times, seconds] if launches.names == last else []
+        last = launches.names
+        if len(times) == 5:
+            break
+    ms, count = round(1e3 * statistics.median(times), 2), launches.names.total()
+    each = round(1e3 * ms / count, 1)
+    return {"ms": ms, "us_per_launch": each, "launches": count, "waits": launches.waits}
+
+
+def main() -> None:
+    """Print and save a row for each case."""
+    parser = record.parser(__doc__)
+    parser.add_argument("--case", nargs="+", default=_CASES, help='default: "decode 81 480 832" …')
+    args, config, launches = parser.parse_args(), count_bytes.configs()["wan2.1"], Launches()
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("meta"):
+        vae = VideoVAE(config, torch.bfloat16, torch.bfloat16).requires_grad_(False)
+    torch.set_default_dtype(torch.float32)
+    _play(launches)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["FAST_VIDEO_VAE_CACHE"] = folder
+        for case in args.case:
+            values = measure(vae, launches, case)
+            record.append(args.out, "bench_host", f"{case} bfloat16 wan2.1", **values)
+            print(f"{case:24}" + "".join(f"{key} {value:<12}" for key, value in values.items()))
+
+
+if __name__ == "__main__":
+    main()
