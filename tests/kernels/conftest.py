@@ -16,10 +16,10 @@ _EXAMPLES = 3
 
 @pytest.hookimpl(tryfirst=True)  # before slow tests are deselected
 def pytest_collection_modifyitems(items):
-    """Mark all but one dtype, and most combinations on an emulated GPU, as slow.
+    """Mark all but one dtype, and most combinations on an emulated GPU, as slow or nightly.
 
     The default dtype is bfloat16: the VAEs run in it, and it rounds most. On an emulated GPU one
-    program takes milliseconds.
+    program takes milliseconds: combinations in bfloat16 are slow, most of the others nightly.
     """
     for _, group in groupby(items, lambda item: getattr(item, "function", None)):
         together = [item for item in group if hasattr(item, "callspec")]
@@ -32,12 +32,20 @@ def pytest_collection_modifyitems(items):
                 item
                 for item in together
                 if backend in (item.callspec.params.get("backend"), item.callspec.params.get("ask"))
-                and not item.get_closest_marker("slow")
             ]
-            spread = {(len(mine) - 1) * n // (_EXAMPLES - 1) for n in range(_EXAMPLES)}
-            for n, item in enumerate(mine):
-                if n not in spread:
-                    item.add_marker(pytest.mark.slow)
+            slow = [item for item in mine if item.get_closest_marker("slow")]
+            _mark_most([item for item in mine if item not in slow], pytest.mark.slow)
+            for dtype in {item.callspec.params.get("dtype") for item in slow if narrow}:
+                same = [item for item in slow if item.callspec.params.get("dtype") is dtype]
+                _mark_most(same, pytest.mark.nightly)
+
+
+def _mark_most(items, mark):
+    """Mark all items but the first, the last and one between them."""
+    spread = {(len(items) - 1) * n // (_EXAMPLES - 1) for n in range(_EXAMPLES)}
+    for n, item in enumerate(items):
+        if n not in spread:
+            item.add_marker(mark)
 
 
 @pytest.fixture(params=ORDER)

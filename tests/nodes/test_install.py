@@ -11,7 +11,7 @@ from fast_video_vae.tests.tools import fresh_install
 from fast_video_vae.tests.tools.fresh_install import FOLDER, torch_of
 from fast_video_vae.tests.tools.publish import publish_zip, published_files
 
-pytestmark = [pytest.mark.comfyui, pytest.mark.slow]
+pytestmark = [pytest.mark.comfyui, pytest.mark.nightly]
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,7 @@ SAID = {
     signal.SIGHUP: "ended by SIGHUP",
 }
 MOMENTS = ("import", "opened", "loaded", "midway", "closing")
-# Each command and signal once, at the moments that differ most; the others are slow.
+# Each command and signal once, at the moments that differ most; the others are nightly.
 SAMPLE = {
     ("encode", signal.SIGHUP, "import"),
     ("demo", signal.SIGINT, "midway"),
@@ -154,7 +154,7 @@ def check_whole(out):
 @pytest.mark.parametrize(
     ("command", "number", "moment"),
     [
-        pytest.param(*case, marks=() if case in SAMPLE else pytest.mark.slow)
+        pytest.param(*case, marks=() if case in SAMPLE else pytest.mark.nightly)
         for case in itertools.product(COMMANDS, SIGNALS, MOMENTS)
     ],
     ids=lambda value: getattr(value, "name", value),
