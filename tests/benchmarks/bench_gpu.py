@@ -27,9 +27,8 @@ _BUNDLE = _HERE.parents[1] / ".gpu"  # of prepare_gpu.py
 _GRACE_S, _START_S = 15, 120
 
 _LOST = 77  # exit status of a process whose GPU no longer works
-
-# Values of a row that are saved and not printed.
-_HIDDEN = {"why", "taps", "size", "terms", "by", "op", "route", "implementation"}
+_BETWEEN = "all"  # stands for a part while none of its cases runs
+_HIDDEN = {"why", "taps", "size", "terms", "by", "op", "route", "implementation"}  # in a table
 
 
 def main() -> None:
@@ -83,7 +82,7 @@ def _watch(command: Sequence[str], progress: Path) -> str | None:
             return None
         if len(_read(progress)) == before:
             return f"the process that measures ended before its first case (status {status})"
-        ended = ["--ended", "hung" if status is None else f"crashed (status {status})"]
+        ended = ["--ended", {None: "hung", _LOST: ""}.get(status, f"crashed (status {status})")]
 
 
 def _read(progress: Path) -> list[dict[str, Any]]:
@@ -105,12 +104,12 @@ def _measure(args: argparse.Namespace) -> int:
         sys.exit(f"part is {', '.join(unknown)}; expected {', '.join(parts)}")
     bench, lines = gpu_parts.Bench(), _read(args.progress)
     rows = _Rows(args, bench)
-    if lines and "case" in lines[-1]:
-        lines[-1]["left"] *= args.ended != "hung"
-        rows.add(lines[-1]["part"], lines[-1]["case"], {"why": args.ended})
-        rows.note(until=lines[-1]["until"])
-    done = {line.get("done") for line in lines}
-    for name in (name for name in names if name not in done):
+    if args.ended and "case" in (last := lines[-1]):
+        rows.add(last["part"], last["case"], {"why": args.ended})
+        last |= {"left": last["left"] * (args.ended != "hung"), "until": time.time() + _START_S}
+        rows.note(**last, done=last["part"] if last["case"] == _BETWEEN else None)
+    lines = _read(args.progress)
+    for name in (name for name in names if name not in {line.get("done") for line in lines}):
         begun = {line["case"]: line["left"] for line in lines if line.get("part") == name}
         left = [parts[name][0] * args.patience, *begun.values()][-1]
         if not _run(name, parts[name], bench, rows, set(begun), left, _GRACE_S * args.patience):
@@ -162,6 +161,7 @@ def _run(
     seconds, cases, about = part
     print(f"\n=== {name}: {about} ({seconds} s)", flush=True)
     bench.until, late = time.time() + left, []
+    rows.note(part=name, case=_BETWEEN, left=left, until=bench.until + grace)
     try:
         for case, work in cases(bench):
             left, until = bench.until - time.time(), bench.until + grace
@@ -174,11 +174,11 @@ def _run(
             except Exception as error:  # whatever a kernel, a driver or a peer raises
                 values = {"why": bench.reason(error.with_traceback(None))}
             rows.add(name, case, values)
-            rows.note(until=until)
+            rows.note(part=name, case=_BETWEEN, left=bench.until - time.time(), until=until)
             if not bench.works():
                 return False
     except Exception as error:  # the part does not know its cases
-        rows.add(name, "all", {"why": bench.reason(error)})
+        rows.add(name, _BETWEEN, {"why": bench.reason(error)})
     if late:
         rows.add(name, f"{len(late)} cases", {"why": f"no time left for {', '.join(late[:4])}"})
     rows.note(done=name, until=time.time() + _START_S)

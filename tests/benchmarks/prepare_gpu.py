@@ -35,10 +35,8 @@ import sys
 folder, nodes, *absent = sys.argv[1:]
 sys.path[:0] = [folder + "/packages", folder + "/comfyui", nodes]
 sys.modules.update(dict.fromkeys(absent))  # their import fails
-import boot
-boot.stand_ins()
-from comfy.cli_args import args
-args.cpu = True
+import boot; boot.stand_ins()
+from comfy.cli_args import args; args.cpu = True
 import comfy.ldm.seedvr.vae, comfy.ldm.wan.vae, comfy.ldm.wan.vae2_2, comfyui_version
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 """
