@@ -1,6 +1,7 @@
 """ComfyUI for the tests of the nodes: in this process, and as a server. Skips where it is not."""
 
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,17 @@ def comfyui(tmp_path_factory):
     base = tmp_path_factory.mktemp("comfyui")
     import_comfyui(base)
     return base
+
+
+@pytest.fixture(scope="module", autouse=True)
+def unloaded():
+    """No file leaves a loaded model: ComfyUI would warn in the next one of a clone that is gone."""
+    yield
+    management = sys.modules.get("comfy.model_management")
+    if management is not None:
+        management.unload_all_models()
+        loaded = management.current_loaded_models
+        loaded[:] = [model for model in loaded if not model.is_dead()]
 
 
 @pytest.fixture
