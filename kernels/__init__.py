@@ -26,20 +26,16 @@ An op returns `out`, or a new tensor (channels-last for a video) without it. It 
 """
 
 import importlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from . import checks as check
-from .autotune import is_capturing
-from .backends import CONVOLUTIONS_TRIED, use_backend
+from .backends import use_backend
 from .codes import code_dtype, code_steps, zero_of
-from .convolution import choice
-from .convolution.budget import TrialBudget, trials
-from .convolution.cudnn import search_pays, searching
 from .convolution.fused import Fused
-from .convolution.kitchen import may_border
 from .convolution.onednn import serves as adds_in_place
 from .convolution.weight import ConvWeight
 from .devices import (
@@ -49,7 +45,6 @@ from .devices import (
     device_name,
     has_bfloat16,
     host_bytes,
-    indexed,
     lacks,
     memory_bytes,
     release_cached,
@@ -59,10 +54,17 @@ from .devices import (
     tensor_limit,
 )
 from .devices.gpu_config import GPUConfig, gpu_config
+from .devices.instructions import multiplies_bfloat16, slow_on_cpu
 from .devices.int8 import int8_lacks
-from .dispatch import ask, fusion, run, run_kernel
+from .dispatch import ask, run, run_convolution, run_kernel
 from .errors import BackendError, first_line, is_out_of_memory, log_once
 from .messages import LINE, guarded, line, padded, shown
+from .ready.background import Job, submit, wait
+from .ready.facts import facts_of
+from .ready.proof import Proofs, proving
+from .ready.serving import Prepared, Snapshot, seeing
+from .routes import Route, fp16_pays, route_of, table_entry
+from .routes import token as route_token
 from .shapes import convolved, interleaved, merged, new_video, shuffled
 from .tensor_files import PICKLE, SAFETENSORS, ZIP, Header, Place, kind_of, read_header
 from .warmup_log import Preparation, preparations, preparing
@@ -81,11 +83,15 @@ __all__ = [
     "Fused",
     "GPUConfig",
     "Header",
+    "Job",
     "NativeLibrary",
     "Place",
     "Preparation",
+    "Prepared",
+    "Proofs",
+    "Route",
+    "Snapshot",
     "Support",
-    "TrialBudget",
     "adds_in_place",
     "attention",
     "average_down",
@@ -95,10 +101,11 @@ __all__ = [
     "code_steps",
     "conv2d",
     "conv3d",
-    "conv_fuses",
+    "conv_route",
     "default_device",
     "device_kind",
     "device_name",
+    "facts_of",
     "first_line",
     "fp16_pays",
     "frames_to_images",
@@ -118,29 +125,34 @@ __all__ = [
     "lacks",
     "line",
     "log_once",
-    "may_border",
     "memory_bytes",
     "merge_phases",
+    "multiplies_bfloat16",
     "native_library",
     "new_video",
     "padded",
     "pixel_shuffle_3d",
     "preparations",
+    "prepare",
     "preparing",
+    "proving",
     "read_header",
     "release_cached",
     "rms_norm_silu",
+    "route_token",
     "run_kernel",
     "runtime",
-    "search_pays",
     "searches_shapes",
-    "searching",
+    "seeing",
     "shown",
     "silu_mul",
+    "slow_on_cpu",
+    "submit",
     "synchronize",
+    "table_entry",
     "tensor_limit",
-    "trials",
     "use_backend",
+    "wait",
     "zero_of",
 ]
 
@@ -521,6 +533,7 @@ def conv3d(
     residual_bias: Tensor | None = None,
     gamma: Tensor | None = None,
     out: Tensor | None = None,
+    route: Route | None = None,
 ) -> Tensor:
     """Convolve the frames of `tail`, followed by those of `x`, without padding in time.
 
@@ -542,6 +555,7 @@ def conv3d(
         gamma: `C_out` scales of the norm, in any shape and float dtype; None: no norm, no SiLU.
         out: `[B, C_out, T', H', W']`, channels-last, dtype of `x`. It can be a slice of frames of a
             longer buffer, and `residual` itself.
+        route: The route of the layer, see `conv_route`; None: it is found for this call.
 
     Returns:
         `out`, or a new tensor of its shape, `T' = (K + T - kt) / stride + 1` rounded down.
@@ -552,9 +566,9 @@ def conv3d(
     check.vectors(x, weight.shape[0], bias=bias, residual_bias=residual_bias, gamma=gamma)
     shape = convolved(x, weight.shape, stride, (0, *padding), tail)
     check.results(x, shape, residual=residual, out=out)
-    return run(
-        "conv3d", x, weight, bias, stride=stride, padding=padding, tail=tail, residual=residual,
-        residual_bias=residual_bias, gamma=gamma, out=out,
+    return run_convolution(
+        "conv3d", route, x, weight, bias, stride=stride, padding=padding, tail=tail,
+        residual=residual, residual_bias=residual_bias, gamma=gamma, out=out,
     )  # fmt: skip
 
 
@@ -569,6 +583,7 @@ def conv2d(
     residual_bias: Tensor | None = None,
     gamma: Tensor | None = None,
     out: Tensor | None = None,
+    route: Route | None = None,
 ) -> Tensor:
     """Convolve each frame on its own, otherwise as `conv3d`.
 
@@ -582,6 +597,7 @@ def conv2d(
         residual_bias: `C_out` values, or None.
         gamma: `C_out` scales, or None.
         out: `[N, C_out, H', W']`, channels-last, dtype of `x`; it can be `residual` itself.
+        route: The route of the layer; None: it is found for this call.
 
     Returns:
         `out`, or a new tensor of its shape.
@@ -591,8 +607,8 @@ def conv2d(
     check.convolution(x, weight, stride, padding)
     check.vectors(x, weight.shape[0], bias=bias, residual_bias=residual_bias, gamma=gamma)
     check.results(x, convolved(x, weight.shape, stride, padding), residual=residual, out=out)
-    return run(
-        "conv2d", x, weight, bias, stride=stride, padding=padding, residual=residual,
+    return run_convolution(
+        "conv2d", route, x, weight, bias, stride=stride, padding=padding, residual=residual,
         residual_bias=residual_bias, gamma=gamma, out=out,
     )  # fmt: skip
 
@@ -635,17 +651,18 @@ def int8_conv3d(
     return run("int8_conv3d", x, weight, scale, dtype=dtype, **terms)
 
 
-def conv_fuses(
+def conv_route(
     x: Tensor,
     weight: Tensor | ConvWeight,
     *,
     stride: tuple[int, ...],
     padding: tuple[int, int],
     norm: bool = False,
-) -> Fused:
-    """Return what the convolution that runs such calls does without another pass.
+) -> Route:
+    """Return what runs such convolutions, and what it does without another pass.
 
-    It decides the cheapest layout of the caller's memory. Every layout gives the same result.
+    It decides the cheapest layout of the caller's memory. Every layout gives the same result. It
+    holds as long as `route_token` is the same.
 
     Args:
         x: `[B, C, T, H, W]` or `[N, C, H, W]`, channels-last: the frames of a call without those
@@ -656,27 +673,27 @@ def conv_fuses(
         norm: The call has a `gamma`.
 
     Returns:
-        What is fused.
+        The route.
     """
-    return fusion(x, ConvWeight.of(weight), stride, padding, norm=norm)
+    return route_of(x, ConvWeight.of(weight), stride, padding, norm=norm)
 
 
-def fp16_pays(device: torch.device) -> bool:
-    """Return whether convolutions in float16 are enough faster than in bfloat16 on `device`.
+def is_capturing(device: torch.device) -> bool:
+    """Return whether a CUDA graph is captured on `device`: no free is possible then."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
-    Measured once per device, in half of the budget of the `trials` around the call, and kept on
-    disk. The answer is False until that is complete.
+
+def prepare(device: torch.device, record: Callable[[], object]) -> Prepared:
+    """Let the background thread build what a network needs.
 
     Args:
         device: The device.
+        record: Runs the network once on `meta`, with all of its ops and sizes.
 
     Returns:
-        False on a CPU.
+        The preparation, with what a video may use.
     """
-    if device_kind(device) not in CONVOLUTIONS_TRIED:
-        return False
-    found = indexed(device)
-    return found is not None and choice.fp16_pays(ask, found)
+    return Prepared(ask, device, record)
 
 
 def _coded(x: Tensor, codes: Tensor | None, out: Tensor | None) -> torch.dtype | None:

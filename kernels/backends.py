@@ -7,14 +7,15 @@ from contextvars import ContextVar
 # Fastest first. The reference accepts every call that passes the checks of the op.
 ORDER = ("triton", "cuda", "native", "reference")
 
-# Kinds of GPUs (`devices.device_kind`) whose backends are tried.
+# Kinds of GPUs (`devices.device_kind`) that have kernels.
 TRIED = ("nvidia", "amd", "intel")
 
-# The candidates of the convolutions, and the kinds of GPUs on which they are tried.
-CONVOLUTIONS = ("triton", "kitchen", "aten", "sliced", "reference")
-CONVOLUTIONS_TRIED = (*TRIED, "apple")
+CONVOLUTIONS_OPS = ("conv2d", "conv3d", "int8_conv3d")
 
-# The order where none was measured: the library's own first.
+# The candidates of the convolutions.
+CONVOLUTIONS = ("triton", "aten", "sliced", "reference")
+
+# The library's own first.
 CONVOLUTION_ORDER = ("aten", "reference")
 
 # The candidates of `int8_conv3d`.
@@ -26,7 +27,7 @@ SLICED_ORDER = ("sliced", *CONVOLUTION_ORDER)
 
 
 def convolution_order(op: str, kind: str) -> tuple[str, ...]:
-    """Return the candidates of a convolution before any trial.
+    """Return the candidates of a convolution that is not ours.
 
     Args:
         op: `conv2d` or `conv3d`.

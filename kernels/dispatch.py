@@ -1,50 +1,35 @@
 """Selection of the backend that runs a call, in one place.
 
-Backends have functions with the names and signatures of the ops in `kernels/__init__.py`. They are
-tried in the order of `ORDER`, fastest first; on a GPU in the order that `autotune.py` has measured.
-A backend that does not support a call raises `Refusal` with the reason before it does any work, and
-the next one is tried. A missing compiler or package is a reason too: found once, logged once,
-remembered.
+Backends have functions with the names and signatures of the ops in `kernels/__init__.py`. On a CPU
+they are tried in the order of `ORDER`; on a GPU `serving.py` has those that are built and right,
+and `routes.py` the candidates of the convolutions. A backend that does not support a call raises
+`Refusal` with the reason before it does any work, and the next one is tried. A missing compiler or
+package is a reason too: found once, logged once, remembered.
 
 A candidate of the convolutions can have variants, such as tile sizes: "triton:2" is its third.
 """
 
-import importlib
-from types import ModuleType
+import functools
 from typing import Any
 
 from torch import Tensor
 
-from .backends import (
-    CONVOLUTIONS,
-    CONVOLUTIONS_TRIED,
-    INT8_ORDER,
-    ORDER,
-    TRIED,
-    convolution_order,
-    forced,
-)
+from .backends import CONVOLUTIONS, INT8_ORDER, ORDER, TRIED, forced
 from .convolution.compose import composed
-from .convolution.fused import Fused
 from .convolution.weight import ConvWeight
 from .devices import device_kind
 from .errors import BackendError, Refusal
+from .modules import module_of
+from .ready import recorded, serving, variants
+from .ready.proof import current_proofs
+from .routes import Route, route_of
 
-_MODULES = {
-    "triton": ".triton_ops.ops",
-    "cuda": ".cuda_ops.ops",
-    "native": ".native_ops",
-    "reference": ".reference",
-    "aten": ".convolution.aten",
-    "kitchen": ".convolution.kitchen",
-    "sliced": ".convolution.sliced",
-}
-
-_loaded: dict[str, ModuleType] = {}
+# The order on a CPU until the C++ kernels are loaded.
+_WITHOUT_NATIVE = ("triton", "cuda", "reference")
 
 
 def run(op: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, those of the op
-    """Run an op on the first backend that supports the call.
+    """Run an op other than `conv2d` and `conv3d` on the first backend that supports the call.
 
     Args:
         op: Name of the op in `kernels/__init__.py`.
@@ -57,10 +42,13 @@ def run(op: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, those of th
     Raises:
         BackendError: No backend supports the call.
     """
-    reasons: dict[str, str] = {}
+    notes, reasons = serving.recorder(), dict[str, str]()
+    if notes is not None:
+        serving.note(ask, notes, op, args, kwargs)
+        return recorded.result_of(op, args, kwargs)
     for name in _order(op, args, kwargs):
         try:
-            return ask(name, op, *args, **kwargs)
+            return _run(name, op, args, kwargs)
         except Refusal as refusal:
             reasons[name] = str(refusal)
     raise BackendError(op, reasons)
@@ -81,10 +69,57 @@ def run_kernel(op: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, thos
         if name == "reference":
             return None
         try:
-            return ask(name, op, *args, **kwargs)
+            return _run(name, op, args, kwargs)
         except Refusal:
             continue
     return None
+
+
+def run_convolution(
+    op: str,
+    route: Route | None,
+    x: Tensor,
+    weight: ConvWeight,
+    *args: Any,  # noqa: ANN401, those of the op
+    **kwargs: Any,  # noqa: ANN401, those of the op
+) -> Tensor:
+    """Run `conv2d` or `conv3d` on the first candidate of a route that supports the call.
+
+    Args:
+        op: Name of the op.
+        route: The route of the layer; None: it is found for this call.
+        x: `[...]`, as for the op.
+        weight: As for the op.
+        *args: Other arguments of the op.
+        **kwargs: Keyword arguments of the op.
+
+    Returns:
+        The result of the op.
+
+    Raises:
+        BackendError: No candidate supports the call.
+    """
+    if route is None:
+        norm = kwargs.get("gamma") is not None
+        route = route_of(x, weight, kwargs["stride"], kwargs["padding"], norm=norm)
+    notes, reasons = serving.recorder(), dict[str, str]()
+    given = x, weight, *args
+    if notes is not None:
+        if route.candidates[0] == "triton":
+            serving.note(_tile_asks(route.tile), notes, op, given, kwargs)
+            return recorded.result_of(op, given, kwargs)
+        return composed(recorded.convolution, route.fused, run, *given, **kwargs)
+    for name in route.candidates:
+        try:
+            if name == "triton" and forced() is None:
+                return _tile(route, op, given, kwargs)
+            if route.proves is not None and (proofs := current_proofs()) is not None:
+                plain = functools.partial(ask, name, op, *given, **kwargs)
+                return proofs.proved(ask, route.proves, op, given, kwargs, plain)
+            return ask(name, op, *given, **kwargs)
+        except Refusal as refusal:
+            reasons[name] = str(refusal)
+    raise BackendError(op, reasons)
 
 
 def ask(backend: str, op: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, those of the op
@@ -103,65 +138,55 @@ def ask(backend: str, op: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN40
         Refusal: The backend does not support the call.
     """
     name, _, variant = backend.partition(":")
-    module = _module(name)
+    if op not in ("conv2d", "conv3d"):
+        return _run(name, op, args, kwargs)
+    module = module_of(name)
     function = getattr(module, op, None)
     if function is None:
         raise Refusal("the backend has no such op")
-    if not op.startswith("conv"):
-        return function(*args, **kwargs)
     if variant:
         kwargs["variant"] = int(variant)
-    x, weight, *_ = args
+    x, weight, *_ = args if len(args) > 1 else (kwargs["x"], kwargs["weight"])
     norm = kwargs.get("gamma") is not None
     fused = module.fuses(x, weight, kwargs["stride"], kwargs["padding"], norm=norm)
     return composed(function, fused, run, *args, **kwargs)
 
 
-def fusion(
-    x: Tensor,
-    weight: ConvWeight,
-    stride: tuple[int, ...],
-    padding: tuple[int, int],
-    *,
-    norm: bool,
-) -> Fused:
-    """Return what the candidate that runs such convolutions does in its own pass.
-
-    Args:
-        x: `[B, C, T, H, W]` or `[N, C, H, W]`.
-        weight: `[C_out, C, ...]`.
-        stride: Stride of each dimension of the kernel.
-        padding: Padding of height and width.
-        norm: The calls have a `gamma`.
-
-    Returns:
-        What is fused.
-    """
-    options = {"stride": stride, "padding": padding, "gamma": norm or None}
-    order = _order(f"conv{x.ndim - 2}d", (x, weight), options)
-    return _module(order[0].partition(":")[0]).fuses(x, weight, stride, padding, norm=norm)
-
-
-def _module(name: str) -> Any:  # noqa: ANN401, a module
-    module = _loaded.get(name)
-    if module is None:
-        module = _loaded[name] = importlib.import_module(_MODULES[name], __package__)
-    return module
+def _run(backend: str, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+    function = getattr(module_of(backend), op, None)
+    if function is None:
+        raise Refusal("the backend has no such op")
+    return function(*args, **kwargs)
 
 
 def _order(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
-    convolves, coded = op.startswith("conv"), op == "int8_conv3d"
+    coded = op == "int8_conv3d"
     chosen = forced()
-    if chosen is not None and chosen in (CONVOLUTIONS if convolves or coded else ORDER):
+    if chosen is not None and chosen in (CONVOLUTIONS if coded else ORDER):
         return (chosen,)
+    x = args[0] if args else None
+    if isinstance(x, Tensor) and device_kind(x.device) in TRIED:
+        return serving.backends_of(ask, op, args, kwargs)
     if coded:
         return INT8_ORDER
-    x = args[0] if args else None
-    kind = device_kind(x.device) if isinstance(x, Tensor) else "cpu"
-    if kind in (CONVOLUTIONS_TRIED if convolves else TRIED):
-        # Imported with the first GPU call.
-        trial = importlib.import_module(
-            ".convolution.choice" if convolves else ".autotune", __package__
-        )
-        return trial.order(ask, op, args, kwargs)
-    return convolution_order(op, kind) if convolves else ORDER
+    seen = serving.snapshot()
+    return ORDER if seen is None or seen.native else _WITHOUT_NATIVE
+
+
+def _tile(route: Route, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Run the tile of a route, or refuse if its kernel for these terms is not there yet."""
+    asks, key = _tile_asks(route.tile), variants.key_of(op, args, kwargs, args[0].device)
+    if not serving.kernel_of(asks, key, op, args, kwargs):
+        raise Refusal("its kernel is not built yet")
+    return asks("triton", op, *args, **kwargs)
+
+
+@functools.cache
+def _tile_asks(tile: int | None) -> Any:  # noqa: ANN401, a function like `ask`
+    """Return `ask` for one tile."""
+
+    def asks(backend: str, op: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, those of the op
+        is_tile = backend == "triton" and tile is not None
+        return ask(f"triton:{tile}" if is_tile else backend, op, *args, **kwargs)
+
+    return asks

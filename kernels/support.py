@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from . import sample_inputs, shapes
+from . import shapes
 from .backends import CONVOLUTIONS, ORDER
 from .constraints import DTYPES
 from .convolution.weight import ConvWeight
@@ -16,6 +16,7 @@ from .devices import default_device
 from .dispatch import ask
 from .errors import Refusal
 from .native_ops.library import CPU
+from .ready import sample_inputs
 
 # Ops that only move values or add them in one order: bit-identical on all backends.
 EXACT = frozenset(

@@ -1,4 +1,4 @@
-"""Log of the one-time work before kernels run, such as builds and trials, for the timing summary.
+"""Log of the one-time work before kernels run, such as builds, for the timing summary.
 
 It can make a first run minutes longer.
 """

@@ -20,8 +20,12 @@ _spec.loader.exec_module(sys.modules["fast_video_vae"])
 
 
 def pytest_configure():
-    """The tensors of the tests are tiny: a second thread costs more than it does."""
+    """The tensors of the tests are tiny: a second thread costs more than it does.
+
+    The C++ kernels are built before the tests, which would otherwise run during their build.
+    """
     torch.set_num_threads(1)
+    importlib.import_module("fast_video_vae.kernels").native_library()
 
 
 def pytest_xdist_auto_num_workers(config):

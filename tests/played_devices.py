@@ -14,10 +14,11 @@ from typing import NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-from fast_video_vae.kernels import autotune, constraints, measure, warmup_log
+from fast_video_vae.kernels import constraints, warmup_log
 from fast_video_vae.kernels.convolution import aten
 from fast_video_vae.kernels.devices import memory
-from fast_video_vae.tests.kernels import candidates
+from fast_video_vae.kernels.ready import background, serving
+from fast_video_vae.vae.streaming.prepared import preparation
 
 TYPES = {"nvidia": "cuda", "amd": "cuda", "intel": "xpu", "apple": "mps"}
 _CONVOLUTIONS = ("conv2d", "conv3d")
@@ -100,6 +101,7 @@ class Device(TorchFunctionMode):
         calls: The convolutions so far.
         faults: What a real device would not have survived, or not have done in time.
         ran_out: Memory ran out.
+        jobs: What the background thread would build.
     """
 
     def __init__(self, kind, *, macos=15, conv3d_narrow=True, float64=False):
@@ -107,6 +109,7 @@ class Device(TorchFunctionMode):
         self.kind, self.device = kind, torch.device(TYPES[kind], 0)
         self.macos, self.conv3d_narrow, self.float64 = macos, conv3d_narrow, float64
         self.calls, self.faults, self.ran_out, self._left = [], [], False, None
+        self.jobs = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.device:
@@ -134,6 +137,16 @@ class Device(TorchFunctionMode):
         if here or (placed and wanted is not None):
             self._refuse_dtypes(name, result, placed)
         return _placed(result, placed)
+
+    def submit(self, name, work):
+        """Keep a job; `build` runs it."""
+        self.jobs.append(background.Job(name, work))
+        return self.jobs[-1]
+
+    def build(self):
+        """Run the jobs, as the background thread of a real device would."""
+        while self.jobs:
+            assert self.jobs.pop(0).run()
 
     def run_out(self, *, after):
         """Let one allocation fail, after some others."""
@@ -279,16 +292,9 @@ def functions_of(kind):
     )
 
 
-def _called(calls, *_, **__):
-    """Call each function once; the clock of a CPU says nothing about the device."""
-    for call in calls.values():
-        call()
-    return dict.fromkeys(calls, 1.0)
-
-
 @contextlib.contextmanager
 def played(kind, monkeypatch, tmp_path, **options):
-    """Play a device of a kind; yields it. Trials are new, and small."""
+    """Play a device of a kind; yields it. What would be built for it waits in `device.jobs`."""
     device = Device(kind, **options)
     monkeypatch.setattr(_playing, "device", device.device)
     runtime = getattr(torch, device.device.type)
@@ -310,12 +316,12 @@ def played(kind, monkeypatch, tmp_path, **options):
     for name in ("TRITON", "CUDA"):
         monkeypatch.setenv(f"FAST_VIDEO_VAE_{name}", "0")
     monkeypatch.setenv("FAST_VIDEO_VAE_CACHE", str(tmp_path))
-    monkeypatch.setattr(autotune, "_orders", {})
-    monkeypatch.setattr(autotune, "_ELEMENTS", (1 << 12,))
-    candidates.restart(monkeypatch)
+    monkeypatch.setattr(background, "submit", device.submit)
+    for name, value in (("_found", {}), ("_asked", set()), ("_tiled", {})):
+        monkeypatch.setattr(serving, name, value)
+    monkeypatch.setattr(preparation, "_prepared", {})
     monkeypatch.setattr(aten, "_missing", set())
     monkeypatch.setattr(warmup_log, "_done", deque())
-    monkeypatch.setattr(measure, "seconds", _called)
     autocast = torch.autocast
     monkeypatch.setattr(torch, "autocast", lambda _, **given: autocast("cpu", **given))
     with device:

@@ -5,13 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autotune import log_failure
 from ..backends import TRIED
 from ..constraints import refuse_gradients
 from ..devices import device_kind
 from ..errors import is_out_of_memory
+from ..ready.selfcheck import log_failure
 from . import cudnn, onednn, sliced
-from .compose import joined, sum_of
+from .compose import sum_of
 from .fused import Fused
 from .onednn_int8 import int8_conv3d as int8_conv3d
 from .weight import ConvWeight, channels_last
@@ -55,7 +55,7 @@ def conv3d(
         except RuntimeError as error:
             if device_kind(x.device) not in TRIED or is_out_of_memory(error):
                 raise
-            log_failure("aten", "conv3d", x, error)
+            log_failure("aten", "conv3d", x.device, error)
         _missing.add(kind)
     # Without terms, which `fuses` leaves to the caller on a GPU.
     return sliced.conv3d(x, weight, stride=stride, padding=padding, tail=tail)
@@ -94,8 +94,8 @@ def _convolved(
     if not _aligns(x, weight):
         # On a CPU, PyTorch's own product for float64 and float16 returns channels first.
         return channels_last(cudnn.convolve(x, weight.plain(), bias, stride, pads))
-    taps = weight.laid_out("aligned", aligned)
-    y = cudnn.convolve(joined(x, channels=taps.shape[1]), taps, None, stride, pads)
+    taps = weight.laid_out("aligned", _aligned)
+    y = cudnn.convolve(_wide(x, taps.shape[1]), taps, None, stride, pads)
     return channels_last(y[:, : weight.shape[0]])
 
 
@@ -106,9 +106,19 @@ def _aligns(x: Tensor, weight: ConvWeight) -> bool:
     return odd and narrow and device_kind(x.device) in _ALIGNED
 
 
-def aligned(taps: Tensor) -> Tensor:
+def _aligned(taps: Tensor) -> Tensor:
     """Return `taps` `[C_out, C, ...]` with zeros up to multiples of `_CHANNELS` channels."""
     outputs, inputs = (-(-channels // _CHANNELS) * _CHANNELS for channels in taps.shape[:2])
     wide = taps.new_zeros(outputs, inputs, *taps.shape[2:])
     wide[: taps.shape[0], : taps.shape[1]] = taps
     return channels_last(wide)
+
+
+def _wide(x: Tensor, channels: int) -> Tensor:
+    """Return `x` `[B, C, ...]`, channels-last, with zeros up to `channels` channels."""
+    batch, count, *sizes = x.shape
+    if count == channels:
+        return x
+    wide = x.new_zeros(batch, *sizes, channels).movedim(-1, 1)
+    wide[:, :count] = x
+    return wide

@@ -7,11 +7,7 @@ versions cuDNN is called directly, and never with tensors that are too large for
 """
 
 import functools
-import threading
-from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -32,15 +28,6 @@ _CUDNN = (91002, 91500)
 
 # A region of an output: start and end for the batch and each dimension after the channels.
 Region = tuple[tuple[int, int], ...]
-
-# Chunks of a kind that run without a search. A search takes about as long as they do: some
-# algorithms for each shape of a chunk. So a shorter video loses nothing, and a longer one at most
-# doubles that time.
-_UNSEARCHED = 8
-
-_searching: ContextVar[bool] = ContextVar("searching", default=False)
-_lock = threading.Lock()
-_seen: Counter[Hashable] = Counter()
 
 
 def convolve(
@@ -115,39 +102,6 @@ def parts(
     return divided(whole)
 
 
-def search_pays(kind: Hashable) -> bool:
-    """Count a chunk of `kind`, and return whether a search pays for chunks of this kind.
-
-    Args:
-        kind: What decides the shapes, dtypes and device of the convolutions.
-
-    Returns:
-        True from the ninth chunk on.
-    """
-    with _lock:
-        _seen[kind] += 1
-        return _seen[kind] > _UNSEARCHED
-
-
-@contextmanager
-def searching(device: torch.device) -> Iterator[None]:
-    """Let cuDNN time its algorithms on an NVIDIA GPU, once for each new shape in the block.
-
-    This is `torch.backends.cudnn.benchmark` for the calls of this module in this thread only, so
-    that convolutions of other code do not change. It applies to 16 bits only: PyTorch caches a plan
-    for each shape, with or without a search, and the flag `deterministic` distinguishes
-    them, which not every float32 algorithm supports.
-
-    Args:
-        device: Device of the convolutions; the others never search.
-    """
-    token = _searching.set(device_kind(device) == "nvidia")
-    try:
-        yield
-    finally:
-        _searching.reset(token)
-
-
 def _call(
     x: Tensor,
     weight: Tensor,
@@ -160,9 +114,7 @@ def _call(
     if searches_shapes(x.device):
         with unsearched():
             return library(x, weight, bias, stride, padding)
-    searches = _searching.get() and _is_direct(x.device, x.dtype)
-    direct = searches or (x.ndim == 5 and _is_left_out(x.device, x.dtype))
-    if not direct or not switches.enabled:
+    if x.ndim == 4 or not _is_left_out(x.device, x.dtype) or not switches.enabled:
         return library(x, weight, bias, stride, padding)
     # TF32 does not affect 16 bits, and its older switch cannot be read next to the newer ones.
     y = torch.cudnn_convolution(
@@ -172,8 +124,8 @@ def _call(
         stride,
         (1,) * len(stride),
         1,
-        searches or switches.benchmark,
-        searches or switches.deterministic,
+        switches.benchmark,
+        switches.deterministic,
         True,
     )
     return y if bias is None else y.add_(bias.view(-1, *[1] * len(stride)))
@@ -182,14 +134,9 @@ def _call(
 @functools.cache
 def _is_left_out(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether PyTorch would unfold a convolution over time instead of calling cuDNN."""
-    return _is_direct(device, dtype) and _unfolds(torch.__version__, _cudnn_version())
-
-
-@functools.cache
-def _is_direct(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether cuDNN can be called directly for this device and dtype."""
-    narrow = dtype in (torch.float16, torch.bfloat16)
-    return device_kind(device) == "nvidia" and narrow and _cudnn_version() is not None
+    if device_kind(device) != "nvidia" or dtype not in (torch.float16, torch.bfloat16):
+        return False
+    return _unfolds(torch.__version__, _cudnn_version())
 
 
 def _cudnn_version() -> int | None:

@@ -11,8 +11,6 @@ class Fused(NamedTuple):
             so the caller should write them there in the first place, and pass no tail.
         sums: It adds bias and residual, and writes into `out`.
         norm: It writes norm and SiLU of the result for a `gamma`; then it has `sums` too.
-        border: It reads frames with a border of zeros and copies others, so the caller should write
-            the border, and pass no padding.
         bias: It adds a bias, even without `sums`. Otherwise a bias costs a pass, which the caller
             can save if the next op adds one too.
     """
@@ -20,7 +18,6 @@ class Fused(NamedTuple):
     tail: bool = False
     sums: bool = False
     norm: bool = False
-    border: bool = False
     bias: bool = False
 
     @property

@@ -8,7 +8,8 @@ device yet has none.
 import ctypes
 import functools
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ import torch
 from ..devices import is_rocm
 from ..errors import Refusal
 from .compiler import opened
+
+# CU_STREAM_CAPTURE_MODE_RELAXED
+_RELAXED = 2
 
 # cuLaunchKernel and cuModuleLoadData in a thread without a context.
 _INVALID_CONTEXT = 201
@@ -34,6 +38,7 @@ class Driver:
         names = ("ModuleLoadData", "ModuleGetFunction")
         self._load, self._get = (self._function(name) for name in names)
         self._launch = self._function("ModuleLaunchKernel" if hip else "LaunchKernel")
+        self.exchange = self._function("ThreadExchangeStreamCaptureMode")
         word, pointer = ctypes.c_uint, ctypes.c_void_p
         self._launch.argtypes = [pointer, *(word,) * 7, pointer, pointer, pointer]
 
@@ -114,6 +119,31 @@ class Module:
         places = (ctypes.c_void_p * 1)(ctypes.addressof(memory))
         grid = blocks, 1, 1, *threads, 1
         self._driver.launch(self._device, self._kernels[kernel], *grid, 0, stream, places, None)
+
+
+@contextmanager
+def relaxed_captures(device: torch.device) -> Iterator[None]:
+    """Keep the calls of this thread from ending a capture of a CUDA graph in another one.
+
+    A capture in PyTorch's mode forbids calls such as an allocation to all threads but those that
+    are relaxed ("CUDA driver API", `cuThreadExchangeStreamCaptureMode`; HIP has the same).
+
+    Args:
+        device: Device of the calls; others than CUDA's have no captures.
+    """
+    mode = ctypes.c_int(_RELAXED)
+    try:
+        exchange = driver().exchange if device.type == "cuda" else None
+    except Refusal:
+        exchange = None
+    if exchange is None:
+        yield
+        return
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
 
 
 @functools.cache

@@ -57,7 +57,7 @@ def rms_norm_silu(
     """
     _check(x, gamma, bias, codes)
     _refuse_window(x, tail, out, border, saturated)
-    CPU.load()
+    CPU.require()
     out = shapes.new_window(x, tail, border, coded=codes is not None) if out is None else out
     torch.ops.fast_video_vae.rms_norm_silu.default(
         x, _vector(gamma), silu, _vector(bias), tail, border, _vector(codes), saturated, out
@@ -104,7 +104,7 @@ def group_norm_silu(
     """
     _check(x, weight, bias, statistics, codes)
     _refuse_window(x, tail, out, border, saturated)
-    CPU.load()
+    CPU.require()
     out = shapes.new_window(x, tail, border, coded=codes is not None) if out is None else out
     given = None if statistics is None else statistics.contiguous()
     torch.ops.fast_video_vae.group_norm_silu.default(
@@ -118,7 +118,7 @@ def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
     """Compute `group_norm_statistics(x, groups, eps)` for `x` `[B, C, T, H, W]`."""
     _check(x)
     refuse_videos(x=x)
-    CPU.load()
+    CPU.require()
     out = torch.empty(shapes.statistics(x, groups), dtype=torch.float32, device=x.device)
     torch.ops.fast_video_vae.group_norm_statistics.default(x, groups, eps, out)
     return out
@@ -129,7 +129,7 @@ def silu_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
     _check(x, gate)
     refuse_rows(x=x, gate=gate, out=out)
     refuse_overlap(out, x=x, gate=gate, same=True)
-    CPU.load()
+    CPU.require()
     out = x.new_empty(x.shape) if out is None else out
     torch.ops.fast_video_vae.silu_mul.default(x, gate, out)
     return out
@@ -147,7 +147,7 @@ def bias_residual(
     _check(x, bias, residual, residual_bias)
     refuse_videos(x=x, residual=residual, out=out)
     refuse_overlap(out, x=x, residual=residual, same=True)
-    CPU.load()
+    CPU.require()
     out = shapes.new_video(x, x.shape) if out is None else out
     torch.ops.fast_video_vae.bias_residual.default(
         x, _vector(bias), residual, _vector(residual_bias), out
@@ -174,7 +174,7 @@ def interleave_time(x: Tensor, phases: int, *, out: Tensor | None = None) -> Ten
     _check(x)
     refuse_videos(x=x, out=out)
     refuse_overlap(out, x=x)
-    CPU.load()
+    CPU.require()
     out = shapes.new_video(x, shapes.interleaved(x, phases)) if out is None else out
     torch.ops.fast_video_vae.interleave_time.default(x, phases, out)
     return out
@@ -192,7 +192,7 @@ def merge_phases(
     _check(grid, source, bias)
     refuse_videos(grid=grid, source=source, out=out)
     refuse_overlap(out, grid=grid, source=source)
-    CPU.load()
+    CPU.require()
     out = shapes.new_video(grid, shapes.merged(grid)) if out is None else out
     torch.ops.fast_video_vae.merge_phases.default(grid, source, times, _vector(bias), out)
     return out
@@ -220,7 +220,7 @@ def pixel_shuffle_3d(
         raise Refusal("out has another dtype or device")
     refuse_videos(x=x, out=out)
     refuse_overlap(out, x=x)
-    CPU.load()
+    CPU.require()
     out = shapes.new_video(x, shapes.shuffled(x, size)) if out is None else out
     torch.ops.fast_video_vae.pixel_shuffle_3d.default(x, size, order, out)
     return out
@@ -230,7 +230,7 @@ def average_down(x: Tensor, channels: int, *, times: int, size: int) -> Tensor:
     """Compute `average_down(x, channels, times, size)` for `x` `[B, C, T, H, W]`."""
     _check(x)
     refuse_videos(x=x)
-    CPU.load()
+    CPU.require()
     out = shapes.new_video(x, shapes.averaged(x, channels, times, size))
     torch.ops.fast_video_vae.average_down.default(x, times, size, out)
     return out
@@ -273,7 +273,7 @@ def frames_to_images(
         raise Refusal(f"images are {name}; native writes float32, uint8 and uint16")
     refuse_videos(frames=frames)
     refuse_overlap(out, frames=frames)
-    CPU.load()
+    CPU.require()
     if out is None:
         out = torch.empty(shapes.images(frames, patch), dtype=dtype, device=frames.device)
     white = shapes.white(dtype, bits)

@@ -21,7 +21,9 @@ from pathlib import Path
 import torch
 
 from .. import cache
+from ..backends import forced
 from ..errors import Refusal, first_line, log_once
+from ..ready import background
 from ..warmup_log import preparing
 from . import compiler
 from .compiler import Failure
@@ -52,19 +54,60 @@ class Library:
 
     def __init__(self) -> None:
         self._outcome: str | None = None  # "": loaded; otherwise the reason why not
+        self._job: background.Job | None = None
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether its ops can be called."""
+        return self._outcome == ""
+
+    def require(self) -> None:
+        """Refuse a call while the library is not loaded; a build begins in the background.
+
+        A caller that has selected this backend waits for the build.
+
+        Raises:
+            Refusal: It is being built, or cannot be loaded, always with the same reason.
+        """
+        if self._outcome is None and forced() == "native":
+            self.load()
+        elif self._outcome is None and not self.prepare().is_done:
+            raise Refusal("its library is being built")
+        if self._outcome:
+            raise Refusal(self._outcome)
+
+    def prepare(self) -> background.Job:
+        """Load the library if it is built, otherwise let the background thread build it."""
+        if self._job is None:
+            with _lock:
+                if self._job is None and self._is_built():
+                    self._job = background.DONE
+                elif self._job is None:
+                    self._job = background.submit(f"the build of the {self.title}", self._settle)
+            if self._job is background.DONE:
+                self._settle()
+        return self._job
 
     def load(self) -> None:
-        """Load the library, or build it first; once per process.
+        """Load the library, or build it first and wait for that; once per process.
 
         Raises:
             Refusal: It cannot be loaded. Later calls raise the same reason.
         """
+        self._settle()
+        if self._outcome:
+            raise Refusal(self._outcome)
+
+    def _settle(self) -> None:
+        """Load or build the library unless that was tried before."""
         if self._outcome is None:
             with _lock:
                 if self._outcome is None:
                     self._outcome = self._try()
-        if self._outcome:
-            raise Refusal(self._outcome)
+
+    def _is_built(self) -> bool:
+        """Return whether nothing is compiled to load the library, or to find that it cannot be."""
+        return bool(self.switched_off()) or any(self.folder().glob("*.so"))
 
     def folder(self) -> Path:
         """Return the cache folder of this library."""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import measure
+from . import measure
 
 # Dtypes of a LoRA's products. A CPU multiplies others too, a thousand times slower.
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import Refusal
-from ..measure import seconds
 
 # Scores that are held at a time without a fused kernel: 256 MiB in float32, and as much for their
 # softmax.
@@ -23,10 +22,9 @@ LIFT = 2.0**15
 
 # On CUDA, heads above 256 only have the memory-efficient kernel, with 32 queries at a time and its
 # sums in global memory. It is expected to reach 60 to 120 TFLOP/s on an H200, and blocks of matrix
-# products about 200, from some thousand pixels on. Each GPU measures which is faster, at up to this
-# many pixels.
+# products about 200, from some thousand pixels on (an estimate, until `bench_gpu.py` has a row).
 FLASH_HEAD = 256
-_TRIED_PIXELS = 1 << 14
+_MANY_PIXELS = 4096
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -143,41 +141,14 @@ def _has_mixed_products(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _blocks_are_faster(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether blocks of products are faster than PyTorch's fused kernel.
+    """Return whether blocks of products are expected to be faster than PyTorch's fused kernel.
 
-    In 16 bits only if mixed products are available: products in float32 are slower than the fused
-    kernel.
+    Not in float32: the fused kernel reads each value once, and products without tensor cores wait
+    for arithmetic in both.
     """
-    channels, length = q.shape[2], k.shape[1]
-    if q.device.type != "cuda" or channels <= FLASH_HEAD:
+    if q.device.type != "cuda" or q.shape[2] <= FLASH_HEAD or k.shape[1] < _MANY_PIXELS:
         return False
-    if q.dtype.itemsize == 2 and not multiplies_mixed(q, k, v):
-        return False
-    pixels = 1 << min(length, _TRIED_PIXELS).bit_length() - 1
-    known = _faster.get((q.device, q.dtype, channels, pixels))
-    return known or (known is None and _measure(q, pixels))
-
-
-# Whether blocks are faster, by device, dtype, head size and pixels.
-_faster: dict[tuple[torch.device, torch.dtype, int, int], bool] = {}
-
-
-def _measure(q: Tensor, pixels: int) -> bool:
-    """Time both with this many pixels, and remember the result."""
-    if torch.cuda.is_current_stream_capturing():
-        return False  # nothing can be timed while a CUDA graph is captured
-    channels = q.shape[2]
-    with torch.inference_mode(False), torch.no_grad():
-        x = torch.linspace(-1, 1, pixels * channels, device=q.device)
-        x = x.to(q.dtype).view(1, pixels, channels)
-        calls = {_fused: lambda: _fused(x, x, x), in_blocks: lambda: in_blocks(x, x, x)}
-        try:
-            times = seconds(calls, q.device, launches=False)
-            faster = times[in_blocks] < times[_fused]
-        except torch.OutOfMemoryError:
-            faster = False
-    _faster[q.device, q.dtype, channels, pixels] = faster
-    return faster
+    return multiplies_mixed(q, k, v)
 
 
 def _fused_attention_takes(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -235,11 +235,6 @@ def variants(
     return len(tiles_for(x, weight, stride))
 
 
-def sums_in_half(x: Tensor, weight: ConvWeight) -> bool:
-    """Return whether tiles for `x` `[B, C, ...]` in float16 and `weight` sum in float16."""
-    return any(each.half for each in tiles_of(chip_of(x.device), torch.float16, weight.shape[0]))
-
-
 def tiles_for(x: Tensor, weight: ConvWeight, stride: tuple[int, ...]) -> tuple[ConvTile, ...]:
     """Return the tiles for `x` `[B, C, ...]`, `weight` and `stride`; none for an unknown chip."""
     described = all(step == 1 for step in stride) and _has_descriptors()

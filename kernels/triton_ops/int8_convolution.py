@@ -1,6 +1,6 @@
 """The int8 convolution in Triton: tiles, refusals and the launch.
 
-The kernel is in `int8_kernels.py`. No trial chooses among tiles, so a shape class has one.
+The kernel is in `int8_kernels.py`. A shape class has one tile.
 """
 
 import functools

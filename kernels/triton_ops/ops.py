@@ -14,7 +14,6 @@ from torch import Tensor
 from ..constraints import DTYPES, refuse_dtype, refuse_gradients, refuse_subclass
 from ..errors import Refusal
 from .convolution_tiles import fuses as fuses
-from .convolution_tiles import sums_in_half as sums_in_half
 from .convolution_tiles import variants as variants
 from .runtime import refuse_device, require
 

@@ -24,12 +24,14 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from fast_video_vae.kernels import dispatch, measure, sample_inputs, synchronize, use_backend
-from fast_video_vae.kernels.convolution import cudnn
+from fast_video_vae.kernels import dispatch, synchronize, use_backend
 from fast_video_vae.kernels.convolution.weight import ConvWeight
 from fast_video_vae.kernels.errors import first_line, is_out_of_memory
+from fast_video_vae.kernels.probes import measure
+from fast_video_vae.kernels.ready import sample_inputs
 from fast_video_vae.kernels.triton_ops.convolution_tiles import WIDEST, ConvTile, tiles_of
 from fast_video_vae.tests.benchmarks import peers
+from fast_video_vae.tests.benchmarks.routed import routed
 from fast_video_vae.tests.benchmarks.weights import random_input, random_weights
 from fast_video_vae.vae import load_vae
 
@@ -246,7 +248,7 @@ def compilation(bench: Bench) -> Cases:
         convs = itertools.product(bench.pick(_CONVS, _SMALL_CONVS), _TERMS)
         works = [(c[0], terms, *tile) for c, terms in convs for tile in _tiles(bench, c[0], terms)]
         # Triton's interpreter has one state for all threads.
-        with _routed(), ThreadPoolExecutor(10 if bench.cuda else 1) as pool:
+        with routed(), ThreadPoolExecutor(10 if bench.cuda else 1) as pool:
             results = [*pool.map(compiled, *zip(*dict.fromkeys(works), strict=True))]
         bad = [each for each in results if each not in ("", "left")]
         found = {"tiles": len(results), "left": results.count("left"), "bad": len(bad)}
@@ -260,9 +262,9 @@ def convolutions(bench: Bench) -> Cases:
 
     def run(taps: Any, size: Any, terms: str, name: str, route: str | None, tile: Any) -> Values:
         kernels: list[Any] = []
-        search = cudnn.searching(bench.device) if "search" in name else contextlib.nullcontext()
+        search = torch.backends.cudnn.flags(enabled=True, benchmark="search" in name)
         keep = mock.patch.object(convolution, "launch", functools.partial(_launch, kernels))
-        with _routed(), search, keep, torch.no_grad():
+        with routed(), search, keep, torch.no_grad():
             small = Call(bench, taps, bench.pick(*_SMALL_SIZE), terms)
             error, call = _error(small.run(tile), small.exact()), Call(bench, taps, size, terms)
             some = [call.run(each)[..., ::7, :].double() for each in (tile, None)]
@@ -331,7 +333,7 @@ def clips(*ways: str, only: int | None = None) -> Callable[[Bench], Cases]:
             if way == "library alone":
                 modes.enter_context(use_backend("aten"))
             elif way not in ("ours", "comfyui", "diffusers"):
-                modes.enter_context(_routed(bench))
+                modes.enter_context(routed(bench.found("attention", "ops", "convolutions")))
                 modes.enter_context(mock.patch.object(vae, "graphs", way == "with graphs"))
             values = _timed(bench, call_vae, thread)
         if hasattr(vae, "plan"):
@@ -382,7 +384,7 @@ def three_kernels(bench: Bench) -> None:
     norm = sample_inputs.call("rms_norm_silu", (4, *size[1:]), torch.bfloat16, bench.device)
     for marked in (False, bench.cuda):
         marks = torch.cuda.profiler.profile() if marked else contextlib.nullcontext()
-        with _routed(), use_backend("triton"), torch.no_grad(), marks:
+        with routed(), use_backend("triton"), torch.no_grad(), marks:
             call.run(tile), call.run(None), dispatch.ask("triton", "rms_norm_silu", **norm)
             synchronize(bench.device)
 
@@ -445,24 +447,6 @@ def _timed(bench: Bench, call: Callable[[], Any], thread: threading.Thread | Non
         "mallocs": new.get("num_device_alloc", 0) - old.get("num_device_alloc", 0),
         "peak_gib": (new.get("allocated_bytes.all.peak", 0) - held) / 2**30,
     }  # fmt: skip
-
-
-@contextlib.contextmanager
-def _routed(bench: Bench | None = None) -> Iterator[None]:
-    """Let no call be tried: rows of `bench` decide, else the library and the order of backends."""
-    times: dict[Any, dict[str, float]] = {}
-    for row in [] if bench is None else bench.found("attention", "ops", "convolutions"):
-        if row.get("route") and row.get("terms", "bare") == "bare":
-            key = tuple(row["taps"]) if "taps" in row else row.get("op", "attention")
-            times.setdefault(key, {})[row["route"]] = row["ms"]
-
-    def order(op: str, args: tuple[Any, ...], _: Values) -> tuple[str, ...]:
-        known = times.get(tuple(args[1].shape) if op.startswith("conv") else op, {})
-        plain = ("aten",) if op.startswith("conv") else ("triton", "cuda")
-        return (*sorted(known, key=lambda name: known[name]), *plain, "reference")
-
-    with mock.patch.object(dispatch, "_order", order):
-        yield
 
 
 def _launch(kernels: list[Any], kernel: Any, grid: Any, *args: Any, warps: int = 4, **more: Any):

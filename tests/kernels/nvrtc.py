@@ -10,6 +10,7 @@ import tempfile
 from itertools import product
 from pathlib import Path
 
+import pytest
 import torch
 
 from fast_video_vae.kernels.cuda_ops import runtime
@@ -72,14 +73,20 @@ def _more(source, constants):
 
 def first_decode(family="wan2.1", dtype=torch.bfloat16):
     """Return the sources with the constants of the binaries that a first decode needs."""
-    from fast_video_vae.tests.kernels.first_run import Process, Run, meta_vae
+    from fast_video_vae.tests.kernels.meta_gpu import Machine, new_vae, stream
 
-    process = Process("cuda")
-    process.run(meta_vae(family), Run(17, 480, 832))
+    vae = new_vae(family, dtype)
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        machine = Machine("cuda", patch, folder)
+        vae.prepare()
+        machine.build()
+        with machine.running():
+            stream(vae, "decode", 17, 480, 832)
     named = [
-        (source, runtime.dtype_name(kind), dict(more)) for source, kind, *more in process.compiled
+        (source, {"DTYPE": runtime.dtype_name(kind), **dict(constants)})
+        for source, kind, constants in machine.compiled
     ]
-    return [(source, {"DTYPE": kind, **more}) for source, kind, more in sorted(named, key=str)]
+    return sorted(named, key=str)
 
 
 def compiled(source, constants, chip, *more):

@@ -4,8 +4,9 @@ import importlib
 
 import pytest
 
-from fast_video_vae.kernels import errors, measure
-from fast_video_vae.kernels.probes import probe
+from fast_video_vae.kernels import errors
+from fast_video_vae.kernels.probes import measure, probe
+from fast_video_vae.kernels.ready import facts
 from fast_video_vae.lora import break_even
 
 # The attribute of `kernels` with this name is the function.
@@ -30,6 +31,7 @@ class Clock:
         """Begin with the state of a new process."""
         self._monkeypatch.setattr(gpu_config_module, "_known", {})
         self._monkeypatch.setattr(errors, "_logged", set())
+        self._monkeypatch.setattr(facts, "_opened", {})
         self.asked.clear()
 
     def seconds(self, calls, device, **_):

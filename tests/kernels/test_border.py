@@ -5,23 +5,15 @@ error.
 """
 
 from itertools import pairwise, product, starmap
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from fast_video_vae import kernels
-from fast_video_vae.kernels import (
-    BackendError,
-    autotune,
-    dispatch,
-    measure,
-    reference,
-    sample_inputs,
-    use_backend,
-)
+from fast_video_vae.kernels import BackendError, dispatch, use_backend
 from fast_video_vae.kernels.errors import Refusal
+from fast_video_vae.kernels.ready import sample_inputs, selfcheck, variants
 from fast_video_vae.tests.kernels import formulas
 from fast_video_vae.tests.kernels.cases import Poisoned, each_dtype, random, some, video, window
 
@@ -177,34 +169,24 @@ def test_an_unsuitable_border_is_an_error(op):
             getattr(kernels, op)(x, *args, **options, out=out, border=border)
 
 
-def test_calls_with_a_border_have_a_trial_of_their_own(monkeypatch):
+@pytest.mark.parametrize(("border", "served"), [(0, ("triton",)), (1, ()), (2, ())])
+def test_calls_with_a_border_have_a_check_of_their_own(border, served):
     """A backend that forgets a part of the border serves only calls without one."""
+    x, gamma, codes = video(1, 16, 2, 4, 4), random(16), random(16).abs()
+    counts = torch.zeros(2, dtype=torch.int64)
 
-    def forgets(x, gamma, *, border=0, **options):
-        y = reference.rms_norm_silu(x, gamma, border=border, **options)
-        if border:
-            y[..., -1, -1] = torch.nan
+    def ask(name, op, *args, **options):
+        y = dispatch.ask("reference", op, *args, **options)
+        if name == "triton" and options.get("border"):
+            y[..., -1, -1] = 1
+        if name == "cuda":
+            raise Refusal("no")
         return y
 
-    def refuses(*_, **__):
-        raise Refusal("no")
-
-    backends = {
-        name: SimpleNamespace(rms_norm_silu=does)
-        for name, does in (("triton", forgets), ("cuda", refuses), ("native", refuses))
-    }
-    monkeypatch.setattr(dispatch, "_loaded", {**backends, "reference": reference})
-    monkeypatch.setattr(autotune, "_orders", {})
-    monkeypatch.setattr(autotune, "_ELEMENTS", (1 << 10,))
-    monkeypatch.setattr(
-        measure, "seconds", lambda calls, *_, **__: {name: name != "triton" for name in calls}
-    )
-    x, gamma = video(1, 16, 2, 4, 4), random(16)
-    for border, served in ((0, True), (1, False), (2, False), (0, True)):
-        options = {"silu": True, "bias": None, "tail": None, "out": None, "border": border}
-        names = autotune.order(dispatch.ask, "rms_norm_silu", (x, gamma), options)
-        assert ("triton" in names) == served
-    assert len(autotune._orders) == 3
+    for more in ({}, {"codes": codes, "saturated": counts}):
+        options = {"silu": True, "border": border, **more}
+        samples = variants.samples_of("rms_norm_silu", (x, gamma), options, x.device)
+        assert selfcheck.checked(ask, "rms_norm_silu", samples) == served
 
 
 def test_a_sample_call_with_a_border_writes_into_memory_of_nan():

@@ -312,7 +312,7 @@ def test_what_is_fused_needs_no_other_op(candidate, op, monkeypatch):
         out = Placed((1, 4, 3, 5, 4), len(shape), dtype, min, None)
         seen.clear()
         with using(candidate):
-            fused = kernels.conv_fuses(call["x"], taps, **options, norm="gamma" in terms)
+            fused = kernels.conv_route(call["x"], taps, **options, norm="gamma" in terms).fused
             getattr(kernels, op)(weight=taps, out=out.view, **call, **options)
         close(out.take(), weight, **call, **options)
         added = {"bias", "residual", "residual_bias"} & terms

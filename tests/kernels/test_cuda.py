@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from fast_video_vae import kernels
-from fast_video_vae.kernels import BackendError, autotune, dispatch, measure, use_backend
+from fast_video_vae.kernels import BackendError, dispatch, use_backend
 from fast_video_vae.kernels.cuda_ops import attention, runtime
+from fast_video_vae.kernels.ready import selfcheck, variants
 from fast_video_vae.kernels.reference.attention import LIFT
 from fast_video_vae.tests.kernels import formulas
 from fast_video_vae.tests.kernels.cases import (
@@ -243,18 +244,13 @@ def test_attention_refuses_small_heads_and_dtypes_without_mixed_products(monkeyp
             kernels.attention(wide, wide, wide)
 
 
-@pytest.mark.skipif(not EMULATED, reason="on a GPU test_autotune.py has the trial")
+@pytest.mark.skipif(not EMULATED, reason="on a GPU the background thread has checked them")
 @pytest.mark.parametrize("op", MINE)
-def test_the_trial_finds_every_op_correct_where_there_is_no_triton(op, monkeypatch):
-    monkeypatch.setattr(autotune, "_ELEMENTS", (1 << 12,))
-    monkeypatch.setattr(
-        measure, "seconds", lambda calls, *_, **__: {name: name != "cuda" for name in calls}
-    )
-    monkeypatch.setattr(autotune, "_orders", {})
+def test_the_check_finds_every_op_right_where_there_is_no_triton(op, monkeypatch):
+    monkeypatch.setattr(variants, "_ELEMENTS", 1 << 12)
     args, keywords = inputs(op, torch.bfloat16)
-    found = autotune.order(dispatch.ask, op, args, keywords)
-    assert found[0] == "cuda"
-    assert "triton" not in found
+    samples = variants.samples_of(op, args, keywords, args[0].device)
+    assert selfcheck.checked(dispatch.ask, op, samples) == ("cuda",)
 
 
 def test_gradients_and_empty_tensors_are_refused():

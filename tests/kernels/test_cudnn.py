@@ -1,7 +1,5 @@
 """Convolutions in parts, and direct calls of cuDNN for versions where PyTorch avoids it."""
 
-import threading
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -63,13 +61,6 @@ def calls(monkeypatch):
 
     monkeypatch.setattr(torch, "cudnn_convolution", stand_in)
     return seen
-
-
-@pytest.fixture
-def direct(calls, monkeypatch):
-    """The same, with direct calls for float64 during a search."""
-    monkeypatch.setattr(cudnn, "_is_direct", lambda device, dtype: dtype == torch.float64)
-    return calls
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -172,50 +163,3 @@ def test_a_vae_in_parts_gives_the_same_result(monkeypatch):
     monkeypatch.setattr(cudnn, "_LIMIT", 2000)
     torch.testing.assert_close(vae.decode(latent), frames, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(vae.encode(frames), encoded, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("case", ["causal", "frames"])
-@pytest.mark.parametrize("biased", [False, True])
-def test_a_search_changes_direct_calls_only(direct, case, biased):
-    shape, weight_shape, stride, padding = CASES[case]
-    x, weight, bias = convolution(shape, weight_shape)
-    bias = bias if biased else None
-    expected = cudnn.convolve(x, weight, bias, stride, padding)
-    assert not direct
-    with cudnn.searching(CUDA):
-        actual = cudnn.convolve(x, weight, bias, stride, padding)
-    torch.testing.assert_close(actual, expected)
-    assert direct == [(True, True, True)]
-    assert not torch.backends.cudnn.benchmark
-    cudnn.convolve(x, weight, bias, stride, padding)
-    assert len(direct) == 1
-
-
-def test_other_devices_and_dtypes_are_not_searched(direct):
-    x, weight, _ = convolution(*CASES["causal"][:2])
-    with cudnn.searching(torch.device("cpu")):
-        cudnn.convolve(x, weight, None, (1, 1, 1), (0, 1, 1))
-    with cudnn.searching(CUDA):
-        cudnn.convolve(x.float(), weight.float(), None, (1, 1, 1), (0, 1, 1))
-        with torch.backends.cudnn.flags(enabled=False):
-            cudnn.convolve(x, weight, None, (1, 1, 1), (0, 1, 1))
-    assert not direct
-
-
-def test_a_search_holds_for_its_block_and_thread(direct):
-    x, weight, _ = convolution(*CASES["causal"][:2])
-
-    def call():
-        cudnn.convolve(x, weight, None, (1, 1, 1), (0, 1, 1))
-
-    with cudnn.searching(CUDA):
-        with pytest.raises(KeyError), cudnn.searching(CUDA):
-            raise KeyError
-        thread = threading.Thread(target=call)
-        thread.start()
-        thread.join()
-        assert not direct
-        call()
-        assert len(direct) == 1
-    call()
-    assert len(direct) == 1

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fast_video_vae import kernels
-from fast_video_vae.kernels import BackendError, backends, dispatch, errors, use_backend
+from fast_video_vae.kernels import BackendError, backends, dispatch, errors, modules, use_backend
 from fast_video_vae.kernels.backends import forced
 from fast_video_vae.kernels.errors import Refusal, log_once
 from fast_video_vae.kernels.support import EXACT
@@ -35,7 +35,7 @@ def team(monkeypatch):
     for module in (backends, dispatch):
         monkeypatch.setattr(module, "ORDER", ("first", "second"))
     monkeypatch.setattr(
-        dispatch,
+        modules,
         "_loaded",
         {"first": SimpleNamespace(op=first), "second": SimpleNamespace(op=second, other=second)},
     )
@@ -116,7 +116,7 @@ def test_a_choice_holds_for_its_thread_only(team):
 
 
 def test_an_unknown_backend_lists_the_known_ones():
-    known = "triton, cuda, native, reference, kitchen, aten, sliced"
+    known = "triton, cuda, native, reference, aten, sliced"
     with pytest.raises(ValueError, match=f"backend is 'metal'; expected one of {known}$"):
         use_backend("metal").__enter__()
 
@@ -126,7 +126,7 @@ def test_an_error_of_a_backend_is_not_a_refusal(monkeypatch):
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(dispatch, "ORDER", ("broken", "reference"))
-    monkeypatch.setattr(dispatch, "_loaded", {"broken": SimpleNamespace(op=breaks)})
+    monkeypatch.setattr(modules, "_loaded", {"broken": SimpleNamespace(op=breaks)})
     with pytest.raises(RuntimeError, match="out of memory"):
         dispatch.run("op")
 

@@ -34,7 +34,7 @@ def empty(monkeypatch, tmp_path):
 
 
 def stored():
-    return sorted(cache.folder("probes").glob("*.json"))
+    return sorted(cache.folder("facts").glob("*.json"))
 
 
 def test_a_cpu_is_measured_and_has_no_capability(empty):

@@ -56,6 +56,7 @@ def target(request, monkeypatch):
 def fresh(monkeypatch, tmp_path):
     """Let the library be looked for again, in an empty cache and without a compiler on PATH."""
     monkeypatch.setattr(CPU, "_outcome", None)
+    monkeypatch.setattr(CPU, "_job", None)
     monkeypatch.setattr(CPU, "namespace", "fast_video_vae_never_registered")
     monkeypatch.setattr(errors, "_logged", set())
     monkeypatch.setenv("FAST_VIDEO_VAE_CACHE", str(tmp_path / "cache"))
@@ -80,6 +81,7 @@ def call_and_log(caplog):
     """Call an op twice; return the warnings and whether the results are right."""
     x = torch.randn(3, 8)
     with caplog.at_level("WARNING"):
+        assert CPU.prepare().wait(60)
         results = [kernels.silu_mul(x, x) for _ in range(2)]
     right = all(torch.allclose(y, torch.nn.functional.silu(x) * x) for y in results)
     return [record.getMessage() for record in caplog.records], right

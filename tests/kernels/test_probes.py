@@ -1,21 +1,17 @@
 """The probe of a device: its grid, its limits, and its results on disk for later processes."""
 
 import itertools
-import json
-import logging
 import os
 import subprocess
-import sys
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from fast_video_vae.kernels import cache, measure
+from fast_video_vae.kernels import cache
 from fast_video_vae.kernels.devices.gpu_config import gpu_config
-from fast_video_vae.kernels.probes import environment, probe, store
-from fast_video_vae.kernels.probes.probe import GRID, Probe, on_grid
+from fast_video_vae.kernels.probes import environment, measure, probe
+from fast_video_vae.kernels.probes.probe import GRID, on_grid
 from fast_video_vae.tests.builders import script_command
 from fast_video_vae.tests.kernels.probe_clock import clock  # noqa: F401
 
@@ -25,7 +21,7 @@ CPU = torch.device("cpu")
 # each process, and slow, so that processes that start together all find no result.
 FAKED = """
 import os, time
-from fast_video_vae.kernels import measure
+from fast_video_vae.kernels.probes import measure
 count = 0
 def seconds(calls, *_, **__):
     global count
@@ -138,7 +134,7 @@ def test_no_round_begins_after_the_limit(monkeypatch, rounds, limit_s, expected)
 def stored_file(clock):  # noqa: F811
     """Return the file of a result of 2.0, in a new process whose measurement would be 16.0."""
     gpu_config(CPU, torch.float32)
-    (path,) = cache.folder("probes").glob("*.json")
+    (path,) = cache.folder("facts").glob("*.json")
     clock.restart()
     clock.constants = [16.0] * 3
     return path
@@ -172,121 +168,3 @@ def test_the_environment_is_text_and_follows_the_threads(monkeypatch):
     assert all(type(value) is str for value in found.values())
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     assert environment.of_products(CPU, torch.bfloat16)["threads"] == "77"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "", "{", "[]", "null", "3", '"text"', '{"format": 1}', "\x00\xff", "[" * 10_000,
-        '{"format": 1, "made_on": {}, "products_per_s": 1e9, "stream_c": 8.0}',
-        " " * (1 << 20), "9" * 10_000,
-    ],
-)  # fmt: skip
-def test_a_damaged_file_counts_as_absent_and_is_replaced(clock, caplog, text):  # noqa: F811
-    stored_file(clock).write_text(text, encoding="latin-1")
-    with caplog.at_level(logging.WARNING):
-        assert gpu_config(CPU, torch.float32).stream_c == 16.0
-    assert not caplog.messages
-    clock.restart()
-    assert gpu_config(CPU, torch.float32).stream_c == 16.0
-    assert not clock.asked
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *itertools.product(
-            ("stream_c", "products_per_s"),
-            [
-                "-4.0",
-                "0.0",
-                "NaN",
-                "Infinity",
-                "1e999",
-                '"8.0"',
-                "true",
-                "8",
-                "null",
-                "[8.0]",
-                "{}",
-            ],
-        ),
-        ("stream_c", "3.0"),  # not on the grid
-        ("stream_c", "128.0"),
-        ("products_per_s", "1e30"),
-        ("format", "2"),
-        ("format", '"1"'),
-    ],
-)
-def test_impossible_values_in_a_file_are_measured_again(clock, name, value):  # noqa: F811
-    path = stored_file(clock)
-    content = json.loads(path.read_text())
-    lines = [f'"{k}": {value if k == name else json.dumps(content[k])}' for k in content]
-    path.write_text("{" + ", ".join(lines) + "}")
-    assert gpu_config(CPU, torch.float32).stream_c == 16.0
-
-
-@pytest.mark.parametrize("length", [1, 50, -2])
-def test_a_cut_file_is_measured_again(clock, length):  # noqa: F811
-    path = stored_file(clock)
-    path.write_text(path.read_text()[:length])
-    assert gpu_config(CPU, torch.float32).stream_c == 16.0
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such files")
-@pytest.mark.parametrize("kind", ["pipe", "folder", "endless", "loop"])
-def test_what_is_not_a_file_is_not_read(clock, kind):  # noqa: F811
-    path = stored_file(clock)
-    path.unlink()
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "folder":
-        path.mkdir()
-    else:
-        path.symlink_to("/dev/zero" if kind == "endless" else path)
-    assert gpu_config(CPU, torch.float32).stream_c == 16.0
-
-
-def test_a_folder_that_cannot_be_written_costs_one_line(clock, monkeypatch, caplog):  # noqa: F811
-    def denied(*_, **__):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(cache.tempfile, "mkstemp", denied)
-    with caplog.at_level(logging.INFO):
-        configs = [gpu_config(CPU, dtype) for dtype in (torch.float32, torch.bfloat16)]
-        assert [each.stream_c for each in configs] == [2.0, 2.0]
-        count = len(clock.asked)
-        assert gpu_config(CPU, torch.float32) is configs[0]
-    assert len(clock.asked) == count
-    (line,) = caplog.messages
-    assert "not writable (Permission denied)" in line
-    assert "FAST_VIDEO_VAE_CACHE" in line
-
-
-@pytest.mark.parametrize("written", ["meanwhile", "at last"])
-def test_the_result_that_is_written_first_counts_without_locks(
-    clock, monkeypatch, caplog, written  # noqa: F811
-):  # fmt: skip
-    monkeypatch.setattr(cache, "alone", lambda *_: nullcontext())
-    replace, first = cache.replace, Probe(1e9, 64.0)
-
-    def other(path, content):
-        """Another process writes at this moment; Windows does not replace its open file."""
-        monkeypatch.setattr(cache, "replace", replace)
-        text = json.loads(content) | first._asdict()
-        replace(path, json.dumps(text).encode())
-        raise PermissionError(13, "Access is denied")
-
-    def meanwhile():
-        clock.does = lambda: None
-        store.kept(CPU, torch.float32, lambda: first)
-
-    if written == "meanwhile":
-        clock.does = meanwhile
-    else:
-        monkeypatch.setattr(cache, "replace", other)
-    assert gpu_config(CPU, torch.float32).stream_c == 64.0
-    assert not caplog.messages
-    clock.restart()
-    assert gpu_config(CPU, torch.float32).stream_c == 64.0
-    assert not clock.asked

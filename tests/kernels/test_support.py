@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from fast_video_vae import kernels
-from fast_video_vae.kernels import backends, dispatch, reference, use_backend
+from fast_video_vae.kernels import backends, modules, reference, use_backend
 from fast_video_vae.kernels import support as matrix
 from fast_video_vae.kernels.errors import Refusal
 
 # Functions about the convolutions that are not ops.
-QUESTIONS = ("conv_fuses", "fp16_pays")
+QUESTIONS = ("conv_route", "is_capturing", "prepare")
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_the_reason_is_the_text_of_the_refusal(monkeypatch):
     for op in {each.op for each in matrix.backend_matrix()}:
         setattr(module, op, refuses)
     for backend in ("native", "aten"):
-        monkeypatch.setitem(dispatch._loaded, backend, module)
+        monkeypatch.setitem(modules._loaded, backend, module)
     found = [each for each in matrix.backend_matrix() if each.backend in ("native", "aten")]
     assert {each.reason for each in found} == {"the moon is not (yet) full"}
 

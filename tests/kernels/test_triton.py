@@ -15,13 +15,12 @@ import pytest
 import torch
 
 from fast_video_vae import kernels
-from fast_video_vae.kernels import BackendError, autotune, dispatch, errors, measure, use_backend
+from fast_video_vae.kernels import BackendError, dispatch, errors, use_backend
 from fast_video_vae.kernels.errors import Refusal
 from fast_video_vae.kernels.triton_ops import runtime, tiles
-from fast_video_vae.tests.builders import module_command, random_state_dict
+from fast_video_vae.tests.builders import module_command
 from fast_video_vae.tests.kernels import formulas
 from fast_video_vae.tests.kernels.cases import missing, place, random, video
-from fast_video_vae.vae import load_vae
 
 ops = importlib.import_module("fast_video_vae.kernels.triton_ops.ops")
 
@@ -330,53 +329,6 @@ def test_a_check_of_triton_without_memory_is_repeated(fresh, monkeypatch):
     monkeypatch.setattr(probe, "probe", working)
     if runtime.interpreted():
         runtime.require(torch.device("cpu"))
-
-
-@pytest.mark.parametrize("fails", ["the compiler", "one kernel", "one width"])
-def test_the_frames_come_with_a_broken_triton(here, monkeypatch, caplog, fresh, fails):
-    """As on a GPU: all ops go through the trial. One line is logged for all decodes."""
-    probe = importlib.import_module(f"{ops.__package__}.probe")
-    rows = importlib.import_module(f"{ops.__package__}.rows")
-    if fails == "the compiler":
-        monkeypatch.setattr(probe, "probe", Broken())
-    else:
-        working, width = rows._rms_norm_silu, 32
-        broken = Broken(
-            fails=lambda **constants: fails == "one kernel" or constants["CHANNELS"] == width,
-            otherwise=working,
-        )
-        monkeypatch.setattr(rows, "_rms_norm_silu", broken)
-    for name, value in {
-        "_orders": {},
-        "_ELEMENTS": (1 << 10,),
-        "ORDER": ("triton", "reference"),
-    }.items():
-        monkeypatch.setattr(autotune, name, value)
-    monkeypatch.setattr(
-        measure, "seconds", lambda calls, *_, **__: {name: name != "triton" for name in calls}
-    )
-    monkeypatch.setattr(ops, "refuse_device", lambda *_: None)
-    vae, latent = load_vae(random_state_dict(8), dtype=torch.float32), torch.randn(1, 16, 2, 2, 2)
-    with use_backend("reference"):
-        expected = vae.decode(latent)
-    plain = dispatch._order
-
-    def tried(op, *call):
-        return (
-            plain(op, *call) if op.startswith("conv") else autotune.order(dispatch.ask, op, *call)
-        )
-
-    monkeypatch.setattr(dispatch, "_order", tried)
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            torch.testing.assert_close(vae.decode(latent), expected)
-    assert len(caplog.messages) == 1
-    served = {
-        key[3]
-        for key, order in autotune._orders.items()
-        if key[0] == "rms_norm_silu" and order[0] == "triton"
-    }
-    assert bool(served) == (fails == "one width")
 
 
 def test_given_statistics_need_one_kernel_instead_of_three(by_name, monkeypatch):

@@ -1,12 +1,11 @@
-"""The log of preparations (builds, trials, graph captures) with their times."""
+"""The log of preparations (builds, graph captures) with their times."""
 
 import threading
 import time
 
 import pytest
-import torch
 
-from fast_video_vae.kernels import autotune, dispatch, preparations, preparing
+from fast_video_vae.kernels import preparations, preparing
 from fast_video_vae.kernels.errors import Refusal
 from fast_video_vae.kernels.native_ops import build
 
@@ -76,14 +75,3 @@ def test_loading_a_built_library_is_not_logged(monkeypatch):
     before = preparations()
     Slow(False).load()
     assert not noted(before)
-
-
-def test_the_trial_of_a_kind_of_call_is_logged_once(monkeypatch):
-    monkeypatch.setattr(autotune, "_orders", {})
-    monkeypatch.setattr(autotune, "_tried", lambda *_: ("reference",))
-    x, before = torch.ones(1, 8, 1, 2, 2), preparations()
-    for _ in range(2):
-        found = autotune.order(dispatch.ask, "rms_norm_silu", [x, torch.ones(8)], {})
-        assert found == ("reference",)
-    (done,) = noted(before)
-    assert (done.kind, done.label) == ("kernel build", "trials")

@@ -1,15 +1,16 @@
-"""Generate calls of the ops as in the VAEs, for the matrix of backends, trials and benchmarks."""
+"""Generate calls of the ops as in the VAEs, for the matrix of backends, checks and benchmarks."""
 
-import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from . import shapes
-from .codes import code_dtype, code_steps
+from .. import shapes
+from ..codes import code_dtype, code_steps
+from ..convolution.weight import ConvWeight
 
 # Parameters with one value per channel, which the ops read in float32.
 VECTORS = frozenset({"gamma", "weight", "bias", "residual_bias"})
@@ -24,6 +25,10 @@ OPTIONAL = {
 
 # Ops whose `out` can have another dtype and layout than `x`.
 CONVERTING = frozenset({"frames_to_images", "pixel_shuffle_3d"})
+
+# Height and width of the frames of a convolution: a tile is up to 256 pixels, or 128 of a row; and
+# with more than this many weights per tap.
+_LARGE, _SMALL, _WIDE = (7, 136), (5, 40), 1 << 16
 
 # Frames of a tail: the context of a convolution with three temporal taps.
 _CONTEXT = 2
@@ -122,6 +127,68 @@ def call(
     return made | _target(op, made, given, generator)
 
 
+def convolution(op: str, given: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Generate the arguments of a convolution, from a fixed seed.
+
+    Frames are `silu` of normally distributed numbers, as after the norms of the VAEs, and weights
+    have the deviation that keeps the size of the results.
+
+    Args:
+        op: `conv2d`, `conv3d` or `int8_conv3d`.
+        given: Arguments of a call to imitate, such as `[B, C, T, H, W]` tensors: channels, dtypes,
+            stride and padding are used, sizes are not.
+        device: Device of all tensors.
+
+    Returns:
+        The arguments by name: a call with a tail, and with a residual whose memory is the result.
+    """
+    x, taps = given["x"], given["weight"]
+    outputs, inputs, *kernel = taps.shape
+    generator = torch.Generator(device).manual_seed(0)
+
+    def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        made = torch.empty(shape, dtype=torch.float32, device=device)
+        return made.normal_(generator=generator).to(dtype)
+
+    def codes(*shape: int, dtype: torch.dtype = torch.int8) -> Tensor:
+        info = torch.iinfo(dtype)
+        made = torch.empty(shape, dtype=torch.int16, device=device)
+        return made.random_(info.min, info.max + 1, generator=generator).to(dtype)
+
+    coded = op == "int8_conv3d"
+    height, width = _SMALL if inputs * outputs > _WIDE else _LARGE
+    frames = 2 * given.get("stride", (1,))[0]
+    first = 0 if op == "conv2d" else kernel[0] - 1
+    made: dict[str, Any] = {}
+    if coded:
+        made["x"] = codes(1, frames + first, height, width, inputs, dtype=x.dtype).movedim(-1, 1)
+        weight = codes(outputs, *kernel, inputs).movedim(-1, 1)
+    else:
+        size = (2,) if op == "conv2d" else (1, frames + first)
+        video = F.silu(numbers(*size, height, width, inputs)).to(x.dtype).movedim(-1, 1)
+        made["x"] = video
+        if op == "conv3d" and first:
+            made["tail"], made["x"] = video[:, :, :first], video[:, :, first:]
+        weight = numbers(outputs, *kernel, inputs).mul_(taps[0].numel() ** -0.5).to(x.dtype)
+        weight = weight.movedim(-1, 1)
+        made |= {"stride": given["stride"], "padding": given["padding"]}
+    made["weight"] = ConvWeight.of(weight)
+    for name in ("scale", "bias", "residual_bias", "gamma"):
+        if given.get(name) is not None:
+            vector = 0.1 * numbers(outputs) + (name == "gamma")
+            made[name] = (vector * 1e-4 if name == "scale" else vector).to(given[name].dtype)
+    stride = given.get("stride", (1,) * len(kernel))
+    pads = tuple(given.get("padding", (0, 0)))
+    shape = shapes.convolved(
+        made["x"], taps.shape, stride, pads if op == "conv2d" else (0, *pads), made.get("tail")
+    )
+    dtype = given["dtype"] if coded else x.dtype
+    if dtype.is_floating_point:
+        channels_last = (shape[0], *shape[2:], shape[1])
+        made["residual"] = made["out"] = numbers(*channels_last, dtype=dtype).movedim(-1, 1)
+    return made | ({"dtype": dtype} if coded else {})
+
+
 def coded_dtype(device: torch.device, given: Mapping[str, Any]) -> torch.dtype:
     """Return the dtype of the codes that a call with `codes` writes.
 
@@ -201,11 +268,6 @@ def forms(op: str, given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         for name in missing
     }
     return [{**given, **added}, given]
-
-
-def names(function: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
-    """Return the arguments `args` and `kwargs` of a call of `function` by name."""
-    return inspect.signature(function).bind(*args, **kwargs).arguments
 
 
 def moved_bytes(arguments: Mapping[str, Any], result: Tensor) -> int:

@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from .devices import current, runtime, synchronize
+from ..devices import current, runtime, synchronize
 
 _Name = TypeVar("_Name")
 
-# Rounds, and calls per round. A round takes about a millisecond at the sizes of a trial.
+# Rounds, and calls per round. A round takes about a millisecond at the sizes of a probe.
 _ROUNDS = 3
 _CALLS = 5
 

@@ -1,0 +1,52 @@
+"""The instructions of the CPU that decide which dtypes have fast convolutions.
+
+oneDNN multiplies bfloat16 with AVX512-BF16 or AMX, and float16 with AVX512-FP16 or AMX-FP16
+(oneDNN, "Data Types"). Without these it converts bfloat16 to float32 where there is AVX-512, which
+costs little, and PyTorch's own loops take float16: 16 times as long as float32 in three dimensions.
+"""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Where Linux lists the features of the processor, for versions of PyTorch without a query.
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+def multiplies_bfloat16() -> bool:
+    """Return whether convolutions in bfloat16 are faster than in float32 on this CPU."""
+    if slow_on_cpu(torch.bfloat16):
+        return False
+    features = cpu_features()
+    return not _is_x86() or bool({"avx512_bf16", "amx_bf16", "amx_tile"} & features)
+
+
+def slow_on_cpu(dtype: torch.dtype) -> bool:
+    """Return whether convolutions in a 16-bit `dtype` are far slower than in float32."""
+    if not torch.backends.mkldnn.is_available():
+        return True
+    name = "_is_mkldnn_bf16_supported" if dtype == torch.bfloat16 else "_is_mkldnn_fp16_supported"
+    if not getattr(torch.ops.mkldnn, name)():
+        return True
+    narrow = dtype == torch.float16 and _is_x86()
+    return narrow and not {"avx512_fp16", "amx_fp16"} & cpu_features()
+
+
+@functools.cache
+def cpu_features() -> frozenset[str]:
+    """Return the features of the processor, such as `avx512_bf16`; none where they are unknown."""
+    query: Any = getattr(torch.cpu, "get_capabilities", None)
+    if query is not None:
+        return frozenset(name for name, value in query().items() if value is True)
+    try:
+        with _CPUINFO.open(encoding="utf-8", errors="replace") as lines:
+            listed = (line.partition(":")[2].split() for line in lines if "flags" in line)
+            return frozenset(next(listed, []))
+    except OSError:
+        return frozenset()
+
+
+def _is_x86() -> bool:
+    return "AVX" in torch.backends.cpu.get_cpu_capability() or "sse2" in cpu_features()

@@ -1,0 +1,133 @@
+"""One thread that prepares while the user does something else: builds, checks, measurements.
+
+Nothing waits for it but a caller that asks to. What it has not finished is served by the library.
+"""
+
+import atexit
+import heapq
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+
+from ..errors import first_line, is_out_of_memory, log_once
+
+_logger = logging.getLogger(__name__)
+
+# Seconds until work that found too little memory is tried again.
+_LATER_S = 30.0
+
+# Seconds that the end of the process waits for the work at hand, because threads that Python stops
+# inside a compiler can end the process with an error.
+_END_S = 10.0
+
+
+class Job:
+    """Work for the thread.
+
+    Attributes:
+        name: What it prepares, for messages.
+        failed: It ended by an error.
+    """
+
+    def __init__(self, name: str, work: Callable[[], object]) -> None:
+        self.name, self.work, self.failed = name, work, False
+        self._ended = threading.Event()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the work has ended, by an error too."""
+        return self._ended.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for the end of the work; return whether it came within `timeout_s` seconds."""
+        return self._ended.wait(timeout_s)
+
+    def run(self) -> bool:
+        """Do the work; return False if memory was short, so that it has to be done later."""
+        try:
+            with torch.no_grad():
+                self.work()
+        except Exception as error:
+            if is_out_of_memory(error):
+                _logger.debug("%s waits for memory", self.name)
+                return False
+            _logger.debug("%s failed", self.name, exc_info=True)
+            self.failed = True
+            log_once(f"{self.name} failed ({first_line(error)[:80]}); PyTorch runs instead")
+        self._ended.set()
+        return True
+
+
+# A job that has nothing to do.
+DONE = Job("nothing", lambda: None)
+DONE.run()
+
+_changed = threading.Condition()
+_queue: list[tuple[float, int, Job]] = []
+_numbers = itertools.count()
+_thread: threading.Thread | None = None
+_ends = False
+
+
+def submit(name: str, work: Callable[[], object]) -> Job:
+    """Let the thread do some work after all that was submitted before.
+
+    Args:
+        name: What it prepares, for messages.
+        work: Called once without gradients; again later where it raises that memory is short.
+
+    Returns:
+        The job.
+    """
+    global _thread
+    job = Job(name, work)
+    with _changed:
+        heapq.heappush(_queue, (0.0, next(_numbers), job))
+        if _thread is None or not _thread.is_alive():
+            _thread = threading.Thread(target=_serve, name="kernels of fast-video-vae", daemon=True)
+            _thread.start()
+            atexit.register(_end)
+        _changed.notify_all()
+    return job
+
+
+def wait(jobs: Iterable[Job], timeout_s: float | None = None) -> bool:
+    """Wait for `jobs`; return whether all ended within `timeout_s` seconds together."""
+    end = None if timeout_s is None else time.monotonic() + timeout_s
+    return all(job.wait(None if end is None else max(0, end - time.monotonic())) for job in jobs)
+
+
+def is_here() -> bool:
+    """Return whether the caller is the thread."""
+    return threading.current_thread() is _thread
+
+
+def _serve() -> None:
+    while (job := _next()) is not None:
+        if not job.run():
+            with _changed:
+                heapq.heappush(_queue, (time.monotonic() + _LATER_S, next(_numbers), job))
+
+
+def _next() -> Job | None:
+    """Return the next job when it is due; None at the end of the process."""
+    with _changed:
+        while not _ends:
+            now = time.monotonic()
+            if _queue and _queue[0][0] <= now:
+                return heapq.heappop(_queue)[2]
+            _changed.wait(_queue[0][0] - now if _queue else None)
+    return None
+
+
+def _end() -> None:
+    global _ends
+    with _changed:
+        _ends = True
+        _changed.notify_all()
+    if _thread is not None:
+        _thread.join(_END_S)

@@ -1,0 +1,146 @@
+"""What is known about a device, kept on disk for later processes: the one store of the pack.
+
+One JSON file for each combination of device, driver, versions and sources. A file that cannot be
+read counts as empty, and a folder that cannot be written costs only the memory of it. Processes
+that write at the same time replace whole files: a fact that is lost so is found again.
+"""
+
+import functools
+import hashlib
+import json
+import logging
+import threading
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import cache
+from ..errors import first_line, log_once
+from ..probes.environment import of_device, processor
+
+_logger = logging.getLogger(__name__)
+
+# Layout of the file; another one is not read.
+_FORMAT = 3
+
+# A file with all facts of all families has about 50 KB; a larger one is not ours.
+_MOST_BYTES = 4 << 20
+
+# Sources that decide whether a kernel is right, and how fast it is.
+_FOLDERS = (".", "ready", "convolution", "cuda_ops", "triton_ops", "csrc/cuda")
+
+_SUFFIXES = (".py", ".cu", ".cuh")
+
+# Packages whose versions decide that too, under the names of their builds.
+_PACKAGES = ("triton", "triton-windows", "pytorch-triton", "pytorch-triton-rocm")
+
+_lock = threading.Lock()
+_opened: dict[Path, "Facts"] = {}
+
+
+class Facts:
+    """Facts by name, in memory and on disk.
+
+    Args:
+        path: Path of the file.
+        made_on: Description of device and versions, which the file repeats.
+    """
+
+    def __init__(self, path: Path, made_on: Mapping[str, str]) -> None:
+        self.path, self._made_on = path, dict(made_on)
+        self._lock = threading.Lock()
+        self._known: dict[str, Any] = {}
+        self.read()
+
+    def read(self) -> None:
+        """Read what other processes have written, which replaces what this one has found."""
+        with self._lock:
+            self._known = {**self._known, **self._read()}
+
+    def get(self, name: str) -> Any:  # noqa: ANN401, what JSON holds
+        """Return what is known under `name`, a value of JSON; None: nothing."""
+        return self._known.get(name)
+
+    def named(self, start: str) -> dict[str, Any]:
+        """Return the facts whose names begin with `start`."""
+        return {name: value for name, value in self._known.items() if name.startswith(start)}
+
+    def put(self, name: str, value: object) -> None:
+        """Add a fact `name`, and write the file; `value` is one that JSON holds, never None."""
+        with self._lock:
+            self._known[name] = value
+            self._known = {**self._read(), **self._known}
+            content = {"format": _FORMAT, "made_on": self._made_on, "facts": self._known}
+            try:
+                cache.replace(self.path, json.dumps(content, indent=1).encode())
+            except OSError as error:
+                log_once(
+                    f"{self.path.parent} is not writable ({error.strerror}), so every start checks "
+                    "kernels again; set FAST_VIDEO_VAE_CACHE to a writable folder"
+                )
+
+    def _read(self) -> dict[str, Any]:
+        """Return the facts of the file; nothing if it is not a file of ours."""
+        try:
+            if not self.path.is_file():  # opening a pipe would wait for a writer
+                return {}
+            with self.path.open("rb") as file:
+                data = file.read(_MOST_BYTES + 1)
+            if len(data) > _MOST_BYTES:
+                raise ValueError("it is too large")
+            content = json.loads(data)
+            if content["format"] != _FORMAT or content["made_on"] != self._made_on:
+                raise ValueError("it was made elsewhere")
+            return dict(content["facts"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            log_once(f"{self.path} is not readable ({first_line(error)[:80]}) and is made again")
+            return {}
+
+
+def kept(made_on: Mapping[str, str]) -> Facts:
+    """Return the facts about what `made_on` describes, which are read at the first call."""
+    path = cache.path_for("facts", made_on)
+    with _lock:
+        if path not in _opened:
+            _opened[path] = Facts(path, made_on)
+        return _opened[path]
+
+
+def facts_of(device: torch.device) -> Facts:
+    """Return the facts about `device` that do not depend on our kernels."""
+    return kept(of_device(device))
+
+
+@functools.cache
+def of_kernels(device: torch.device) -> Facts:
+    """Return the facts about our kernels on `device`."""
+    return kept(
+        {
+            **of_device(device),
+            **({"processor": processor()} if device.type == "cpu" else {}),
+            "cudnn": str(torch.backends.cudnn.version()),
+            **{package: _version(package) for package in _PACKAGES},
+            "sources": sources(),
+        }
+    )
+
+
+@functools.cache
+def sources() -> str:
+    """Return the hash of our kernels, which changes between releases of this package too."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parents[1]
+    for folder in _FOLDERS:
+        for path in sorted(path for path in (root / folder).iterdir() if path.suffix in _SUFFIXES):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:32]
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""

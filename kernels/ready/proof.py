@@ -1,0 +1,198 @@
+"""Proof that a tile of ours is faster than the library on a chip without an entry in the table.
+
+It costs next to nothing, because it uses the user's own call: at the third call of a kind, both run
+on the same tensors, the tile into scratch memory, between events on the device. The difference is
+reduced on the device, and everything is read by the background thread after the video. No caller
+waits, and no kind is proved twice on a machine.
+"""
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import routes
+from ..convolution.weight import ConvWeight
+from ..devices import memory_bytes, runtime
+from ..errors import Refusal, is_out_of_memory
+from . import background, selfcheck, serving, variants
+
+# The call of a kind that is used: the first ones load kernels and workspaces.
+_CALL = 3
+
+# Multiply-adds of a frame from which on a tile can matter: 1e10 take 50 us at 400 TFLOP/s. The
+# layers with 16 or 3 channels have less, about 1 % of a decode of Wan 2.1.
+_PRODUCTS = 1e10
+
+# Results may differ by two roundings of bfloat16, of which each has been checked on its own.
+_DIFFERENCE = torch.finfo(torch.bfloat16).eps
+
+# Types of devices whose events have times in every supported PyTorch.
+_TIMED = ("cuda", "xpu")
+
+_current: ContextVar["Proofs | None"] = ContextVar("proofs", default=None)
+
+_calls: Counter[routes.ProofKey] = Counter()
+_lock = threading.Lock()
+_begun: set[routes.ProofKey] = set()
+
+
+class _Pending(NamedTuple):
+    """A proof whose numbers are on the device.
+
+    Attributes:
+        key: What is proved.
+        events: Before and after the tile, and before and after the library.
+        difference: Root mean square of the difference over that of the library's result.
+    """
+
+    key: routes.ProofKey
+    events: list[Any]
+    difference: Tensor
+
+
+@dataclass
+class Proofs:
+    """The proofs of one video.
+
+    Attributes:
+        room_bytes: Memory that the video leaves.
+        most: Proofs that may happen.
+    """
+
+    room_bytes: int
+    most: int
+
+    def __post_init__(self) -> None:
+        self._pending: list[_Pending] = []
+
+    def proved(
+        self,
+        ask: selfcheck.Ask,
+        key: routes.ProofKey,
+        op: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        plain: Callable[[], Tensor],
+    ) -> Tensor:
+        """Run a call of the library, and perhaps a tile next to it.
+
+        Args:
+            ask: Runs an op on a candidate.
+            key: What would be proved.
+            op: `conv2d` or `conv3d`.
+            args: Arguments of the call.
+            kwargs: Its keyword arguments.
+            plain: Runs the call.
+
+        Returns:
+            `[...]`, the result of `plain`.
+        """
+        x, weight = args[:2]
+        products = x.shape[-2] * x.shape[-1] * math.prod(weight.shape)
+        if key in _begun or products < _PRODUCTS or len(self._pending) >= self.most:
+            return plain()
+        if key.device.type not in _TIMED:
+            return plain()
+        call = _in(key.dtype, args, kwargs)
+        variant = variants.key_of(op, *call, key.device)
+        if serving.kernel_of(ask, variant, op, *call) != ("triton",):
+            return plain()
+        with _lock:
+            _calls[key] += 1
+            ready = _calls[key] >= _CALL and key not in _begun
+        if not ready or self._bytes(op, args, kwargs) > self._room(key.device):
+            return plain()
+        with _lock:
+            _begun.add(key)
+        events = [runtime(key.device).Event(enable_timing=True) for _ in range(4)]
+        try:
+            events[0].record()
+            made = ask("triton:0", op, *call[0], **{**call[1], "out": None})
+            events[1].record()
+        except Exception as error:
+            if not (isinstance(error, Refusal) or is_out_of_memory(error)):
+                raise
+            return plain()
+        events[2].record()
+        y = plain()
+        events[3].record()
+        self._pending.append(_Pending(key, events, _difference(made, y)))
+        return y
+
+    def close(self) -> None:
+        """Let the thread read the numbers when the device has them."""
+        pending, self._pending = self._pending, []
+        if pending:
+            background.submit("the proof of kernels", lambda: _read(pending))
+
+    def _room(self, device: torch.device) -> int:
+        memory = memory_bytes(device)
+        return self.room_bytes if memory is None else min(self.room_bytes, memory[0])
+
+    @staticmethod
+    def _bytes(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Return the bytes of the scratch memory: copies in another dtype, result, difference."""
+        x, weight = args[:2]
+        return 2 * (x.nbytes + x.nbytes * weight.shape[0] // weight.shape[1])
+
+
+def current_proofs() -> Proofs | None:
+    """Return the proofs that calls in this thread may make; None: none."""
+    return _current.get()
+
+
+@contextmanager
+def proving(proofs: Proofs | None) -> Iterator[None]:
+    """Let calls in this thread make `proofs` until the end of the block."""
+    before = _current.get()
+    _current.set(proofs)
+    try:
+        yield
+    finally:
+        _current.set(before)
+
+
+def _in(
+    dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a call with its activations and weight in the dtype of the tile."""
+    if args[0].dtype == dtype:
+        return args, kwargs
+    weight: ConvWeight = args[1]
+    narrow = ConvWeight(
+        weight.shape, dtype, weight.device, lambda: weight.plain().to(dtype), keeps=False
+    )
+    changed = {
+        name: value.to(dtype) if isinstance(value, Tensor) else value
+        for name, value in kwargs.items()
+        if name in ("tail", "residual")
+    }
+    return (args[0].to(dtype), narrow, *args[2:]), {**kwargs, **changed, "out": None}
+
+
+def _difference(made: Tensor, plain: Tensor) -> Tensor:
+    """Return the root mean square of the difference `[...]` over that of `plain`, on the device."""
+    axis = 2 if plain.ndim == 5 else 0
+    sums = torch.zeros(2, dtype=torch.float32, device=plain.device)
+    for mine, other in zip(made.unbind(axis), plain.unbind(axis), strict=True):
+        sums[0] += (mine.to(other.dtype) - other).square_().sum(dtype=torch.float32)
+        sums[1] += other.square().sum(dtype=torch.float32)
+    return (sums[0] / sums[1]).sqrt()
+
+
+def _read(pending: list[_Pending]) -> None:
+    for key, events, difference in pending:
+        events[-1].synchronize()
+        share = difference.item()
+        tile_ms = events[0].elapsed_time(events[1])
+        plain_ms = events[2].elapsed_time(events[3])
+        right = math.isfinite(share) and share <= _DIFFERENCE
+        routes.keep_proof(key, routes.Proof(plain_ms, tile_ms, right=right))

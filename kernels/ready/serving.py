@@ -1,0 +1,308 @@
+"""Which kernels serve: those that are built and right on this device, fixed while a video runs.
+
+A kernel that is asked for and not there is built and checked by the background thread; until then
+the library serves. What a family needs is known before its first decode: its network runs once on
+`meta` tensors, where every op is noted and none is computed (`prepare`).
+
+What is found has a number, and a video sees what was found before it began (`Snapshot`). So all
+frames of a video come from the same kernels, and so do those of two videos, once all is there.
+"""
+
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..backends import CONVOLUTIONS_OPS, TRIED
+from ..convolution.weight import ConvWeight
+from ..cuda_ops.driver import relaxed_captures
+from ..devices import current as on_device
+from ..devices import device_kind, runtime
+from ..native_ops.library import CPU
+from ..warmup_log import preparing
+from . import background, facts, selfcheck, variants
+
+LIBRARY = ("reference",)
+
+# What the store has of a variant in addition to the name of its backend.
+_NONE, _TRYING, _AGAIN = "none", "trying", "trying again"
+
+_lock = threading.Lock()
+_numbers = itertools.count(1)
+_last = _last_proof = 0
+# The backend of each variant that was looked at, empty for the library, with its number.
+_found: dict[variants.Key, tuple[int, tuple[str, ...]]] = {}
+_asked: set[variants.Key] = set()
+# Since when a convolution has a tile, by device, dtype, weight and stride.
+_tiled: dict[tuple[Any, ...], int] = {}
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a video sees of what is found.
+
+    Attributes:
+        kernels: Number of the last kernel; 0: the library alone.
+        proofs: Number of the last proof.
+        native: The C++ kernels of the CPU are loaded.
+    """
+
+    kernels: int
+    proofs: int
+    native: bool
+
+
+class Recorder:
+    """The calls of a network on `meta`, as of a device.
+
+    Args:
+        device: The device that the calls would be on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.wanted = device, dict[variants.Key, Callable[[], None]]()
+
+
+_snapshot: ContextVar[Snapshot | None] = ContextVar("snapshot", default=None)
+_recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
+
+
+def next_number(*, proof: bool = False) -> int:
+    """Return the number of what is found now: a kernel, or a `proof`."""
+    global _last, _last_proof
+    with _lock:
+        _last = next(_numbers)
+        _last_proof = _last if proof else _last_proof
+        return _last
+
+
+def snapshot() -> Snapshot | None:
+    """Return what the calls of this thread see; None: all that there is."""
+    return _snapshot.get()
+
+
+def recorder() -> Recorder | None:
+    """Return what notes the calls of this thread on `meta`; None: nothing."""
+    return _recorder.get()
+
+
+@contextmanager
+def seeing(seen: Snapshot) -> Iterator[None]:
+    """Let ops in this thread run what `seen` has, until the end of the block."""
+    before = _snapshot.get()
+    _snapshot.set(seen)
+    try:
+        yield
+    finally:
+        _snapshot.set(before)  # no token: a generator can end in another context
+
+
+@contextmanager
+def recording(device: torch.device) -> Iterator[Recorder]:
+    """Note the calls on `meta` in this thread as calls on `device`, until the end of the block."""
+    made = Recorder(device)
+    token = _recorder.set(made)
+    try:
+        yield made
+    finally:
+        _recorder.reset(token)
+
+
+def backends_of(
+    ask: selfcheck.Ask, op: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """Return the backends that run a call on a GPU, in order; the reference is last.
+
+    A variant that is not there yet is asked for.
+
+    Args:
+        ask: Runs an op on a backend.
+        op: Name of the op.
+        args: Its arguments; the first is a tensor `[...]` on the device.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        Names of backends.
+    """
+    x: Tensor = args[0]
+    if not x.numel():
+        return LIBRARY
+    key = variants.key_of(op, args, kwargs, x.device)
+    return (*kernel_of(ask, key, op, args, kwargs), *LIBRARY)
+
+
+def kernel_of(
+    ask: selfcheck.Ask,
+    key: variants.Key,
+    op: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> tuple[str, ...]:
+    """Return the backend of a variant, as the thread sees it.
+
+    Args:
+        ask: Runs an op on a backend.
+        key: The variant.
+        op: Name of the op.
+        args: Arguments of a call, the first of them `[...]`.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        One name; empty: no kernel is there.
+    """
+    found, seen = _found.get(key), _snapshot.get()
+    if found is None:
+        if key not in _asked and not background.is_here():
+            samples = variants.samples_of(op, args, kwargs, key[1])
+            with _lock:
+                is_new, _ = key not in _asked, _asked.add(key)
+            if is_new:
+                background.submit(f"{op} of {key[1]}", lambda: build(ask, key, op, samples))
+        return ()
+    since, names = found
+    return names if seen is None or since <= seen.kernels else ()
+
+
+def note(
+    ask: selfcheck.Ask, made: Recorder, op: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Note a call on `meta`.
+
+    Args:
+        ask: Runs an op on a backend.
+        made: What notes it.
+        op: Name of the op.
+        args: Arguments of the call, the first of them `[...]`.
+        kwargs: Its keyword arguments.
+    """
+    for given in variants.sizes_of(op, args):
+        key = variants.key_of(op, given, kwargs, made.device)
+        if key not in _found and key not in made.wanted:
+            samples = variants.samples_of(op, given, kwargs, made.device)
+            made.wanted[key] = functools.partial(build, ask, key, op, samples)
+
+
+def build(
+    ask: selfcheck.Ask, key: variants.Key, op: str, samples: list[Callable[[], dict[str, Any]]]
+) -> None:
+    """Build the kernels of a variant on its device, and check them unless that was done before.
+
+    The check runs the kernels, which compiles and loads them. It is on a stream of its own.
+
+    Args:
+        ask: Runs an op on a backend.
+        key: The variant.
+        op: Name of the op.
+        samples: Functions that generate its calls.
+
+    Raises:
+        Exception: Memory ran out.
+    """
+    device: torch.device = key[1]
+    if key in _found:
+        return
+    kept, name = facts.of_kernels(device), f"right: {variants.name_of(key)}"
+    known = kept.get(name)
+    with _apart(device), preparing("kernel build", op):
+        if known in selfcheck.CHECKED:
+            # It was right in an earlier process: a call loads it from the disk.
+            names = selfcheck.running(ask, str(known), op, samples)
+        elif known in (_NONE, _AGAIN):
+            names = ()
+        else:
+            # A kernel that ends the process is tried twice, because users end processes too.
+            kept.put(name, _TRYING if known is None else _AGAIN)
+            names = selfcheck.checked(ask, op, samples)
+            kept.put(name, names[0] if names else _NONE)
+    found = next_number()
+    if names and op in CONVOLUTIONS_OPS:
+        _tiled.setdefault((op, *_tile_key(key)), found)
+    _found[key] = found, names
+
+
+def _tile_key(key: variants.Key) -> tuple[Any, ...]:
+    """Return device, dtype, shape of the weight and strides of the variant of a convolution."""
+    _, device, dtype, _, shape, strides, *_ = key
+    return device, dtype, shape, strides
+
+
+def has_tile(op: str, x: Tensor, weight: ConvWeight, stride: tuple[int, ...]) -> bool:
+    """Return whether a convolution has a tile that serves.
+
+    Args:
+        op: `conv2d` or `conv3d`.
+        x: `[B, C, T, H, W]` or `[N, C, H, W]`.
+        weight: `[C_out, C, ...]`.
+        stride: Stride of each dimension of the kernel.
+
+    Returns:
+        True while calls are noted, because it will be built.
+    """
+    if _recorder.get() is not None:
+        return True
+    since = _tiled.get((op, x.device, x.dtype, weight.shape, tuple(stride)))
+    seen = _snapshot.get()
+    return since is not None and (seen is None or since <= seen.kernels)
+
+
+@contextmanager
+def _apart(device: torch.device) -> Iterator[None]:
+    """Work on a stream of its own, without an effect on a capture of others."""
+    if device.type not in ("cuda", "xpu"):
+        yield
+        return
+    module = runtime(device)
+    with relaxed_captures(device), on_device(device):
+        stream = module.Stream(device)
+        with module.stream(stream):
+            yield
+        stream.synchronize()
+
+
+class Prepared:
+    """What a network needs on a device, built in the background.
+
+    Args:
+        ask: Runs an op on a backend.
+        device: The device.
+        record: Runs the network on `meta`.
+    """
+
+    def __init__(
+        self, ask: selfcheck.Ask, device: torch.device, record: Callable[[], object]
+    ) -> None:
+        self._ask, self._device, self._record = ask, device, record
+        self._proofs = 0
+        self.job = CPU.prepare() if device.type == "cpu" else self._begun()
+
+    @property
+    def is_old(self) -> bool:
+        """Whether a proof has come that changes what is needed."""
+        return self.job.is_done and self._proofs < _last_proof
+
+    def seen(self) -> Snapshot:
+        """Return what a video that begins now may use: all, or the library until all is there."""
+        if device_kind(self._device) not in TRIED:
+            return Snapshot(0, 0, CPU.is_loaded)
+        ready = self.job.is_done and not self.job.failed
+        return Snapshot(_last if ready else 0, self._proofs if ready else 0, native=False)
+
+    def _begun(self) -> background.Job:
+        if device_kind(self._device) not in TRIED:
+            return background.DONE
+        return background.submit(f"the build of kernels for {self._device}", self._work)
+
+    def _work(self) -> None:
+        proofs = _last
+        with recording(self._device) as made:
+            self._record()
+        for each in made.wanted.values():
+            each()
+        self._proofs = proofs

@@ -1,0 +1,85 @@
+"""A stand-in for Triton's kernels on a played GPU: it computes with the reference, and counts."""
+
+import contextlib
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from fast_video_vae.kernels import Fused, dispatch, modules, routes, use_backend
+from fast_video_vae.kernels.ready import facts, serving
+from fast_video_vae.kernels.ready import proof as proofs
+from fast_video_vae.kernels.tables import Kind
+from fast_video_vae.tests.played_devices import played
+
+CUBE = Kind(8, 8, (3, 3, 3), (1, 1, 1), video=True)
+CHIP = (9, 0)
+
+
+class OwnKernels:
+    """Functions of the backend `triton`.
+
+    Attributes:
+        ran: Calls by op.
+        change: Changes a result `[...]` of an op.
+    """
+
+    def __init__(self):
+        self.ran, self.change = Counter(), lambda op, y: y
+
+    def __getattr__(self, op):
+        if op.startswith("_"):
+            raise AttributeError(op)
+
+        def run(*args, variant=None, **kwargs):
+            self.ran[op] += 1
+            if op in ("conv2d", "conv3d"):
+                given = {"stride": kwargs.pop("stride"), "padding": kwargs.pop("padding")}
+                with use_backend("reference"):  # for the terms too
+                    y = dispatch.ask("reference", op, *args, **given, **kwargs)
+            else:
+                y = dispatch.ask("reference", op, *args, **kwargs)
+            return self.change(op, y)
+
+        return run
+
+    def fuses(self, x, weight, stride, padding, *, norm):
+        return Fused(tail=True, sums=True, bias=True, norm=norm)
+
+
+def restart(monkeypatch):
+    """Begin another process: what is on the disk remains."""
+    for module, name, value in (
+        (serving, "_found", {}), (serving, "_asked", set()), (serving, "_tiled", {}),
+        (routes, "_proofs", {}), (proofs, "_calls", Counter()), (proofs, "_begun", set()),
+        (facts, "_opened", {}),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
+    facts.of_kernels.cache_clear()
+
+
+@contextlib.contextmanager
+def playing(monkeypatch, tmp_path, chip=CHIP, table=None):
+    """Play an NVIDIA GPU of a chip with `OwnKernels`; yields both."""
+    own = OwnKernels()
+    restart(monkeypatch)
+    with played("nvidia", monkeypatch, tmp_path) as device:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: chip)
+        monkeypatch.setitem(modules._loaded, "triton", own)
+        monkeypatch.setattr(routes, "TILES", {CHIP: {CUBE: 0}} if table is None else table)
+        yield device, own
+    facts.of_kernels.cache_clear()
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    """Play a chip of the table; returns the device and its kernels."""
+    with playing(monkeypatch, tmp_path) as both:
+        yield both
+
+
+def bits(x):
+    """Return the bits of `x` `[...]`; equal NaN are equal."""
+    assert math.prod(x.shape)
+    return x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,194 @@
+"""Is a kernel right: the rule next to planted errors, and the check of all ops of a backend."""
+
+import functools
+
+import pytest
+import torch
+
+from fast_video_vae.kernels import ConvWeight, dispatch, use_backend
+from fast_video_vae.kernels.backends import forced
+from fast_video_vae.kernels.errors import Refusal
+from fast_video_vae.kernels.ready import sample_inputs, selfcheck, variants
+from fast_video_vae.kernels.ready.selfcheck import are_codes_right, is_right
+from fast_video_vae.tests.kernels.cases import DTYPES
+
+CPU = torch.device("cpu")
+NARROW = (torch.bfloat16, torch.float16)
+
+
+def rows(seed, dtype, count=1024, channels=96):
+    """Return numbers in float64, and their roundings to `dtype`: what a plain op returns."""
+    generator = torch.Generator().manual_seed(seed)
+    exact = torch.randn(count, channels, dtype=torch.float64, generator=generator)
+    return exact, exact.to(dtype)
+
+
+def summed(exact, dtype, seed):
+    """Return the numbers after another sum, which differs by the rounding of one of its terms."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(exact.shape, dtype=torch.float64, generator=generator)
+    return exact + noise * torch.finfo(dtype).eps / 8
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_right_sums_pass_50_times_in_a_row(dtype):
+    for seed in range(50):
+        exact, _ = rows(seed, dtype)
+        plain, result = (summed(exact, dtype, 100 + seed + n).to(dtype) for n in (0, 1000))
+        assert is_right(result, plain, exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "plant",
+    [
+        lambda y: y[256:384].mul_(1.01),  # one block of queries
+        lambda y: y[300].copy_(y[301]),  # one row
+        lambda y: y[1023].zero_(),
+        lambda y: y[5, 7:9].copy_(y[5, 9:11]),
+        lambda y: y[0, :1].fill_(torch.nan),
+    ],
+)
+def test_a_planted_error_is_found(plant, dtype):
+    exact, plain = rows(0, dtype)
+    result = plain.clone()
+    assert is_right(result, plain, exact)
+    plant(result)
+    assert not is_right(result, plain, exact)
+
+
+def test_a_copy_is_exact_or_wrong():
+    exact, plain = rows(0, torch.bfloat16)
+    exact, result = plain.double(), plain.clone()
+    assert is_right(result, plain, exact)
+    result[17, 3] *= 1 + torch.finfo(torch.bfloat16).eps
+    assert not is_right(result, plain, exact)
+
+
+@pytest.mark.parametrize(("lowest", "highest"), [(-128, 127), (0, 255), (0, 65535)])
+def test_one_wrong_code_is_found(lowest, highest):
+    exact = torch.rand(4096, dtype=torch.float64) * (highest - lowest + 40) + lowest - 20
+    codes = exact.round().clamp(lowest, highest)
+    assert are_codes_right(codes, exact, lowest, highest)
+    far = (exact - exact.round()).abs() < 0.25
+    at = int((far & (exact > lowest + 2) & (exact < highest - 2)).nonzero()[0])
+    codes[at] += 1
+    assert not are_codes_right(codes, exact, lowest, highest)
+
+
+def asking(change=lambda op, y: y):
+    """Return `ask` where only `triton` is asked for by name, in its interpreter."""
+
+    def ask(name, op, *args, **kwargs):
+        if not name.startswith("triton"):
+            if name == "cuda":
+                raise Refusal("it needs a GPU")
+            assert forced() is None
+            return dispatch.ask(name, op, *args, **kwargs)
+        with use_backend("triton"):
+            return change(op, dispatch.ask(name, op, *args, **kwargs))
+
+    return ask
+
+
+def samples(op, dtype, size=(2, 9, 9), **more):
+    given = {
+        name: value.to(dtype) if isinstance(value, torch.Tensor) else value
+        for name, value in sample_inputs._USUAL[op].items()
+    }
+    size = (1, 1, 300) if op == "attention" else size
+    forms = sample_inputs.forms(op, {**given, **more})
+    return [functools.partial(sample_inputs.call, op, size, dtype, CPU, form) for form in forms]
+
+
+def convolution(op, dtype, taps, **options):
+    """Return samples of a convolution with the weight `taps`, all terms and a tail."""
+    frames = (2,) if op == "conv3d" else ()
+    x, vector = torch.zeros(1, taps[1], *frames, 4, 4, dtype=dtype), torch.zeros(taps[0])
+    args, options = (x, ConvWeight.of(torch.zeros(taps, dtype=dtype)), vector), dict(options)
+    options |= {"padding": (1, 1), "stride": (1,) * (len(taps) - 2), "residual_bias": vector}
+    return variants.samples_of(op, args, options, CPU)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    pytest.importorskip("triton", reason="the check runs Triton's kernels")
+    if torch.cuda.is_available():
+        pytest.skip("on a GPU the background thread checks them")
+    monkeypatch.setattr(sample_inputs, "_LARGE", (5, 24))
+
+
+@pytest.mark.parametrize("op", sample_inputs.OPS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_kernels_of_every_op_are_right(op, dtype, small):
+    found = selfcheck.checked(asking(), op, samples(op, dtype))
+    assert found == (("triton",) if (op, dtype) != ("attention", torch.float32) else ())
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(
+    ("op", "taps"), [("conv3d", (96, 32, 3, 3, 3)), ("conv2d", (48, 32, 3, 3))]
+)
+def test_the_kernels_of_convolutions_are_right(op, taps, norm, dtype, small):
+    more = {"gamma": torch.zeros(taps[0])} if norm else {}
+    assert selfcheck.checked(asking(), op, convolution(op, dtype, taps, **more)) == ("triton",)
+
+
+@pytest.mark.parametrize("op", ["rms_norm_silu", "group_norm_silu"])
+def test_a_wrong_code_of_a_norm_is_found(op, small):
+    codes = torch.zeros(96), torch.zeros(2, dtype=torch.int64)
+    more = {"border": 1, "codes": codes[0], "saturated": codes[1]}
+    more["out"] = torch.zeros(1, 96, 1, 1, 1, dtype=torch.int8)
+    given = samples(op, torch.bfloat16, **more)
+    assert selfcheck.checked(asking(), op, given) == ("triton",)
+
+    def wrong(_, y):
+        y[0, 5, -1, 4, 4] += 1 if y[0, 5, -1, 4, 4] < 100 else -1
+        return y
+
+    def rim(_, y):
+        y[0, 5, -1, 0, 4] += 1
+        return y
+
+    assert not selfcheck.checked(asking(wrong), op, given)
+    assert not selfcheck.checked(asking(rim), op, given)
+
+
+@pytest.mark.parametrize("op", ["attention", "conv3d", "frames_to_images", "bias_residual"])
+def test_one_wrong_row_of_an_op_is_found(op, small, caplog):
+    given = convolution(op, torch.float16, (96, 32, 3, 3, 3)) if op == "conv3d" else None
+    given = given or samples(op, torch.bfloat16)
+
+    def wrong(_, y):
+        flat = y.movedim(1, -1) if y.ndim == 5 else y
+        flat[0, -1].copy_(flat[0, 0])
+        return y
+
+    assert not selfcheck.checked(asking(wrong), op, given)
+
+
+def test_a_kernel_that_fails_is_not_used(small, caplog):
+    def fails(*_):
+        raise RuntimeError("no kernel image is available")
+
+    assert not selfcheck.checked(asking(fails), "silu_mul", samples("silu_mul", torch.bfloat16))
+
+    def short(*_):
+        raise torch.OutOfMemoryError("out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        selfcheck.checked(asking(short), "silu_mul", samples("silu_mul", torch.bfloat16))
+
+
+def test_a_sample_takes_at_most_64_mib(monkeypatch):
+    """The widest convolution of Wan 2.2 has 1024 channels: 54 MiB of weights."""
+    x = torch.empty(1, 1024, 2, 4, 4, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(1024, 1024, 3, 3, 3, dtype=torch.bfloat16, device="meta")
+    monkeypatch.setattr(torch, "Generator", lambda *_: torch.default_generator)
+    monkeypatch.setattr(torch.Tensor, "normal_", lambda y, **_: y)
+    options = {"padding": (1, 1), "stride": (1, 1, 1)}
+    (sample,) = variants.samples_of("conv3d", (x, ConvWeight.of(weight)), options, x.device)
+    made = sample()
+    count = sum(y.nbytes for y in made.values() if isinstance(y, torch.Tensor))
+    assert count + weight.nbytes <= 64 << 20
