@@ -17,11 +17,15 @@ from .pinned_memory import pinned_memory
 # Timeout of a wait in seconds; on Windows a wait without a timeout blocks signals.
 TICK_S = 0.1
 
+# Bytes of a number that is copied with the frames.
+_NUMBER_BYTES = 4
+
 
 class _Piece(NamedTuple):
     """Frames in a buffer of the ring, and the event that marks the end of their copy.
 
-    An error of the copy goes to `lost`; None: it ends the work.
+    An error of the copy goes to `lost`; None: it ends the work. `note` gets the number at the end
+    of the buffer, which was copied with the frames.
     """
 
     buffer: Tensor
@@ -30,12 +34,18 @@ class _Piece(NamedTuple):
     copied: torch.cuda.Event | None
     target: tuple[Tensor, ...]
     lost: list[Exception] | None
+    note: Callable[[float], object] | None
 
     @property
     def frames(self) -> Tensor:
         """The frames `[T, H, W, C]`, a view of the buffer."""
         nbytes = self.shape.numel() * self.dtype.itemsize
         return self.buffer[:nbytes].view(self.dtype).view(self.shape)
+
+    @property
+    def number(self) -> Tensor:
+        """The number `[1]`, float32, a view of the buffer."""
+        return self.buffer[-_NUMBER_BYTES:].view(torch.float32)
 
 
 class _Copies(threading.local):
@@ -128,13 +138,21 @@ class BackgroundWriter:
         """The error of `write` or of a copy, or None."""
         return self._error
 
-    def put(self, frames: Tensor, *target: Tensor, settles: bool = False) -> None:
+    def put(
+        self,
+        frames: Tensor,
+        *target: Tensor,
+        settles: bool = False,
+        number: tuple[Tensor, Callable[[float], object]] | None = None,
+    ) -> None:
         """Queue frames for writing; waits while `depth` pieces are queued.
 
         Args:
             frames: `[T, H, W, C]` on any device, in any memory layout.
             *target: Passed to `write`, such as the memory `[T, H, W, C]` for the frames.
             settles: This thread calls `settle` afterwards.
+            number: `[]`, float32, on the device of the frames, which is copied with them, and what
+                the thread of the writer passes it to before it writes; None: nothing.
 
         Raises:
             ValueError: The frames have another dtype.
@@ -145,7 +163,7 @@ class BackgroundWriter:
             raise ValueError(f"frames are {frames.dtype}; expected {self._dtype}")
         lost = self._own.lost if settles else None
         with self._putting:
-            self._put(frames, target, lost)
+            self._put(frames, target, lost, number)
             if settles:
                 self._own.last = self.queued
 
@@ -163,7 +181,11 @@ class BackgroundWriter:
             raise lost[0]
 
     def _put(
-        self, frames: Tensor, target: tuple[Tensor, ...], lost: list[Exception] | None
+        self,
+        frames: Tensor,
+        target: tuple[Tensor, ...],
+        lost: list[Exception] | None,
+        number: tuple[Tensor, Callable[[float], object]] | None,
     ) -> None:
         self._user = threading.current_thread()
         buffer = self._next_buffer()
@@ -171,10 +193,12 @@ class BackgroundWriter:
             # Buffers outlive the caller's inference mode, and inference tensors cannot be written
             # later.
             with torch.inference_mode(False), torch.no_grad():
-                if buffer is None or buffer.numel() < frames.nbytes:
-                    buffer = _host_buffer(frames.nbytes, pinned=frames.is_cuda)
-                piece = _Piece(buffer, frames.shape, frames.dtype, None, target, lost)
-                copied = self._copy(frames, piece.frames)
+                size = (-(-frames.nbytes // _NUMBER_BYTES) + 1) * _NUMBER_BYTES
+                if buffer is None or buffer.numel() < size:
+                    buffer = _host_buffer(size, pinned=frames.is_cuda)
+                value, note = number or (None, None)
+                piece = _Piece(buffer, frames.shape, frames.dtype, None, target, lost, note)
+                copied = self._copy(frames, value, piece)
         except BaseException:
             self._free.put(buffer)
             raise
@@ -217,9 +241,11 @@ class BackgroundWriter:
             except queue.Empty:
                 continue
 
-    def _copy(self, frames: Tensor, target: Tensor) -> torch.cuda.Event | None:
+    def _copy(self, frames: Tensor, value: Tensor | None, piece: _Piece) -> torch.cuda.Event | None:
         if not frames.is_cuda:
-            target.copy_(frames)
+            piece.frames.copy_(frames)
+            if value is not None:
+                piece.number.copy_(value)
             return None
         device = frames.device
         if device not in self._streams:
@@ -230,8 +256,11 @@ class BackgroundWriter:
         held = frames.clone(memory_format=torch.contiguous_format)
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
-            target.copy_(held, non_blocking=True)
+            piece.frames.copy_(held, non_blocking=True)
             held.record_stream(side)
+            if value is not None:
+                piece.number.copy_(value, non_blocking=True)
+                value.record_stream(side)
             copied = torch.cuda.Event(blocking=True)  # sleeps, where the default would spin
             copied.record(side)
         return copied
@@ -240,6 +269,8 @@ class BackgroundWriter:
         while (piece := self._next_piece()) is not None:
             try:
                 arrived = self._arrived(piece)
+                if arrived and piece.note is not None:
+                    piece.note(piece.number.item())
                 if arrived and self._error is None and not self._stopped.is_set():
                     self._write(piece.frames, *piece.target)
             except BaseException as error:

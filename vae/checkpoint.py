@@ -51,9 +51,9 @@ def load_vae(
             original ones, prefixed with `model.`, or diffusers'. Weights can have any float dtype.
         device: Device of the weights and the computation.
         dtype: Dtype of the computation: float32, bfloat16, float16 or float64. None: decode in
-            bfloat16 where the device supports it (a CPU: where it is measured to be faster),
+            bfloat16 where the device supports it (a CPU: where it has instructions for it),
             otherwise in float32; encode in float32. A decode in bfloat16 then computes in float16
-            where that is measured to be faster, until it overflows (`VideoVAE.allow_fp16`).
+            where that is proved to be faster, until it overflows (`VideoVAE.allow_fp16`).
         encode_dtype: Dtype of encoding, if it differs from `dtype`.
         weights_dtype: Dtype of the stored weights; None: that of the computation.
         precision: Precision of decoding: "auto", or "int8" (`VideoVAE.precision`).
@@ -87,6 +87,7 @@ def load_vae(
     )
     vae.allow_fp16 = dtype is None
     vae.precision, vae.encode_precision = precision, encode_precision
+    vae.prepare()
     return vae
 
 

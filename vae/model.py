@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..kernels import TrialBudget, trials
 from .layers.inputs.coding import Coding
 from .layers.oom import Relief
 from .layers.workspace import uint16_as_int16
@@ -23,18 +22,18 @@ from .streaming.bands.shared_devices import SharedDevices
 from .streaming.executors import Team
 from .streaming.int8.encodes import within_range
 from .streaming.int8.layers import Int8Choices
-from .streaming.int8.settings import Int8VAE
 from .streaming.options import AUTOMATIC, StreamOptions
 from .streaming.output import Output, background_writer, delivered, until_complete
 from .streaming.overflow import Watch, allows_fp16, continued
-from .streaming.part import Part, budget_of
+from .streaming.part import Part
 from .streaming.precision import compute_dtype, decode_dtype, eager
+from .streaming.prepared.prepared_vae import PreparedVAE
 from .streaming.session import VideoSession
 from .validation import check_frames, check_latent, check_targets, check_tensor, checked
 from .weights import VAEWeights
 
 
-class VideoVAE(Int8VAE, SharedDevices, SharedRanks, VAEWeights):
+class VideoVAE(PreparedVAE, SharedDevices, SharedRanks, VAEWeights):
     """A causal video VAE of the Wan family or of SeedVR2.
 
     Created by `load_vae`. Parameters have the names of the original checkpoint. Encoding and
@@ -49,7 +48,6 @@ class VideoVAE(Int8VAE, SharedDevices, SharedRanks, VAEWeights):
         encode_dtype: Dtype of encoding and of the latents, as `dtype`.
         limit_bytes: Memory limit of a step without the weights; None: a share of the free memory.
         graphs: On a GPU, capture repeated chunks as a CUDA graph. Off until a gain is measured.
-        searches: On CUDA, let cuDNN time its algorithms once. Off until a gain is measured.
         skips_static: Skip static frames in an encode; not on AMD GPUs, whose library would search
             for the shapes of shorter steps.
         allow_tf32: In float32, keep PyTorch's own switches, which may allow TF32.
@@ -62,8 +60,7 @@ class VideoVAE(Int8VAE, SharedDevices, SharedRanks, VAEWeights):
     def __init__(self, config: VAEConfig, dtype: torch.dtype, encode_dtype: torch.dtype) -> None:
         super().__init__(config, dtype, encode_dtype)
         self.limit_bytes: int | None = None
-        self.allow_tf32 = False
-        self.graphs = self.searches = False
+        self.allow_tf32 = self.graphs = False
         self.skips_static = True
         self.team = Team(self.replicas)
         self._int8 = Int8Choices()
@@ -112,7 +109,7 @@ class VideoVAE(Int8VAE, SharedDevices, SharedRanks, VAEWeights):
         with self.preparing():
             check_tensor(latent, "latent", self.config.latent_channels)
             frames = self.on_all(lambda: self.new_frames(latent), Relief(self.device, "a decode"))
-        for _ in self.decode_stream(latent, StreamOptions(chunk), out=frames):
+        for _ in self.decode_stream(latent, StreamOptions(chunk, whole=True), out=frames):
             pass
         return frames
 
@@ -167,7 +164,7 @@ class VideoVAE(Int8VAE, SharedDevices, SharedRanks, VAEWeights):
             known=known,
             single_frame=known and self.config.latent_frames(pieces.shape[2]) == 1,
         )
-        coding = self.coding(computed, pieces, encode=True)
+        coding = self.ready_coding(computed, pieces, encode=True)
         if coding is None:
             return run(source)
         return within_range(coding, source, encoder, self.config, run, relief, known=known)
@@ -209,24 +206,23 @@ class VideoVAE(Int8VAE, SharedDevices, SharedRanks, VAEWeights):
             ValueError: As for `decode`, or both `out` and `images` are given, or `frames` are not
                 in the video; for a piece of an iterable when it is reached.
         """
-        device, asked, work = self.device, options.dtype or self.dtype, budget_of(latent)
+        device, asked = self.device, options.dtype or self.dtype
         with self.preparing():
-            with trials(work):
-                allowed = allows_fp16(self, options, latent)
-                decides = functools.partial(decode_dtype, asked, device, allow_fp16=allowed)
-                dtype = decides(deep=True)
-                coding = self.coding(dtype, latent)
-                dtype = dtype if coding or deep else decides()
-            dtype = self.agreed(dtype)
+            allowed = allows_fp16(self, options, latent)
+            decides = functools.partial(decode_dtype, asked, device, allow_fp16=allowed)
+            dtype = decides(deep=True)
+            coding = self.ready_coding(dtype, latent)
+            dtype = self.agreed(dtype if coding or deep else decides())
             watches = coding is not None or dtype == torch.float16 != asked
-            watch = Watch(coding) if watches else None
-            part = Part(
-                latent, frames, self.decoder, self.config, self.check_latent, keeps=bool(watch)
-            )
+            # A CPU finds an overflow as soon as it computes it.
+            at_end = options.whole and device.type != "cpu"
+            watch = Watch(coding, at_end=at_end) if watches else None
+            source = latent, frames, self.decoder, self.config, self.check_latent
+            part = Part(*source, keeps=bool(watch))
             check_targets(latent, self.config, out, images, frames)
             wider = dtype if watch is None else self.agreed(compute_dtype(asked, device))
         result = torch.float32 if deep else asked
-        run = functools.partial(self._frames_of, options, result, work, out, images)
+        run = functools.partial(self._frames_of, options, result, out, images)
         if watch is None:
             return run(part, dtype)
         narrow = functools.partial(run, part, dtype, watch)
@@ -302,10 +298,9 @@ class VideoVAE(Int8VAE, SharedDevices, SharedRanks, VAEWeights):
         device = device or self.device
         asked = options.dtype or (self.encode_dtype if encode else self.dtype)
         dtype = decode_dtype(asked, device, allow_fp16=not encode and allows_fp16(self, options))
-        options_of_job = {"single_frame": single_frame, "searches": self.searches, "ranks": ranks}
         coded = self.planned_codes(dtype, device, encode=encode)
         model = network, self.config, (1, *size), dtype, device
-        job = job_of(*model, **options_of_job, coded=coded)
+        job = job_of(*model, single_frame=single_frame, ranks=ranks, coded=coded)
         limit = self.limit_bytes if options.limit_bytes is None else options.limit_bytes
         limit = empty_limit(job) if limit is None and empty else limit
         banded = None
@@ -319,7 +314,6 @@ class VideoVAE(Int8VAE, SharedDevices, SharedRanks, VAEWeights):
         self,
         options: StreamOptions,
         result: torch.dtype,
-        work: TrialBudget,
         out: Tensor | None,
         images: Tensor | None,
         part: Part,
@@ -341,11 +335,11 @@ class VideoVAE(Int8VAE, SharedDevices, SharedRanks, VAEWeights):
             known=part.known,
             single_frame=part.single_frame,
             begins=part.begins,
-            budget=work,
             coding=None if watch is None else watch.coding,
         )
         stream = until_complete(stream, part.frames, as_images=images is not None)
-        waits = writer is not None or (watch is not None and device.type != "cpu")
+        reads = watch is not None and not watch.at_end and device.type != "cpu"
+        waits = writer is not None or reads
         return delivered(stream, writer, ahead=part.known) if waits else stream
 
     def _stream(
@@ -361,7 +355,6 @@ class VideoVAE(Int8VAE, SharedDevices, SharedRanks, VAEWeights):
         known: bool,
         single_frame: bool,
         begins: bool = True,
-        budget: TrialBudget | None = None,
         coding: Coding | None = None,
         to_range: Callable[[Tensor], Tensor] | None = None,
     ) -> Generator[Tensor, None, None]:
@@ -382,9 +375,8 @@ class VideoVAE(Int8VAE, SharedDevices, SharedRanks, VAEWeights):
             learns=any(parameter.requires_grad for parameter in self.parameters()),
             full=dtype == torch.float32 and not self.allow_tf32,
             graphs=self.graphs,
-            searches=self.searches,
             skips=network is self.encoder and self.skips_static,
-            budget=budget or TrialBudget(picture=single_frame),
+            kernels=functools.partial(self.kernels_of, network, dtype, coding),
             shards=self.shards,
             team=self.team.of_video() if self.shards is None else None,
             known=known,

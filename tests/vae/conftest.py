@@ -5,10 +5,12 @@ from contextlib import contextmanager
 import pytest
 from safetensors.torch import save_file
 
-from fast_video_vae.kernels import errors
+from fast_video_vae.kernels import errors, submit
+from fast_video_vae.kernels.ready import facts
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.vae.layers import conv as conv_module
 from fast_video_vae.vae.layers.inputs.coding import name_convolutions
+from fast_video_vae.vae.planning import candidates, plan
 from fast_video_vae.vae.streaming.int8 import layers as int8_layers
 from fast_video_vae.vae.streaming.int8 import settings as int8_vae
 
@@ -70,18 +72,30 @@ def vae_path(tmp_path_factory):
 
 
 @pytest.fixture
-def int8(monkeypatch):
-    """Int8 pays on this CPU, and the log starts anew."""
+def plans_anew(monkeypatch):
+    """No network keeps estimates for plans, because the test changes what they depend on."""
+    monkeypatch.setattr(plan, "kept_candidates", candidates.Candidates)
+
+
+@pytest.fixture
+def int8(monkeypatch, tmp_path):
+    """Int8 pays on this CPU, choices are kept in a new file, and the log starts anew."""
+    found = facts.Facts(tmp_path / "facts.json", {})
+    monkeypatch.setattr(int8_layers, "facts_of", lambda device: found)
     monkeypatch.setattr(int8_vae, "int8_lacks", lambda device, dtype: "")
     monkeypatch.setattr(errors, "_logged", set())
+    yield found
+    submit("the end", lambda: None).wait(60)  # no choice is made within the next test
 
 
 @pytest.fixture
 def all_int8(int8, monkeypatch):
     """All convolutions after a norm are chosen, without a measurement."""
 
-    def every(network, x, dtype):
-        return int8_layers.Int8Layers(frozenset(name_convolutions(network)), ())
+    def every(network, x, dtype, needed):
+        names = name_convolutions(network)
+        rows = (int8_layers.LayerLoss(name, 1 / len(names), 0.0, 0.0, True) for name in names)
+        return int8_layers.Int8Layers(tuple(rows))
 
     monkeypatch.setattr(int8_layers, "choose", every)
 

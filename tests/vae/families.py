@@ -39,6 +39,12 @@ def latent_for(vae, frames, height, width, batch=1):
     return random_latent(batch, vae.config.latent_channels, frames, height // step, width // step)
 
 
+def prepared(vae):
+    """The VAE, after the wait for the choice of its layers in int8."""
+    assert vae.wait_until_prepared(60)
+    return vae
+
+
 @functools.cache
 def published_decode():
     """The job of a decode of 720 x 1280 by Wan 2.1 in its published widths, on the meta device."""

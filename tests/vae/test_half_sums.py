@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fast_video_vae.kernels import Fused, backends, dispatch
+from fast_video_vae.kernels import Fused, backends, modules
 from fast_video_vae.tests.benchmarks.weights import random_weights
 from fast_video_vae.vae import load_vae
 
@@ -72,7 +72,7 @@ def test_a_decode_with_promoted_sums_is_as_exact_as_bfloat16(monkeypatch):
     exact = load_vae(state, dtype=torch.float32).decode(latent).double()
     plain = decibels(load_vae(state, dtype=torch.bfloat16).decode(latent), exact)
     candidate = SimpleNamespace(fuses=fuses, conv2d=conv2d, conv3d=conv3d)
-    monkeypatch.setitem(dispatch._loaded, "kitchen", candidate)
-    monkeypatch.setattr(backends, "CONVOLUTION_ORDER", ("kitchen",))
+    monkeypatch.setitem(modules._loaded, "sliced", candidate)
+    monkeypatch.setattr(backends, "CONVOLUTION_ORDER", ("sliced",))
     half = decibels(load_vae(state, dtype=torch.float16).decode(latent), exact)
     assert half >= plain + 10, f"float16 has {half:.1f} dB, bfloat16 {plain:.1f} dB"

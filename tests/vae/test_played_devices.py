@@ -6,8 +6,9 @@ from collections import defaultdict
 import pytest
 import torch
 
-from fast_video_vae.kernels import TrialBudget, measure, use_backend
+from fast_video_vae.kernels import use_backend
 from fast_video_vae.kernels.devices import memory
+from fast_video_vae.kernels.probes import measure
 from fast_video_vae.tests.played_devices import TYPES, Played, played
 from fast_video_vae.tests.products import each_value_once
 from fast_video_vae.tests.vae.families import (
@@ -18,7 +19,10 @@ from fast_video_vae.tests.vae.families import (
     random_frames,
     relative_error,
 )
+from fast_video_vae.tests.vae.streaming import test_overflow
+from fast_video_vae.tests.vae.streaming.waits import Waits
 from fast_video_vae.vae.checkpoint import load_vae
+from fast_video_vae.vae.streaming import precision
 from fast_video_vae.vae.streaming.options import StreamOptions
 
 KINDS = ("nvidia", "amd", "intel", "apple")
@@ -74,6 +78,46 @@ def test_frames_and_latents_are_those_of_the_cpu(kind, family, frames, tile, pla
     assert not device.faults
 
 
+@pytest.mark.parametrize("moving", [33, 8])
+def test_an_encode_of_frames_on_the_device_waits_three_times(moving, play):
+    """For stale weights, for static frames and for values that are not finite."""
+    plain = loaded("wan2.1")
+    pixels = pixels_for(plain, 33, 16)
+    pixels[:, :, moving:] = pixels[:, :, moving - 1 : moving]
+    latent = plain.encode(pixels, 1)
+    device = play("nvidia")
+    vae, there = loaded("wan2.1", "cuda"), pixels.to("cuda")
+    vae.encode(there, 1)
+    with Waits("cuda") as seen:
+        near(vae.encode(there, 1), latent)
+    assert seen.count == 3
+    assert not device.faults
+
+
+def test_a_whole_decode_reads_its_overflow_flags_once(play, monkeypatch, caplog):
+    monkeypatch.setattr(precision, "fp16_pays", lambda device: True)
+    monkeypatch.setattr(precision, "_is_slow", lambda dtype: False)
+    plain = test_overflow.fragile()
+    latents = {bright: test_overflow.video(plain, 6, bright) for bright in (None, 0, 3, 5)}
+    expected = {bright: test_overflow.wide(plain, x) for bright, x in latents.items()}
+    for bright in (3, 5):
+        expected[bright] = test_overflow.mixed(plain, latents[bright], bright)
+    device = play("nvidia")
+    vae, waits = test_overflow.fragile(device="cuda"), []
+    for length in (2, 6):
+        vae.decode(latents[None][:, :, :length], 1)
+        with Waits("cuda") as seen:
+            vae.decode(latents[None][:, :, :length], 1)
+        waits.append(seen.count)
+    assert waits[0] == waits[1]
+    for bright, latent in latents.items():
+        vae.allow_fp16 = True
+        caplog.clear()
+        near(vae.decode(latent, 1), expected[bright], 0.02)
+        assert len(test_overflow.lines(caplog)) == (bright is not None)
+    assert not device.faults
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16])
 @pytest.mark.parametrize("kind", ["nvidia", "apple"])
 def test_whole_numbers_are_converted_on_the_device(kind, dtype, play):
@@ -85,10 +129,8 @@ def test_whole_numbers_are_converted_on_the_device(kind, dtype, play):
     assert not device.faults
 
 
-@each_value_once(kind=KINDS, dtype=[torch.bfloat16, torch.float16], budget_s=[3.0, 0.0])
-def test_16_bits_are_computed_where_conv3d_is_missing(kind, dtype, budget_s, play, monkeypatch):
-    # With an empty budget no trial finds out that it is.
-    monkeypatch.setattr(TrialBudget.__init__, "__defaults__", (budget_s,))
+@each_value_once(kind=KINDS, dtype=[torch.bfloat16, torch.float16])
+def test_16_bits_are_computed_where_conv3d_is_missing(kind, dtype, play):
     plain = loaded("wan2.1")
     latent = latent_for(plain, 3, SIZE, SIZE)
     video, latents = plain.decode(latent, 2), plain.encode(pixels_for(plain, 5), 2)

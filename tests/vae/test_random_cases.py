@@ -20,7 +20,7 @@ from fast_video_vae.tests.benchmarks.peers import diffusers_vae
 from fast_video_vae.tests.builders import refused
 from fast_video_vae.tests.vae.families import STATES, WAN, close
 from fast_video_vae.vae import StreamOptions, load_vae
-from fast_video_vae.vae.planning import candidates, tiling
+from fast_video_vae.vae.planning import candidates, plan, tiling
 
 # Dtypes of frames; None: float32. The value of white in those of whole numbers.
 DTYPES = [None, torch.uint8, torch.uint16]
@@ -153,6 +153,7 @@ def cut_there(case):
     """Let plans choose the cut of the case only."""
     with pytest.MonkeyPatch.context() as patch:
         if case.cut is not None:
+            patch.setattr(plan, "kept_candidates", candidates.Candidates)
             patch.setattr(candidates, "can_cut", lambda net: tiling.can_cut(net)[case.cut :][:1])
         yield
 

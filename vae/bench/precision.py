@@ -11,8 +11,7 @@ from ..models.config import VAEConfig
 from ..streaming.int8.layers import Int8Layers, probe
 from ..streaming.int8.settings import AUTO, INT8
 from ..streaming.options import AUTOMATIC, StreamOptions
-from ..streaming.overflow import allows_fp16
-from ..streaming.precision import compute_dtype, decode_dtype
+from ..streaming.precision import compute_dtype
 from .compare import psnr
 from .content import Clip
 from .precision_report import PrecisionReport
@@ -37,7 +36,7 @@ def int8_layers(vae: VideoVAE, *, encode: bool = False) -> Int8Layers:
     Raises:
         ValueError: The VAE or its device does not support int8.
     """
-    dtype = _dtype_of(vae, AUTOMATIC, encode=encode)
+    dtype = vae.int8_dtype(encode=encode)
     return _layers(_with_precision(vae, INT8), dtype, encode=encode)
 
 
@@ -61,7 +60,7 @@ def compare_precision(
         ValueError: The VAE or its device does not support int8, or the latent does not fit.
     """
     plain, coded = _with_precision(vae, AUTO), _with_precision(vae, INT8)
-    dtype = _dtype_of(vae, options)
+    dtype = vae.int8_dtype(options)
     layers = _layers(coded, dtype)
     if latent is None:
         latent = smooth_latent(vae.config)
@@ -112,14 +111,6 @@ def _layers(vae: VideoVAE, dtype: torch.dtype, *, encode: bool = False) -> Int8L
     """Return the choice with other layers in `dtype`, also within inference mode."""
     with torch.inference_mode(False), torch.no_grad():
         return vae.int8_layers(dtype, encode=encode)
-
-
-def _dtype_of(vae: VideoVAE, options: StreamOptions, *, encode: bool = False) -> torch.dtype:
-    """Return the dtype of the layers of a video that has some in int8."""
-    if encode:
-        return compute_dtype(options.dtype or vae.encode_dtype, vae.device)
-    allowed = allows_fp16(vae, options)
-    return decode_dtype(options.dtype or vae.dtype, vae.device, allow_fp16=allowed, deep=True)
 
 
 def _images(vae: VideoVAE, latent: Tensor, options: StreamOptions) -> Tensor:

@@ -60,7 +60,7 @@ def encode(args: argparse.Namespace, say: Say) -> str:
         cropped(video, config, args.size, say)
         pieces = video.pieces(multiple=config.spatial_compression, **stretch)
         options = options_for(args, vae)
-        build_kernels(vae.device, say)
+        build_kernels(vae, say)
         with ProgressBar(args.command, expected, quiet=args.quiet) as progress:
             pictures = (
                 with_channels(piece, config.image_channels) for piece in progress.counted(pieces)
@@ -109,7 +109,7 @@ def decode(args: argparse.Namespace, say: Say) -> str:
         height, width = (scale * side for side in file.latent.shape[3:])
         writer.check(height, width, config.image_channels)
         options = options_for(args, vae)
-        build_kernels(vae.device, say)
+        build_kernels(vae, say)
         with (
             ProgressBar(args.command, len(wanted), quiet=args.quiet) as progress,
             BackgroundWriter(writer.write, dtype=writer.dtype) as background,
@@ -172,7 +172,7 @@ def bench(args: argparse.Namespace, say: Say) -> str:
         )
         vae = load_named(args, path)
         clip = Clip(args.size[1], args.size[0], args.frames)
-        build_kernels(vae.device, say)
+        build_kernels(vae, say)
         with ProgressBar(args.command, 0, unit="runs", quiet=args.quiet) as progress:
 
             def began(calls: int) -> Callable[[], None]:

@@ -68,7 +68,7 @@ def demo(args: argparse.Namespace, say: Say) -> str:
         if cut:
             say(f"note: {cut}")
         trip = RoundTrip(vae, video, options_for(args, vae), stretch=stretch)
-        build_kernels(vae.device, say)
+        build_kernels(vae, say)
         sheet = ContactSheet()
         before = _peak_bytes(vae.device)
         total = estimated(video, stretch)

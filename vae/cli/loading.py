@@ -1,12 +1,13 @@
 """Preparation of a command: device, VAE, options and kernels."""
 
 import argparse
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from ...kernels import default_device, native_library, preparations
+from ...kernels import default_device
 from ..bench.precision import int8_layers
 from ..bench.precision_report import part_in_int8
 from ..checkpoint import load_vae
@@ -14,6 +15,9 @@ from ..model import VideoVAE
 from ..streaming.int8.settings import AUTO, INT8
 from ..streaming.options import StreamOptions
 from ..validation import checked_device, checked_devices, dtype_name
+
+# Seconds of a build without a line.
+_QUIET_S = 0.5
 
 # Prints a line for the user.
 Say = Callable[[str], None]
@@ -79,8 +83,8 @@ def _use_int8(args: argparse.Namespace, vae: VideoVAE, say: Say | None) -> None:
     if getattr(args, "shard", None):
         raise ValueError("--precision int8 is for one process; expected it without --shard")
     if say:
-        # They are built on first use, which is next.
-        build_kernels(vae.device, say)
+        build_kernels(vae, say)
+        say("chooses the layers of int8, once for these weights")
     layers = int8_layers(vae, encode=encode)
     if not layers.names:
         raise ValueError(
@@ -116,12 +120,10 @@ def options_for(args: argparse.Namespace, vae: VideoVAE) -> StreamOptions:
     return StreamOptions(args.chunk, tile=args.tile)
 
 
-def build_kernels(device: torch.device, say: Say) -> None:
-    """Build the CPU kernels for `device` before anything is timed; `say` prints the seconds."""
-    if device.type != "cpu":
-        return
-    before = len(preparations())
-    library = native_library()
-    seconds = sum(done.end - done.start for done in preparations()[before:])
-    if seconds and not library.missing:
-        say(f"kernels built in {seconds:.1f} s, once")
+def build_kernels(vae: VideoVAE, say: Say) -> None:
+    """Wait for the kernels of `vae` before anything is timed; `say` prints the seconds."""
+    start = time.perf_counter()
+    if not vae.wait_until_prepared(_QUIET_S):
+        say(f"building kernels for {vae.device}")
+        vae.wait_until_prepared()
+        say(f"kernels built in {time.perf_counter() - start:.1f} s, once")

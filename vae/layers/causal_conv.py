@@ -22,8 +22,8 @@ from .workspace import Handover, bordered, within
 # Bands of rows that a frame is cut into when memory is short.
 _BANDS = 4
 
-# What the convolution of codes does: it reads a border, and adds all terms.
-_OF_CODES = Fused(sums=True, border=True, bias=True)
+# What the convolution of codes does: it adds all terms.
+_OF_CODES = Fused(sums=True, bias=True)
 
 
 class _Window(NamedTuple):
@@ -52,9 +52,9 @@ class CausalConv3d(Conv, CausalLayer):
 
     `CausalConv3d` of Wan 2.1, wan/modules/vae.py, pads the video with zero frames in front. Here
     the padding is the tail of the previous chunk: the convolution reads it where it is, or it is
-    written once together with the new frames. The spatial padding stays in the convolution, unless
-    that asks for a border. The first frame of a video only meets the last temporal tap, so it runs
-    as a 2D convolution.
+    written once together with the new frames. The spatial padding stays in the convolution, except
+    for codes, which get a border. The first frame of a video only meets the last temporal tap, so
+    it runs as a 2D convolution.
 
     With `replicate` the video is padded with copies of its first frame, as in SeedVR2
     (models/video_vae_v3/modules/causal_inflation_lib.py): the first frame runs as a 2D convolution
@@ -198,17 +198,15 @@ class CausalConv3d(Conv, CausalLayer):
         Returns:
             The input of the products.
         """
-        fused = self.fusing(x, cache, norm=norm)
-        writes = fill is not None and not torch.is_grad_enabled()
-        border = self.padding if fused.border and writes else 0
-        if not border and self.keeps_ring(x, cache):
+        if self.keeps_ring(x, cache):
             ring = cache.ring(self, self.context, x)
             take = copied if fill is None else fill
             cache.attempt(functools.partial(take, x, out=ring.slot))
             return _Window(ring.frames, ring)
-        if self.context and not (fused.tail or cache.first):
-            return _Window(self._window(x, cache, fill, border=border), None, border, joined=True)
-        return _Window(self._filled(x, cache, fill, border), None, border)
+        border = self._border(cache)
+        if self.context and not (cache.first or self.fusing(x, cache, norm=norm).tail):
+            return _Window(self._window(x, cache, fill), None, border, joined=True)
+        return _Window(self._filled(x, cache, fill), None, border)
 
     def _product(self, window: "_Window", cache: TemporalCache, terms: Terms) -> Tensor:
         pads = (self.padding - window.border, self.padding - window.border)
@@ -288,10 +286,9 @@ class CausalConv3d(Conv, CausalLayer):
             none = (batch, self.weight.shape[0], 0, height, width)
             return cache.attempt(functools.partial(x.new_empty, none))
         terms = terms.of(lambda residual: cache.attempt(lambda: fitted(residual, frames)))
-        border = self.padding if self.reads_codes(cache) else 0
-        window = self._window(x, cache, fill, frames * self.stride, border)
-        pads = (self.padding - border, self.padding - border)
-        return self.of_window(window, cache, pads, terms)
+        window = self._window(x, cache, fill, frames * self.stride)
+        pad = self.padding - self._border(cache)
+        return self.of_window(window, cache, (pad, pad), terms)
 
     def of_window(
         self,
@@ -327,36 +324,37 @@ class CausalConv3d(Conv, CausalLayer):
         frame, added = window.squeeze(2), terms.of(lambda residual: residual.squeeze(2))
         return self.convolve(frame, self.first_form, (1, 1), pads, cache, added).unsqueeze(2)
 
-    def _filled(self, x: Tensor, cache: TemporalCache, fill: Fill | None, border: int) -> Tensor:
-        """Return `fill(x)` with a border of zeros in scratch memory; `x` itself without `fill`."""
+    def _border(self, cache: TemporalCache) -> int:
+        """Return the rows and columns around each frame of the window, which are of codes."""
+        return self.padding if self.reads_codes(cache) else 0
+
+    def _filled(self, x: Tensor, cache: TemporalCache, fill: Fill | None) -> Tensor:
+        """Return `fill(x)` in scratch memory, codes with a border; `x` itself without `fill`."""
         if fill is None:
             return x
+        border = self._border(cache)
         options = {"border": border} if border else {}
         filled = cache.scratch(bordered(x.shape, border), self.like(x, cache))
         cache.attempt(functools.partial(fill, x, out=filled, **options))
         return filled
 
     def _window(
-        self,
-        x: Tensor,
-        cache: TemporalCache,
-        fill: Fill | None,
-        frames: int | None = None,
-        border: int = 0,
+        self, x: Tensor, cache: TemporalCache, fill: Fill | None, frames: int | None = None
     ) -> Tensor:
         """Join the tail and the new frames: `[B, C_in, context + T, H, W]`.
 
         The tail is updated; it is unchanged if this fails. With `frames`, `x` is cut or its last
-        frame repeated to that length. With `fill`, frames get a border of zeros.
+        frame repeated to that length. Codes get a border of zeros.
         """
         if fill is not None and torch.is_grad_enabled():
-            x, fill = self._filled(x, cache, fill, 0), None
+            x, fill = self._filled(x, cache, fill), None
         if fill is None and frames is None:
             return cache.window(self, self.context, x)
         new = x if frames is None else x[:, :, :frames]
         batch, channels, fresh, height, width = new.shape
         frames = fresh if frames is None else frames
         shape = (batch, channels, self.context + frames, height, width)
+        border = self._border(cache)
         window = cache.scratch(bordered(shape, border), self.like(new, cache))
         known, within_border = self.context + fresh, within(window, border)
         if fill is not None and fresh:

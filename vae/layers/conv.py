@@ -8,22 +8,32 @@ derived from it once, and again when the parameter is replaced or written to.
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...kernels import ConvWeight, Fused, conv2d, conv3d, conv_fuses, convolved, int8_conv3d
+from ...kernels import (
+    ConvWeight,
+    Fused,
+    Route,
+    conv2d,
+    conv3d,
+    conv_route,
+    convolved,
+    int8_conv3d,
+    route_token,
+)
 from .conv_weights import (
     CodedForm,
     Form,
     Forms,
-    checksum_of,
     derive,
     form_shape,
     keeps_form,
     kept_form,
+    marks_of,
     own_bytes,
 )
 from .temporal_cache import TemporalCache
@@ -78,6 +88,7 @@ class Conv(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_channels, in_channels, *kernel))
         self.bias = nn.Parameter(torch.empty(out_channels))
         self.forms = Forms()
+        self._routes: tuple[object, dict[object, Route]] = None, {}
 
     def form_bytes(self) -> int:
         """Return the bytes of the derived forms that do not share the parameter's memory."""
@@ -122,9 +133,30 @@ class Conv(nn.Module):
         """
         if _records(x, self.weight):
             return Fused(bias=True)
-        # Without a derived weight, which would need memory.
-        weight = self._weight(kind, x.dtype)
-        return conv_fuses(x, weight, stride=strides, padding=padding, norm=norm)
+        return self._route(x, kind, strides, padding, norm=norm).fused
+
+    def _route(
+        self,
+        x: Tensor,
+        kind: str,
+        strides: tuple[int, ...],
+        padding: tuple[int, int],
+        *,
+        norm: bool,
+    ) -> Route:
+        """Return the route of calls with these arguments, which is kept by size."""
+        now, (token, routes) = route_token(), self._routes
+        if now != token:
+            routes = {}
+            self._routes = now, routes
+        key = kind, x.dtype, x.device, x.shape, strides, padding, norm
+        route = routes.get(key)
+        if route is None:
+            # Without a derived weight, which would need memory.
+            weight = self._weight(kind, x.dtype)
+            route = conv_route(x, weight, stride=strides, padding=padding, norm=norm)
+            routes[key] = route
+        return route
 
     def convolve(
         self,
@@ -154,18 +186,19 @@ class Conv(nn.Module):
         if not x.is_floating_point():
             return self._convolve_codes(x, kind, cache, terms)
         residual, residual_bias, biased, gamma, _ = terms
-        out: Tensor | None = None
+        out, route = None, None
         if _records(x, self.weight):
             weight, offset = self._derive(kind, x.dtype), self._offset(kind)
         else:
             form = cache.attempt(functools.partial(self._form, kind, x.dtype))
             weight, offset = form.weight, form.offset
-            if self.fuses(x, kind, strides, padding, norm=gamma is not None).sums:
+            route = self._route(x, kind, strides, padding, norm=gamma is not None)
+            if route.fused.sums:
                 out = residual
                 if residual is None and gamma is None:
                     out = _reused(x, weight.shape, strides, padding, before, cache)
         options = {"stride": strides, "padding": padding, "residual": residual, "out": out}
-        options |= {"residual_bias": residual_bias, "gamma": gamma}
+        options |= {"residual_bias": residual_bias, "gamma": gamma, "route": route}
 
         def product() -> Tensor:
             bias = self._bias(kind, offset) if biased else None
@@ -294,42 +327,39 @@ class PointwiseConv(nn.Module):
         return product() if cache is None else cache.attempt(product)
 
 
-def drop_stale_forms(
-    convs: Iterable[Conv], attempt: Callable[[Callable[[], Tensor]], Tensor]
-) -> None:
+def drop_stale_forms(convs: Iterable[Conv], attempt: Callable[[Callable[[], Any]], Any]) -> None:
     """Drop derived weights whose parameter was written to without autograd noticing.
 
     Replaced parameters and recorded writes are noticed in every call. This check is for writes such
-    as `weight.data.copy_()` and runs once per video: it reads every weight, 4 ms for the 73 M of
-    Wan 2.1's decoder.
+    as `weight.data.copy_()` and runs once per video: it reads every weight, 4 ms on a CPU for the
+    73 M of Wan 2.1's decoder. A GPU gets a handful of launches, and the host waits once.
 
     Args:
         convs: The convolutions.
-        attempt: Runs an allocation, returning a tensor `[...]`, such as `Relief.finish`.
+        attempt: Runs an allocation, such as `Relief.finish`.
     """
-    # Copied at once, because another thread may derive a form in the meantime.
+    # Copied at once, because another thread may derive a form in the meantime. A weight on another
+    # device is noticed in the call, by its stamp.
     held = [
-        ((conv, key[1] == torch.int8), key, form.checksum)
+        (conv, key, form.marks, sources)
         for conv in convs
         for key, form in list(conv.forms.items())
-        if form.checksum is not None
+        if form.marks
+        and form.marks[0].device == (sources := conv.sources(coded=key[1] == torch.int8))[0].device
     ]
+    if not held:
+        return
+    each = {id(source): source for *_, sources in held for source in sources}
+    before = [mark for *_, marks, _ in held for mark in marks]
+
     with torch.inference_mode(False), torch.no_grad():
-        now = {
-            (conv, coded): attempt(functools.partial(checksum_of, conv.sources(coded=coded)))
-            for conv, coded in {each for each, _, _ in held}
-        }
-        # A weight on another device is noticed in the call, by its stamp.
-        here = [entry for entry in held if entry[2].device == now[entry[0]].device]
-        if not here:
-            return
-        # One transfer for all results, so that the GPU is synchronised once.
-        differ = [
-            attempt(functools.partial(torch.ne, now[each], checksum)) for each, _, checksum in here
-        ]
-        changed = attempt(lambda: torch.stack(differ)).tolist()
-    for ((conv, _), key, _), stale in zip(here, changed, strict=True):
-        if stale:
+        marks = dict(zip(each, marks_of(list(each.values()), attempt), strict=True))
+        now = [marks[id(source)] for *_, sources in held for source in sources]
+        # The bits, because the norm of a weight with NaN is NaN.
+        bits = [attempt(functools.partial(torch.stack, x)).view(torch.int64) for x in (now, before)]
+        stale = iter(attempt(functools.partial(torch.ne, *bits)).tolist())
+    for conv, key, marks, _ in held:
+        if any([next(stale) for _ in marks]):  # noqa: C419, all of them
             conv.forms.pop(key, None)
 
 

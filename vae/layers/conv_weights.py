@@ -1,14 +1,15 @@
 """Weights in the forms that calls need, cached with the parameter they are derived from."""
 
+import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...kernels import ConvWeight
+from ...kernels import ConvWeight, device_kind
 from .inputs.coded_weights import coded_weight
 
 # Forms of larger weights are not kept, because those of Wan 2.2 would double its 705 M. The
@@ -17,6 +18,10 @@ from .inputs.coded_weights import coded_weight
 # so are summed forms, which are smaller and slower to derive.
 _KEPT_ELEMENTS = 6_000_000
 _SUMS = ("folded", "summed", "shuffled")
+
+# Kinds of GPUs that sum in float64 without a conversion by the driver.
+_NORMS = ("nvidia", "amd")
+_NORM_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # Taps are turned to a ring of frames if a frame has at least this many times as many elements as
 # the weight. Otherwise the turned weights would cost more memory than the frames of a tail.
@@ -33,14 +38,14 @@ class Form:
         offset: Values derived from biases; None: there are none.
         sources: The parameters that it was derived from.
         stamps: `stamp_of` each of them.
-        checksum: `checksum_of` all of them; None: the form is not kept.
+        marks: `marks_of` them; empty: the form is not kept.
     """
 
     weight: ConvWeight
     offset: Tensor | None = None
     sources: tuple[weakref.ref[Tensor], ...] = ()
     stamps: tuple[tuple[object, ...], ...] = ()
-    checksum: Tensor | None = None
+    marks: tuple[Tensor, ...] = ()
 
     def holds(self, sources: Sequence[Tensor]) -> bool:
         """Return whether `sources` `[...]` are the parameters of the form, unchanged."""
@@ -86,7 +91,7 @@ def kept_form(weight: ConvWeight, offset: Tensor | None, sources: Sequence[Tenso
     """
     references = tuple(weakref.ref(source) for source in sources)
     stamps = tuple(stamp_of(source) for source in sources)
-    return Form(weight, offset, references, stamps, checksum_of(sources))
+    return Form(weight, offset, references, stamps, marks_of(sources))
 
 
 def coded_form(weight: Tensor, kind: str, steps: Tensor, sources: Sequence[Tensor]) -> CodedForm:
@@ -107,7 +112,7 @@ def coded_form(weight: Tensor, kind: str, steps: Tensor, sources: Sequence[Tenso
     coded = coded.contiguous(memory_format=torch.channels_last_3d)
     kept = ConvWeight(coded.shape, torch.int8, coded.device, lambda: coded)
     plain = kept_form(kept, None, sources)
-    state = plain.sources, plain.stamps, plain.checksum
+    state = plain.sources, plain.stamps, plain.marks
     return CodedForm(kept, None, *state, scale=scale, codes=steps.reciprocal())
 
 
@@ -181,11 +186,33 @@ def folded(weight: Tensor) -> Tensor:
     return phases.flatten(0, 2)
 
 
-def checksum_of(sources: Sequence[Tensor]) -> Tensor:
-    """Sum the memory of `sources` `[...]` as 64-bit integers, each with its own odd factor."""
-    return sum(
-        ((2 * n + 1) * _sum_of(source) for n, source in enumerate(sources)), 0 * _sum_of(sources[0])
-    )
+def marks_of(
+    sources: Sequence[Tensor], attempt: Callable[[Callable[[], Any]], Any] = lambda do: do()
+) -> tuple[Tensor, ...]:
+    """Return a number `[]` for each of `sources` `[...]` that changes with its values.
+
+    On NVIDIA and AMD GPUs, which have float64, it is the norm, from a few launches for all sources:
+    a sum per weight would take 200 for Wan 2.1. Elsewhere it is the sum of the memory as integers.
+
+    Args:
+        sources: Weights.
+        attempt: Runs an allocation.
+
+    Returns:
+        The numbers, on the devices of their weights.
+    """
+    marks: dict[int, Tensor] = {}
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for source in sources:
+        if device_kind(source.device) in _NORMS and source.dtype in _NORM_DTYPES:
+            groups.setdefault((source.dtype, source.device), []).append(source)
+        else:
+            marks[id(source)] = attempt(functools.partial(_sum_of, source))
+    for group in groups.values():
+        norm = functools.partial(torch._foreach_norm, group)  # type: ignore[attr-defined]
+        norms = attempt(functools.partial(norm, dtype=torch.float64))
+        marks |= zip(map(id, group), norms, strict=True)
+    return tuple(marks[id(source)] for source in sources)
 
 
 def stamp_of(weight: Tensor) -> tuple[Any, ...]:

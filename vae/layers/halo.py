@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...kernels import may_border, new_video
+from ...kernels import new_video
 from .lines import FrameShard, Lines
 from .temporal_cache import TemporalCache
 
@@ -25,27 +25,29 @@ class Halo(NamedTuple):
     Attributes:
         dim: The divided dimension of `[B, C, T, H, W]`.
         size: Lines on each side.
-        border: There are zeros along the other dimension too, instead of the padding of the
-            convolution: ops write frames with a border on all sides, or dense ones, and columns on
-            two sides would be neither.
     """
 
     dim: int
     size: int
-    border: bool
+
+    @property
+    def border(self) -> bool:
+        """Whether there are rows of zeros too, instead of the padding of the convolution.
+
+        Ops write frames with a border on all sides, or dense ones; columns on two sides would be
+        neither.
+        """
+        return self.dim == 4
 
     @property
     def pads(self) -> tuple[int, int]:
         """Rows and columns that the convolution pads."""
-        if self.border:
-            return 0, 0
-        return (0, self.size) if self.dim == 3 else (self.size, 0)
+        return (0, 0) if self.border else (0, self.size)
 
     def shape(self, inner: Sequence[int]) -> tuple[int, ...]:
         """Return the shape with a halo of frames of shape `inner`, `[B, C, T, H, W]`."""
         return tuple(
-            length + 2 * self.size * (dim == self.dim or (self.border and dim > 2))
-            for dim, length in enumerate(inner)
+            length + 2 * self.size * (3 <= dim <= self.dim) for dim, length in enumerate(inner)
         )
 
     def like(self, x: Tensor) -> Tensor:
@@ -54,7 +56,7 @@ class Halo(NamedTuple):
 
     def inner(self, frames: Tensor) -> Tensor:
         """Return `frames` `[B, C, T, H, W]` without the halo."""
-        for dim in (3, 4) if self.border else (self.dim,):
+        for dim in range(3, self.dim + 1):
             frames = frames.narrow(dim, self.size, frames.shape[dim] - 2 * self.size)
         return frames
 
@@ -72,15 +74,15 @@ class Halo(NamedTuple):
         """
         if write is None:
             if self.border:
-                _clear(out, 7 - self.dim, self.size)
+                out[..., : self.size, :] = 0
+                out[..., -self.size :, :] = 0
             self.inner(out).copy_(x)
         elif self.border:
             cache.attempt(functools.partial(write, x, out=out, border=self.size))
         else:
             cache.attempt(functools.partial(write, x, out=self.inner(out)))
         if self.border:
-            other = 7 - self.dim
-            out = out.narrow(other, self.size, out.shape[other] - 2 * self.size)
+            out = out[..., self.size : -self.size, :]
         ends = 0, out.shape[self.dim] - self.size
         for start, line in zip(ends, lines, strict=True):
             place = out.narrow(self.dim, start, self.size)
@@ -121,13 +123,12 @@ class Halo(NamedTuple):
         return window, fresh
 
 
-def halo_of(cache: TemporalCache, size: int, x: Tensor) -> Halo | None:
+def halo_of(cache: TemporalCache, size: int) -> Halo | None:
     """Return the layout of a layer's frames.
 
     Args:
         cache: State of the video.
         size: Lines on each side that the layer sees.
-        x: `[B, C, T, H, W]`; only its dtype and device matter.
 
     Returns:
         The layout, the same for the whole video; None where this process has whole frames, or the
@@ -136,7 +137,7 @@ def halo_of(cache: TemporalCache, size: int, x: Tensor) -> Halo | None:
     shard = cache.shard
     if shard is None or not size:
         return None
-    return Halo(shard.dim, size, shard.dim == 4 or may_border(x.device, x.dtype))
+    return Halo(shard.dim, size)
 
 
 def exchanged(
@@ -194,7 +195,7 @@ def extended(
         `[B, C, T, H, W]` in scratch memory, and the rows and columns that the convolution pads. `x`
         itself where this process has whole frames.
     """
-    halo = halo_of(cache, 1, x)
+    halo = halo_of(cache, 1)
     if halo is None or cache.shard is None:
         return x, (1, 1)
     lines = exchanged(cache.shard, x, halo, cache, before=before)
@@ -221,7 +222,7 @@ def joined(
     Raises:
         RuntimeError: The frames are not divided.
     """
-    halo = halo_of(cache, 1, x)
+    halo = halo_of(cache, 1)
     if halo is None or cache.shard is None:
         raise RuntimeError("the frames are not divided; expected a shard")
     lines = exchanged(cache.shard, x, halo, cache)
@@ -230,9 +231,3 @@ def joined(
     kept = fresh.expand(-1, -1, context, -1, -1) if cache.first else fresh
     cache.keep(conv, context, kept)
     return window, halo.pads
-
-
-def _clear(frames: Tensor, dim: int, size: int) -> None:
-    """Write zeros to the first and last `size` lines of `frames` `[B, C, T, H, W]`."""
-    for start in (0, frames.shape[dim] - size):
-        frames.narrow(dim, start, size).zero_()

@@ -111,7 +111,7 @@ def convolve(
         RuntimeError: The frames are not divided.
     """
     x = held[0]
-    halo = halo_of(cache, conv.padding, x)
+    halo = halo_of(cache, conv.padding)
     if halo is None or cache.shard is None:
         raise RuntimeError("the frames are not divided; expected a shard")
     lines = exchanged(cache.shard, x, halo, cache, write)
@@ -132,7 +132,7 @@ def input_like(conv: HaloConv, x: Tensor, cache: TemporalCache) -> tuple[Tensor,
     Returns:
         `[B, C_in, T, H, W]` without useful values, and rows and columns.
     """
-    halo = halo_of(cache, conv.padding, x)
+    halo = halo_of(cache, conv.padding)
     return (x, (conv.padding, conv.padding)) if halo is None else (halo.like(x), halo.pads)
 
 

@@ -1,10 +1,35 @@
 """Base of the encoders and decoders of all families: a chain of causal layers."""
 
-from typing import cast
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar, cast
 
 from torch import nn
 
 from ..layers.causal_layer import CausalLayer
+
+# Results that a network keeps: sizes of frames come and go, and each has some 100 kB.
+_MOST_KEPT = 64
+
+_Result = TypeVar("_Result")
+
+
+class Kept(dict[Hashable, Any]):
+    """Results that follow from the layers of a network; a copied or pickled one starts without."""
+
+    def __deepcopy__(self, memo: object) -> "Kept":
+        return Kept()
+
+    def __reduce__(self) -> tuple[type["Kept"], tuple[()]]:
+        return Kept, ()
+
+    def of(self, key: Hashable, make: Callable[[], _Result]) -> _Result:
+        """Return the result for `key`, from `make` the first time; it must not hold the network."""
+        result = self.get(key)
+        if result is None:
+            for oldest in list(self)[: len(self) - _MOST_KEPT + 1]:
+                self.pop(oldest, None)
+            result = self[key] = make()
+        return result
 
 
 class Network(nn.Module):
@@ -13,7 +38,14 @@ class Network(nn.Module):
     Constructors take the widths (channels after the first convolution and of each stage in order),
     the channels of the frames, the channels of a latent (an encoder outputs twice as many, mean and
     log-variance), and in the Wan 2.2 layout the temporal taps.
+
+    Attributes:
+        kept: Results for these layers.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = Kept()
 
     def layers(self) -> list[CausalLayer]:
         """Return the layers in order."""

@@ -1,7 +1,6 @@
 """Copies of a network on other devices, which follow the weights of the first."""
 
 import copy
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.conv import Conv
-from ..layers.conv_weights import checksum_of, stamp_of
+from ..layers.conv_weights import marks_of, stamp_of
 from .base import Network
 
 _Attempt = Callable[[Callable[[], Tensor]], Tensor]
@@ -24,13 +23,13 @@ class _Replica:
         network: The copy.
         form: Names, types and shapes of the modules and parameters of the original.
         stamps: `stamp_of` each parameter.
-        checksum: `checksum_of` all of them.
+        marks: `marks_of` all of them.
     """
 
     network: Network
     form: list[tuple[object, ...]]
     stamps: list[tuple[object, ...]]
-    checksum: int
+    marks: list[int]
 
 
 class Replicas:
@@ -77,20 +76,20 @@ class Replicas:
         with self._lock, torch.inference_mode(False), torch.no_grad():
             known = self._known.get((device, name))
             form, stamps = _form(network), [stamp_of(source) for source in sources]
-            checksum = int(attempt(functools.partial(checksum_of, sources)))
+            marks = attempt(lambda: torch.stack(marks_of(sources)).view(torch.int64)).tolist()
             if known is None or known.form != form:
                 self._known.pop((device, name), None)
                 del known  # free it before the other one is made
-                copied = _copied(network, device)
-                known = self._known[device, name] = _Replica(copied, form, stamps, checksum)
+                made = copied(network, device)
+                known = self._known[device, name] = _Replica(made, form, stamps, marks)
                 self.made += 1
                 return known.network
-            everything = known.checksum != checksum
+            everything = known.marks != marks
             pairs = zip(_tensors(known.network), sources, known.stamps, stamps, strict=True)
             for target, source, before, after in pairs:
                 if everything or before != after:
                     target.copy_(source)
-            known.stamps, known.checksum = stamps, checksum
+            known.stamps, known.marks = stamps, marks
             return known.network
 
     def clear(self) -> None:
@@ -122,6 +121,26 @@ class Replicas:
                 conv.forms.clear()
 
 
+def copied(network: Network, device: torch.device) -> Network:
+    """Return a copy on a device, where weights of that device are shared and none is copied first.
+
+    Args:
+        network: The network.
+        device: Device of the copy.
+
+    Returns:
+        The copy, without derived weights.
+    """
+    there: dict[int, object] = {
+        id(parameter): nn.Parameter(parameter.detach().to(device), requires_grad=False)
+        for parameter in network.parameters()
+    }
+    there |= {id(buffer): buffer.detach().to(device) for buffer in network.buffers()}
+    made = copy.deepcopy(network, there)
+    # On a GPU this also puts the weights into the layout of their convolutions.
+    return made.to(device)
+
+
 def _tensors(network: nn.Module) -> list[Tensor]:
     return [*network.parameters(), *network.buffers()]
 
@@ -135,15 +154,3 @@ def _form(network: nn.Module) -> list[tuple[object, ...]]:
     modules = [(name, type(module)) for name, module in network.named_modules()]
     named = [*network.named_parameters(), *network.named_buffers()]
     return [*modules, *((name, tensor.shape, tensor.dtype) for name, tensor in named)]
-
-
-def _copied(network: Network, device: torch.device) -> Network:
-    """Return a copy of `network` on `device`; no weight is copied on its own device first."""
-    there: dict[int, object] = {
-        id(parameter): nn.Parameter(parameter.detach().to(device), requires_grad=False)
-        for parameter in network.parameters()
-    }
-    there |= {id(buffer): buffer.detach().to(device) for buffer in network.buffers()}
-    made = copy.deepcopy(network, there)
-    # On a GPU this also puts the weights into the layout of their convolutions.
-    return made.to(device)

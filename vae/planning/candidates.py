@@ -5,9 +5,12 @@ and the passes of the longest steps on whole frames.
 """
 
 import functools
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import cast
 
+from ..models.base import Network
 from ..models.receptive_field import Size, Span
 from .cost import StepCost, StreamCost, tiled_cost, whole_cost
 from .job import StreamJob
@@ -134,6 +137,33 @@ class Candidates:
         """Return a lower bound of the seconds of a candidate."""
         share = candidate.stream.work / self._whole.stream.work
         return share * self._whole.longest.seconds + candidate.parking_s
+
+
+def kept_candidates(
+    job: StreamJob, tile: Size | None, chunk: int | None, *, cuts: bool
+) -> Candidates:
+    """Return `Candidates` with these arguments, whose estimates stay with the network of `job`.
+
+    They take 8 to 150 ms. They depend on no memory, which is looked up for each video.
+
+    Args:
+        job: The stream.
+        tile: As for `Candidates`.
+        chunk: As for `Candidates`.
+        cuts: As for `Candidates`.
+
+    Returns:
+        The candidates.
+    """
+    network = getattr(job.network, "_orig_mod", job.network)  # of `torch.compile`
+    size = job.latent_size, job.pixels, job.ranks, tile and tuple(tile), chunk, cuts
+    key = *size, job.dtype, job.device, job.coded, job.setting
+
+    def make() -> Candidates:
+        bare = replace(job, network=cast(Network, weakref.proxy(network)))
+        return Candidates(bare, tile, chunk, cuts=cuts)
+
+    return network.kept.of(key, make)
 
 
 @dataclass(frozen=True)

@@ -305,8 +305,8 @@ class DryRun:
             tail = Shape(shape.channels, product.context, rows, shape.width)
             _ = ledger.new(tail), self._made(out.sized(rows, out.width))
             return y
-        if product.windowed and (not rings or setting.borders):
-            border = 2 * (setting.borders or packs > 1)
+        if product.windowed and not rings:
+            border = 2 * (packs > 1)
             packed = window.of(window.channels // packs)
             ledger.scratch(packed.sized(window.height + border, window.width + border))
         if given:
@@ -315,9 +315,6 @@ class DryRun:
         # PyTorch's.
         arranged = 2 * product.rearranged_first if setting.single_frame else product.rearranged
         copies = arranged * setting.itemsize * (1 + setting.casts) * setting.on_cpu
-        if setting.searches:
-            # The fastest of all algorithms can be one that copies its input and its output.
-            copies += ledger.nbytes(window) + leaving
         ledger.take(copies)
         if packs > 1 and residual:
             # oneDNN adds no residual to the sums of codes.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...kernels import adds_in_place, device_kind, may_border, tensor_limit
+from ...kernels import adds_in_place, tensor_limit
 from ..models.base import Network
 from ..models.config import VAEConfig
 from ..models.receptive_field import Size, is_encoder
@@ -60,7 +60,6 @@ class StreamJob:
         device: Device of the activations.
         single_frame: The video has one frame.
         pixels: Pixels of an image per pixel of the network's frames.
-        searches: cuDNN searches for its fastest algorithms.
         ranks: Ranks that share the frames; `latent_size` is that of the largest part.
         coded: Names of the convolutions that read codes.
     """
@@ -71,7 +70,6 @@ class StreamJob:
     device: torch.device
     single_frame: bool = False
     pixels: int = 1
-    searches: bool = False
     ranks: int = 1
     coded: frozenset[str] = frozenset()
 
@@ -90,8 +88,6 @@ class StreamJob:
             self.device.type == "cpu",
             adds_in_place(self.device, self.dtype),
             next(self.network.parameters()).dtype != self.dtype,
-            self.searches and device_kind(self.device) == "nvidia",
-            may_border(self.device, self.dtype),
             tensor_limit(self.device, self.dtype.itemsize),
             bands=self.ranks == 1,
         )
@@ -129,7 +125,6 @@ def job_of(
     device: torch.device,
     *,
     single_frame: bool,
-    searches: bool = False,
     ranks: int = 1,
     coded: frozenset[str] = frozenset(),
 ) -> StreamJob:
@@ -142,7 +137,6 @@ def job_of(
         dtype: Dtype of the activations.
         device: Device of the activations.
         single_frame: The video has one frame.
-        searches: cuDNN searches for its fastest algorithms.
         ranks: Ranks that share the frames.
         coded: Names of the convolutions that read codes.
 
@@ -153,5 +147,5 @@ def job_of(
     if not is_encoder(network):
         pixels *= config.output_scale
     single_frame = single_frame or config.is_of_pictures
-    options = single_frame, pixels, searches, ranks, coded
+    options = single_frame, pixels, ranks, coded
     return StreamJob(network, latent_size, dtype, device, *options)

@@ -22,8 +22,6 @@ class Setting:
         on_cpu: The stream runs on a CPU, where large results are written to reused memory.
         fused: Convolutions add to an existing buffer (oneDNN) instead of returning a new one.
         casts: The weights have another dtype than the activations.
-        searches: cuDNN searches for its fastest algorithms.
-        borders: Convolutions may ask for frames with a border, also instead of rings.
         tensor_bytes: Most bytes of a tensor on the device.
         bands: Layers that can divide their work into bands of rows do so.
     """
@@ -34,8 +32,6 @@ class Setting:
     on_cpu: bool
     fused: bool
     casts: bool
-    searches: bool = False
-    borders: bool = False
     tensor_bytes: int = sys.maxsize
     bands: bool = True
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ..models.receptive_field import Size
 from .bands import Bands
-from .candidates import Candidates, StepChoice, places
+from .candidates import Candidates, StepChoice, kept_candidates, places
 from .device_memory import free_bytes, total_bytes
 from .job import StreamJob
 from .ledger import TOO_MUCH_BYTES
@@ -92,7 +92,7 @@ def make_plan(
         The fastest plan within the limit, or the smallest plan if none fits.
     """
     cuts = cuts and job.ranks == 1
-    candidates = Candidates(job, tile if cuts else None, chunk, cuts=cuts)
+    candidates = kept_candidates(job, tile if cuts else None, chunk, cuts=cuts)
     if limit_bytes is None:
         choice = _within_free(candidates, job)
     else:

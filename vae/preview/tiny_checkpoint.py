@@ -55,7 +55,7 @@ def load_tiny_decoder(
         path: A safetensors file, or a PyTorch file with tensors only, such as `taew2_1.pth`.
         device: Device of the weights and the computation; None: the CPU.
         dtype: Dtype of both; None: bfloat16 where the device computes in it (a CPU: where that is
-            measured to be faster), otherwise float32.
+            its processor has instructions for it), otherwise float32.
         normalizes: The file expects normalised latents. None: it does if its name starts with
             "taew", and does not if that starts with "light".
 

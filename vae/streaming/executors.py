@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ...kernels import Snapshot
 from ..layers.oom import Relief
 from ..layers.temporal_cache import TemporalCache
 from ..models.replicas import Replicas
@@ -109,6 +110,7 @@ def make_banded(
     *,
     full: bool,
     known: bool,
+    kernels: Callable[[torch.device], Snapshot],
 ) -> Executor:
     """Return the executor of a plan for several devices.
 
@@ -122,6 +124,7 @@ def make_banded(
         release: Releases memory of the caller on a device; None: nothing.
         full: Compute float32 in full float32.
         known: The whole video is at hand.
+        kernels: Returns what a device may run in addition to the library.
 
     Returns:
         The executor.
@@ -133,7 +136,8 @@ def make_banded(
     if bands is None:
         raise ValueError("the plan has no bands; expected those of several devices")
     output = leave if isinstance(leave, Output) else None
-    work = BandedWork(planner, team.crew, team.replicas, relief, release, full, known, output)
+    made = team.crew, team.replicas, relief, release, full, known, output
+    work = BandedWork(planner, *made, kernels)
     parts = work, bands, new_cache(), reach_of(planner, bands)
     if isinstance(leave, Output):
         return BandedDecode(*parts)

@@ -19,6 +19,8 @@ class StreamOptions:
             from size and memory.
         release: Called with a device whose memory runs out, to release memory of the caller there;
             None: nothing.
+        whole: No piece is looked at before the last one, and all of them are in memory of the
+            device: what a decode has to read there is read once, at its end.
 
     Raises:
         ValueError: A field has another type, or a size is not positive.
@@ -29,6 +31,7 @@ class StreamOptions:
     limit_bytes: int | None = None
     tile: tuple[int, int] | None = None
     release: Callable[[torch.device], None] | None = None
+    whole: bool = False
 
     def __post_init__(self) -> None:
         chunk, dtype, tile = self.chunk, self.dtype, self.tile

@@ -85,7 +85,9 @@ class Output:
         if finding is not None:
             self._attempt(functools.partial(finding.look, x))
         target = self._target(place)
-        write = self._new if target is None else functools.partial(self._placed, target=target)
+        write = self._new
+        if target is not None:
+            write = functools.partial(self._placed, target=target, finding=finding)
         return self._attempt(functools.partial(write, x))
 
     def chunk(self, latent: Tensor, *, first: bool) -> "TiledChunk":
@@ -145,7 +147,7 @@ class Output:
             target = piece[:, time, down, across]
         if finding is not None:
             attempt(functools.partial(finding.look, x))
-        attempt(functools.partial(self._placed, x, target, settles=settles))
+        attempt(functools.partial(self._placed, x, target, finding=finding, settles=settles))
 
     def settle(self) -> None:
         """Wait until what this thread has put with an `attempt` has left its device.
@@ -183,11 +185,16 @@ class Output:
             return frames
         return pixel_shuffle_3d(frames, (1, self._size, self._size), self._order)
 
-    def _placed(self, x: Tensor, target: Tensor, *, settles: bool = False) -> Tensor:
+    def _placed(
+        self, x: Tensor, target: Tensor, *, finding: Finding | None, settles: bool = False
+    ) -> Tensor:
         records = torch.is_grad_enabled() and x.requires_grad
         if self._writer is not None and target.numel() and not records:
             held = uint16_as_int16(self._converted(x, target))
-            self._writer.put(held, uint16_as_int16(target), settles=settles)
+            number = None if finding is None else finding.number()
+            self._writer.put(held, uint16_as_int16(target), settles=settles, number=number)
+            if finding is not None:
+                finding.sent()
             return target
         with torch.inference_mode(target.is_inference()):  # otherwise it cannot be written to
             if not target.numel():

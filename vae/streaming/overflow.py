@@ -47,6 +47,7 @@ class Finding:
         self._sides, self._coding = sides, coding
         # By thread, which has one device: the sum, and the event after it.
         self._sums: dict[int, tuple[Tensor, torch.cuda.Event | None]] = {}
+        self._arrived: list[float] = []  # sums that have arrived with the frames
 
     def look(self, x: Tensor) -> None:
         """Examine a part of the piece, without a wait for the device.
@@ -68,13 +69,30 @@ class Finding:
             summed.record(torch.cuda.current_stream(x.device))
         self._sums[thread] = total, summed
 
+    def number(self) -> tuple[Tensor, Callable[[float], object]]:
+        """Return the sum of this thread, `[]`, which is copied with its frames; and its reader."""
+        return self._sums[threading.get_ident()][0], self._arrived.append
+
+    def sent(self) -> None:
+        """Note that the sum of this thread arrives with its frames, before they are written."""
+        del self._sums[threading.get_ident()]
+
     def restart(self) -> None:
         """Forget the parts so far: the piece is computed again, some of it on other devices."""
         self._sums.clear()
+        self._arrived = []  # a sum on its way goes to the old list
 
     def overflowed(self) -> bool:
         """Wait for the work on the piece, and return whether it has NaN or infinity."""
-        return not all(math.isfinite(self._read(*each)) for each in self._sums.values())
+        read = (self._read(*each) for each in self._sums.values())
+        return not all(map(math.isfinite, (*self._arrived, *read)))
+
+    def sums(self) -> list[Tensor]:
+        """Return the sums `[]` on their devices, ready for the current stream there."""
+        for total, summed in self._sums.values():
+            if summed is not None:
+                torch.cuda.current_stream(total.device).wait_event(summed)
+        return [total for total, _ in self._sums.values()]
 
     def _read(self, total: Tensor, summed: torch.cuda.Event | None) -> float:
         if summed is None:
@@ -93,10 +111,11 @@ class Watch:
 
     Attributes:
         coding: The convolutions in int8; None: none.
+        at_end: The results are read once, after the last piece, because no caller takes the pieces.
     """
 
-    def __init__(self, coding: Coding | None = None) -> None:
-        self.coding = coding
+    def __init__(self, coding: Coding | None = None, *, at_end: bool = False) -> None:
+        self.coding, self.at_end = coding, at_end
         self._sides: dict[torch.device, torch.cuda.Stream] = {}
         self._findings: deque[Finding] = deque()
 
@@ -108,6 +127,19 @@ class Watch:
     def overflowed(self) -> bool:
         """Return whether the piece after the one of the last call has NaN or infinity."""
         return self._findings.popleft().overflowed()
+
+    def first_overflow(self) -> int | None:
+        """Return the number of the first piece with NaN or infinity; None: there is none."""
+        sums: dict[torch.device, list[tuple[int, Tensor]]] = {}
+        for number, finding in enumerate(self._findings):
+            for total in finding.sums():
+                sums.setdefault(total.device, []).append((number, total))
+        bad: list[int] = []
+        for each in sums.values():
+            numbers, totals = zip(*each, strict=True)
+            finite = torch.stack(totals).isfinite().tolist()
+            bad += [number for number, good in zip(numbers, finite, strict=True) if not good]
+        return min(bad, default=None)
 
 
 class NarrowVAE(Protocol):
@@ -140,8 +172,10 @@ def allows_fp16(vae: NarrowVAE, options: StreamOptions, latent: object = None) -
 
 def records(vae: NarrowVAE, latent: object = None) -> bool:
     """Return whether autograd records a decode by `vae` of `latent` `[B, C_latent, t, h, w]`."""
+    if not torch.is_grad_enabled():
+        return False
     sources = [*vae.parameters(), *([latent] if isinstance(latent, Tensor) else [])]
-    return torch.is_grad_enabled() and any(each.requires_grad for each in sources)
+    return any(each.requires_grad for each in sources)
 
 
 def continued(
@@ -167,23 +201,37 @@ def continued(
         as_images: The pieces are images.
 
     Yields:
-        The pieces; every frame once.
+        The pieces; every frame once. With `watch.at_end` only those of the other decode.
     """
     at = part.first
     coded, first = watch.coding is not None, part.first_latent()  # unknown until here
     if records(vae, first) or not (coded or allows_fp16(vae, options, first)):
         yield from wide(part.rest(at))
         return
+    axis = 1 if as_images else 2
     with contextlib.closing(narrow()) as pieces:
-        for piece in pieces:
-            if watch.overflowed():
-                break
-            yield piece
-            at += piece.shape[1 if as_images else 2]
-            part.passed(at)
+        if watch.at_end:
+            counts = [piece.shape[axis] for piece in pieces]
+            bad = watch.first_overflow()
+            if bad is None:
+                return
+            at += sum(counts[:bad])
         else:
-            return
-        del piece  # free it before the other decode makes its plan
+            for piece in pieces:
+                if watch.overflowed():
+                    break
+                yield piece
+                at += piece.shape[axis]
+                part.passed(at)
+            else:
+                return
+            del piece  # free it before the other decode makes its plan
+    _remember(vae, at, coded=coded)
+    yield from wide(part.rest(at))
+
+
+def _remember(vae: NarrowVAE, at: int, *, coded: bool) -> None:
+    """Log the overflow in frame `at`, and let later decodes of `vae` begin without float16."""
     with _lock:
         is_first, vae.allow_fp16 = vae.allow_fp16, vae.allow_fp16 and coded
     if coded:
@@ -196,4 +244,3 @@ def continued(
         )
     if not vae.graphs:  # a graph of another thread may read them
         vae.drop_derived()
-    yield from wide(part.rest(at))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor
 
-from ...kernels import TrialBudget, is_out_of_memory
+from ...kernels import is_out_of_memory
 from ..models.base import Network
 from ..models.config import SEEDVR2, VAEConfig
 from ..models.receptive_field import latents_before
@@ -152,11 +152,6 @@ class Part:
             return 0, last + 1
         before = 0 if self._config.is_of_pictures else latents_before(self._decoder)
         return max(0, first - before), last + 1
-
-
-def budget_of(latent: Tensor | Iterable[Tensor]) -> TrialBudget:
-    """Return the time for trials in a decode of `latent` `[B, C_latent, t, h, w]`, or of pieces."""
-    return TrialBudget(picture=isinstance(latent, Tensor) and latent.shape[2:3] == (1,))
 
 
 class KeptPieces(Iterator[Tensor]):

@@ -5,26 +5,17 @@ import functools
 import logging
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 
-from ...kernels import fp16_pays, has_bfloat16, lacks
+from ...kernels import fp16_pays, has_bfloat16, lacks, multiplies_bfloat16, slow_on_cpu
 from ..validation import dtype_name
 
 _logger = logging.getLogger(__name__)
-
-# Smallest speed-up of a convolution of the VAE for which bf16 is the default: it loses precision.
-_WORTH_IT = 1.15
-
-# A 16-bit dtype that takes this many times as long as float32 has no fast convolution on the CPU:
-# float16 takes 16 times as long in three dimensions without AVX512-FP16 or AMX-FP16.
-_TOO_SLOW = 1.5
 
 _NARROW = (torch.float16, torch.bfloat16)
 
@@ -50,8 +41,8 @@ _state = _State()
 def fastest_decode_dtype(device: torch.device) -> torch.dtype:
     """Return the default dtype for decoding on `device`.
 
-    On a CPU, bfloat16 if a convolution is measured to be faster in it than in float32. On a GPU,
-    bfloat16 if it computes in it. Otherwise float32.
+    On a CPU, bfloat16 if it has instructions for its products. On a GPU, bfloat16 if it computes in
+    it. Otherwise float32.
 
     Args:
         device: The device.
@@ -60,7 +51,7 @@ def fastest_decode_dtype(device: torch.device) -> torch.dtype:
         The dtype.
     """
     if device.type == "cpu":
-        return torch.bfloat16 if _bf16_is_faster() else torch.float32
+        return torch.bfloat16 if multiplies_bfloat16() else torch.float32
     return torch.bfloat16 if has_bfloat16(device) else torch.float32
 
 
@@ -84,8 +75,7 @@ def check_computes(dtype: torch.dtype, device: torch.device, name: str = "dtype"
 def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """Return the dtype of the computation for results in `dtype`.
 
-    float32 for a 16-bit dtype with slow convolutions on a CPU, measured and logged once; otherwise
-    `dtype`.
+    float32 for a 16-bit dtype with slow convolutions on a CPU, logged once; otherwise `dtype`.
 
     Args:
         dtype: Dtype of the results.
@@ -109,7 +99,7 @@ def decode_dtype(
 ) -> torch.dtype:
     """Return the dtype of the computation of a decode for frames in `dtype`.
 
-    float16 instead of bfloat16 where its convolutions are measured to be faster, if that is
+    float16 instead of bfloat16 where its convolutions are proved to be faster, if that is
     allowed: it has three bits more, so the frames are closer to those of float32. Frames for a file
     of more than 8 bits need these bits, and every GPU computes as fast in float16. Where it
     overflows, the decode continues in bfloat16 (see `overflow`).
@@ -326,53 +316,15 @@ def _is_newer(name: str) -> bool:
 
 
 @functools.cache
-def _bf16_is_faster() -> bool:
-    """Return whether bfloat16 pays for its loss of precision: 20 ms, once per process."""
-    if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return False
-    return _times_as_long(torch.bfloat16, channels=96, size=48) < 1 / _WORTH_IT
-
-
-@functools.cache
 def _is_slow(dtype: torch.dtype) -> bool:
-    """Return whether convolutions in `dtype` are slow, and log it: 40 ms, once per process."""
-    times = _times_as_long(dtype, channels=64, size=24)
-    if times < _TOO_SLOW:
+    """Return whether convolutions in `dtype` are slow on this CPU, and log it once."""
+    if not slow_on_cpu(dtype):
         return False
     name = str(dtype).removeprefix("torch.")
     _logger.warning(
-        "Fast Video VAE: %s convolutions take %.1f times as long as float32 on this CPU; computing "
-        "in float32, results stay %s",
+        "Fast Video VAE: this CPU has no instructions for %s convolutions; computing in float32, "
+        "results stay %s",
         name,
-        times,
         name,
     )
     return True
-
-
-def _times_as_long(dtype: torch.dtype, *, channels: int, size: int) -> float:
-    """Return the shortest time of a small convolution in `dtype` over that in float32."""
-    best = dict.fromkeys((torch.float32, dtype), float("inf"))
-    with (
-        torch.inference_mode(False),
-        torch.no_grad(),
-        torch.autocast("cpu", enabled=False),
-        torch.device("cpu"),
-    ):
-        order = torch.channels_last_3d
-        cases = {
-            each: (
-                torch.ones(1, channels, 3, size, size, dtype=each).to(memory_format=order),
-                torch.ones(channels, channels, 3, 3, 3, dtype=each).to(memory_format=order),
-            )
-            for each in best
-        }
-        for turn in range(4):
-            for each, (x, weight) in cases.items():
-                start = time.perf_counter()
-                F.conv3d(x, weight, padding=(0, 1, 1))
-                best[each] = min(best[each], time.perf_counter() - start)
-            # Two runs are enough if the difference is large; the second one sets nothing up.
-            if turn and best[dtype] > 4 * best[torch.float32]:
-                break
-    return best[dtype] / best[torch.float32]

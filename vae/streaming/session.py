@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from ...kernels import (
-    TrialBudget,
-    device_kind,
+    Proofs,
+    Snapshot,
     is_out_of_memory,
-    search_pays,
+    proving,
     searches_shapes,
-    searching,
-    trials,
+    seeing,
 )
 from ..layers.conv import Conv, drop_stale_forms
 from ..layers.frame_runs import fitted
@@ -27,6 +26,7 @@ from ..layers.temporal_cache import TemporalCache
 from ..layers.workspace import Workspace, canonical
 from ..models.base import Network
 from ..models.config import VAEConfig
+from ..planning.device_memory import free_bytes
 from ..planning.job import job_of
 from ..planning.plan import Plan, check_plan, make_plan, smaller_plan
 from ..validation import warn_dropped
@@ -39,6 +39,9 @@ from .precision import eager, layer_modes
 from .shards import StreamShards, check_shared, shared_limit
 from .static_frames import Changes
 from .upload import Upload
+
+# Kinds of convolutions that a video may prove; it has about ten.
+_PROOFS = 16
 
 # Seconds of a search for one new shape, at least; see `searches_shapes`.
 _SEARCH_S = 7.6
@@ -63,9 +66,8 @@ class VideoSession:
         learns: Some parameters require a gradient.
         full: Compute float32 in full float32, even if PyTorch's switches allow less.
         graphs: Replay repeated chunks as CUDA graphs.
-        searches: Let cuDNN time its algorithms for chunks that repeat.
         skips: Skip static frames.
-        budget: For trials of convolutions.
+        kernels: Returns what a device may run in addition to the library, for the whole video.
         shards: The ranks that share the video; None: this process has all of it.
         team: The devices that can share the work; None: one device.
         known: The whole video is at hand.
@@ -85,9 +87,8 @@ class VideoSession:
     learns: bool
     full: bool
     graphs: bool
-    searches: bool
     skips: bool
-    budget: TrialBudget
+    kernels: Callable[[torch.device], Snapshot]
     shards: StreamShards | None = None
     team: Team | None = None
     known: bool = False
@@ -105,10 +106,11 @@ class VideoSession:
         self._pictures = self.config.is_of_pictures  # every frame is a first frame
         self._upload = Upload(self._device, self.dtype, self.to_range) if self._encodes else None
         self._workspace, self._changes = Workspace(), Changes()
+        self._seen, self._proofs = self.kernels(self._device), Proofs(0, 0)
         self._chunk: Tensor | None = None
         self._results: Iterator[Tensor] | None = None
-        self._records = self._searches = self._is_static = False
-        self._last: tuple[torch.Size, bool, bool] | None = None
+        self._records = self._is_static = False
+        self._last: tuple[torch.Size, bool] | None = None
         self._repeats = 0  # equal chunks before this one
         self._left: int | None = None  # latents of a last chunk that is filled up
         self._recording: cuda_graph.Recording | None = None
@@ -165,7 +167,7 @@ class VideoSession:
             # Break the reference cycles so that the caches are freed now.
             self._workspace.relief = None
             relief.forget()
-            self.budget.close()
+            self._proofs.close()
             self._recording = self._results = None
             self._executor.close()
 
@@ -183,10 +185,11 @@ class VideoSession:
             self._shard = self.shards.split(*size, self.relief.finish)
             ranks = self.shards.size
             size = self._shard.largest_part(size)
+        if self.known and first.device.type != "cpu":
+            self._changes = Changes(first)
         model = self.network, self.config, (first.shape[0], *size), self.dtype, self._device
-        options = {"single_frame": self.single_frame, "searches": self.searches, "ranks": ranks}
         coded = self.coding.names if self.coding else frozenset()
-        self._job = job_of(*model, **options, coded=coded)
+        self._job = job_of(*model, single_frame=self.single_frame, ranks=ranks, coded=coded)
         records = torch.is_grad_enabled() and (self.learns or first.requires_grad)
         self.coding = None if records else self.coding  # codes have no gradient
         banded = None if records or self.team is None else self.team.plan(self._job, self.options)
@@ -195,6 +198,11 @@ class VideoSession:
         options = {"chunk": self.options.chunk, "tile": tile, "cuts": not records}
         self._plan, self._planner = banded or (make_plan(self._job, limit, **options), None)
         check_plan(self._job, self._plan)
+        if self.team is None or self._planner is None:
+            # A picture proves one kind at a time, a video all of them.
+            most = 1 if self.single_frame else _PROOFS
+            room = (free_bytes(self._device) if limit is None else limit) - self._plan.peak_bytes
+            self._proofs = Proofs(room, most)
         options = {"begins": self.begins, "skips_static": self.skips}
         check_shared(self.shards, self._job, self._plan, options, self.relief.finish)
         convs = [module for module in self.network.modules() if isinstance(module, Conv)]
@@ -241,12 +249,7 @@ class VideoSession:
     @eager
     def _begin(self, chunk: Tensor) -> None:
         """Inspect the next chunk: recorded by autograd, of the shape of the last one, or static."""
-        kind = chunk.shape, self._executor.cache.first
-        model = self.config, self._encodes, self.dtype, self._device
-        able = self.searches and device_kind(self._device) == "nvidia"
-        self._searches = able and search_pays((*kind, *model))
-        # No search is possible while a graph is captured.
-        like = *kind, self._searches
+        like = chunk.shape, self._executor.cache.first
         self._repeats = self._repeats + 1 if like == self._last else 0
         if self._repeats == 0:
             self._recording = None
@@ -265,7 +268,7 @@ class VideoSession:
             wanted = self._executor.takes(chunk.shape[2], repeats)
             self._is_static = wanted is not None
             if self._is_static:
-                chunk, self._searches = chunk[:, :, :wanted], False
+                chunk = chunk[:, :, :wanted]
         self._chunk = chunk if self._shard is None else self._shard.cut(chunk)
 
     @eager
@@ -273,9 +276,8 @@ class VideoSession:
         """Compute and return the next result; None after the last."""
         with contextlib.ExitStack() as modes:
             modes.enter_context(layer_modes(self._device, records=self._records, full=self.full))
-            modes.enter_context(trials(self.budget))
-            if self._searches:
-                modes.enter_context(searching(self._device))
+            modes.enter_context(seeing(self._seen))
+            modes.enter_context(proving(self._proofs))
             if self._results is None:
                 again = functools.partial(self._input, self._chunk)
                 self._executor.again = again
@@ -361,4 +363,5 @@ class VideoSession:
         if self.team is None or self._planner is None:
             return make_executor(self._job, plan, new_cache, self.leave)
         work = self.team, self._planner, plan, new_cache, self.leave, self.relief
-        return make_banded(*work, self.options.release, full=self.full, known=self.known)
+        options = {"full": self.full, "known": self.known, "kernels": self.kernels}
+        return make_banded(*work, self.options.release, **options)

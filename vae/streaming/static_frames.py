@@ -23,15 +23,25 @@ from ..models.receptive_field import causal_taps
 # Elements of a frame that are compared first; only if they are equal, all are compared.
 _SAMPLES = 4096
 
+# Elements that a device compares at once; each takes a byte meanwhile.
+_PIECE = 1 << 25
+
 # Identical frames after which work is skipped: the reach of the first convolution and of a residual
 # block. Shorter repetitions, such as frames shown twice, are computed normally.
 _WORTH_IT = 6
 
 
 class Changes:
-    """Counts the identical frames at the end of a video so far."""
+    """Counts the identical frames at the end of a video so far.
 
-    def __init__(self) -> None:
+    Args:
+        video: `[B, C, T, H, W]`: the whole video, if it is at hand on a device that the host would
+            wait for with each chunk. It is compared at once, with one wait.
+    """
+
+    def __init__(self, video: Tensor | None = None) -> None:
+        self._video = video
+        self._runs: Iterator[int] = iter(())
         self._frame: Tensor | None = None
         self._repeats_so_far = 0
 
@@ -46,7 +56,12 @@ class Changes:
         Returns:
             Frames, at least 1, including those of earlier chunks.
         """
+        if self._video is not None:
+            self._runs, self._video = iter(_runs_of(self._video)), None
         frames, last = chunk.shape[2], chunk[:, :, -1:]
+        run = next(itertools.islice(self._runs, frames - 1, None), 0)
+        if run:
+            return run
         count = 1 + _equal_at_end(last, chunk[:, :, :-1])
         if count == frames and self._frame is not None and _equal_at_end(last, self._frame):
             self._repeats_so_far += count
@@ -192,6 +207,18 @@ def _repeated(frame: Tensor, frames: int) -> Tensor:
     """Repeat the last frame of `frame`; as a copy, because a layer may write into its input."""
     video = frame[:, :, -1:].expand(-1, -1, frames, -1, -1)
     return canonical(video.clone(memory_format=torch.channels_last_3d))
+
+
+def _runs_of(video: Tensor) -> list[int]:
+    """Return for each frame of `video` `[B, C, T, H, W]` how many up to it are identical."""
+    size = max(1, _PIECE * video.shape[2] // max(1, video.numel()))
+    equal = [
+        (piece[:, :, 1:] == piece[:, :, :-1]).flatten(3).all(3).all(1).all(0)
+        for start in range(0, video.shape[2] - 1, size)
+        for piece in [video[:, :, start : start + size + 1]]
+    ]
+    flags = torch.cat(equal).tolist() if equal else []
+    return list(itertools.accumulate(flags, lambda run, same: same * run + 1, initial=1))
 
 
 def _equal_at_end(frame: Tensor, chunk: Tensor) -> int:

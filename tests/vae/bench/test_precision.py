@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fast_video_vae.kernels.ready import facts
 from fast_video_vae.tests.builders import random_state_dict, refused
+from fast_video_vae.tests.vae.families import prepared
 
 pytest.importorskip("PIL", reason="Pillow is not installed")
 
@@ -17,16 +19,18 @@ from fast_video_vae.vae.bench.precision import smooth_latent
 from fast_video_vae.vae.bench.report import BenchmarkReport, Comparison, ContestantResult
 from fast_video_vae.vae.checkpoint import load_vae
 from fast_video_vae.vae.streaming import precision
-from fast_video_vae.vae.streaming.int8 import settings
+from fast_video_vae.vae.streaming.int8 import layers, settings
 from fast_video_vae.vae.streaming.options import StreamOptions
 
 
 @pytest.fixture(scope="module")
-def supported():
+def supported(tmp_path_factory):
     """Every machine supports int8, and computes in bfloat16."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(settings, "int8_lacks", lambda *_: "")
         patch.setattr(precision, "_is_slow", lambda _: False)
+        kept = facts.Facts(tmp_path_factory.mktemp("facts") / "facts.json", {})
+        patch.setattr(layers, "facts_of", lambda _: kept)
         yield
 
 
@@ -57,7 +61,7 @@ def test_the_figures_compare_clamped_frames_with_float32(vae, latent, report):
         decodes[name] = torch.cat(list(pieces), dim=2)
     vae.precision = "int8"
     try:
-        decodes["int8"] = vae.decode(latent)
+        decodes["int8"] = prepared(vae).decode(latent)
     finally:
         vae.precision = "auto"
     exact = decodes["exact"]

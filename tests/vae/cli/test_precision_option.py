@@ -12,6 +12,8 @@ for _package in ("av", "tqdm", "PIL"):
 
 from PIL import Image  # noqa: E402
 
+from fast_video_vae.kernels.ready import facts  # noqa: E402
+from fast_video_vae.tests.vae.families import prepared  # noqa: E402
 from fast_video_vae.tests.videos import write_clip  # noqa: E402
 from fast_video_vae.vae import load_vae  # noqa: E402
 from fast_video_vae.vae.bench import precision  # noqa: E402
@@ -20,9 +22,11 @@ from fast_video_vae.vae.streaming.int8 import layers, settings  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def supported(monkeypatch):
+def supported(monkeypatch, tmp_path):
     """Every machine supports int8, and the measured clip is small."""
     monkeypatch.setattr(settings, "int8_lacks", lambda *_: "")
+    kept = facts.Facts(tmp_path / "facts.json", {})
+    monkeypatch.setattr(layers, "facts_of", lambda _: kept)
     monkeypatch.setattr(precision, "_WIDTH", 32)
     monkeypatch.setattr(precision, "_HEIGHT", 16)
 
@@ -54,7 +58,7 @@ def test_decode_says_how_much_runs_in_int8_and_uses_it(tmp_path, done, vae_path,
     assert said == [f"decodes with {share} in int8 ({count} convolutions)"]
     assert not torch.equal(results["int8"], results["auto"])
     vae.precision = "int8"
-    expected = vae.decode(load_file(latents)["latent"]).clamp(-1, 1)
+    expected = prepared(vae).decode(load_file(latents)["latent"]).clamp(-1, 1)
     written = results["int8"].float() / 65535 * 2 - 1
     torch.testing.assert_close(written, expected, rtol=0, atol=1e-4)
 
@@ -69,7 +73,7 @@ def test_encode_in_int8_changes_the_latents_alone(tmp_path, done, vae_path):
         assert any(line.startswith("encodes with ") for line in lines) == (choice == "int8")
         found[choice] = load_file(out)["latent"]
     vae = load_vae(vae_path, dtype=torch.float32, encode_precision="int8")
-    assert torch.equal(found["int8"], vae.encode(frames_of(clip)))
+    assert torch.equal(found["int8"], prepared(vae).encode(frames_of(clip)))
     assert not torch.equal(found["int8"], found["auto"])
 
 

@@ -79,6 +79,23 @@ def test_a_changed_weight_changes_the_frames(vae, latent, how):
     assert torch.equal(vae.decode(latent), before)
 
 
+@pytest.mark.parametrize("how", ["through .data", "one element through .data"])
+def test_a_gpu_notices_stale_weights_with_one_call_for_all(vae, latent, how, monkeypatch):
+    norms, calls = torch._foreach_norm, []
+    monkeypatch.setattr(conv_weights, "device_kind", lambda _: "nvidia")
+    monkeypatch.setattr(
+        torch, "_foreach_norm", lambda x, **options: calls.append(len(x)) or norms(x, **options)
+    )
+    before = vae.decode(latent)
+    calls.clear()
+    assert torch.equal(vae.decode(latent), before)
+    (count,) = calls
+    assert count > 10
+    change(vae, how)
+    expected = load_vae(vae.state_dict(), dtype=torch.float32).decode(latent)
+    assert torch.equal(vae.decode(latent), expected)
+
+
 def test_weights_are_derived_once(vae, latent, monkeypatch):
     calls = []
     derive = conv.Conv._derive

@@ -1,4 +1,4 @@
-"""A VAE gives the same video whatever its convolutions fuse: tail, sums, norm, border."""
+"""A VAE gives the same video whatever its convolutions fuse: tail, sums, norm."""
 
 from types import SimpleNamespace
 
@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fast_video_vae.kernels import Fused, backends, dispatch
+from fast_video_vae.kernels import Fused, backends, modules
 from fast_video_vae.tests.products import each_value_once
 from fast_video_vae.tests.vae.families import (
     STATES,
@@ -18,7 +18,7 @@ from fast_video_vae.tests.vae.families import (
     random_frames,
 )
 from fast_video_vae.vae import StreamOptions, load_vae
-from fast_video_vae.vae.layers import conv_weights
+from fast_video_vae.vae.layers import conv, conv_weights
 from fast_video_vae.vae.layers.causal_conv import CausalConv3d
 from fast_video_vae.vae.layers.conv import BIAS
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
@@ -32,7 +32,6 @@ CHOICES = {
     "tail": Fused(tail=True),
     "tail and sums": Fused(tail=True, sums=True, bias=True),
     "norm without tail": Fused(sums=True, norm=True, bias=True),
-    "border": Fused(sums=True, bias=True, border=True),
     "nothing": Fused(),
 }
 
@@ -42,11 +41,9 @@ class Candidate:
 
     def __init__(self, fused: Fused) -> None:
         self.fused = fused
-        self.tails = self.norms = self.borders = self.padded = self.in_place = 0
+        self.tails = self.norms = 0
 
     def fuses(self, x, weight, stride, padding, *, norm):
-        if 0 in padding:  # nothing to border
-            return self.fused._replace(border=False)
         return self.fused
 
     def conv3d(self, x, weight, bias=None, *, stride, padding, tail=None, **terms):
@@ -54,17 +51,13 @@ class Candidate:
         self.tails += tail is not None
         window = x if tail is None else torch.cat([tail, x], dim=2)
         y = F.conv3d(window, weight.plain(), None, stride, (0, *padding))
-        return self._finished(y, bias, padding, **terms)
+        return self._finished(y, bias, **terms)
 
     def conv2d(self, x, weight, bias=None, *, stride, padding, **terms):
         y = F.conv2d(x, weight.plain(), None, stride, padding)
-        return self._finished(y, bias, padding, **terms)
+        return self._finished(y, bias, **terms)
 
-    def _finished(
-        self, y, bias, padding, residual=None, residual_bias=None, gamma=None, out=None
-    ) -> Tensor:
-        self.padded += max(padding) > 0
-        self.borders += max(padding) == 0
+    def _finished(self, y, bias, residual=None, residual_bias=None, gamma=None, out=None) -> Tensor:
         assert self.fused.sums or (residual, residual_bias, gamma, out) == (None,) * 4
         ones = [1] * (y.ndim - 2)
         for each in (bias, residual_bias):
@@ -75,7 +68,6 @@ class Candidate:
             y = F.normalize(y, dim=1, eps=1e-12) * y.shape[1] ** 0.5 * gamma.view(1, -1, *ones)
             y = F.silu(y)
         order = torch.channels_last if y.ndim == 4 else torch.channels_last_3d
-        self.in_place += out is not None
         return y.contiguous(memory_format=order) if out is None else out.copy_(y)
 
 
@@ -86,8 +78,9 @@ def serving(monkeypatch):
     def serve(fused: Fused) -> Candidate:
         candidate = Candidate(fused)
         names = SimpleNamespace(**{k: getattr(candidate, k) for k in ("fuses", "conv2d", "conv3d")})
-        monkeypatch.setitem(dispatch._loaded, "kitchen", names)
-        monkeypatch.setattr(backends, "CONVOLUTION_ORDER", ("kitchen", "reference"))
+        monkeypatch.setitem(modules._loaded, "sliced", names)
+        monkeypatch.setattr(conv, "route_token", lambda: candidate)  # kept routes are of others
+        monkeypatch.setattr(backends, "CONVOLUTION_ORDER", ("sliced", "reference"))
         return candidate
 
     return serve
@@ -129,21 +122,6 @@ def test_a_norm_in_place_is_read_where_it_is(truth, serving):
     assert {block.residual["0"] for block in blocks} <= set(calls)
 
 
-def test_frames_with_a_border_are_not_padded(serving):
-    """The norm writes the border; only what no norm has written is padded by the convolution."""
-    candidate = serving(CHOICES["border"])
-    block = ResidualBlock(4, 4).requires_grad_(False)
-    for parameter in block.parameters():
-        parameter.normal_(generator=torch.Generator().manual_seed(0))
-    x = torch.randn(1, 3, 6, 5, 4, generator=torch.Generator().manual_seed(1)).movedim(-1, 1)
-    cache = TemporalCache()
-    with torch.no_grad():
-        block(x[:, :, :1].clone(memory_format=torch.channels_last_3d), cache)
-        cache.first = False
-        block(x[:, :, 1:].clone(memory_format=torch.channels_last_3d), cache)
-    assert (candidate.borders, candidate.padded) == (4, 0)
-
-
 @pytest.mark.parametrize("choice", CHOICES)
 def test_memory_that_runs_out_does_not_change_the_video(truth, serving, choice, monkeypatch):
     """No convolution of several steps has enough memory, so each is computed in pieces."""
@@ -166,10 +144,9 @@ def test_memory_that_runs_out_does_not_change_the_video(truth, serving, choice, 
         close(joined(vae.encode_stream(frames, StreamOptions(2))), encoded)
 
 
-@pytest.mark.parametrize("choice", ["all", "border"])
-def test_rings_are_used_where_frames_have_no_border(truth, serving, choice, monkeypatch):
+def test_rings_do_not_change_a_fused_video(truth, serving, monkeypatch):
     vae, latent, _, decoded, _ = truth
-    serving(CHOICES[choice])
+    serving(ALL)
     monkeypatch.setattr(conv_weights, "_FRAME_TO_WEIGHT", 0)
     steps, ring = [], TemporalCache.ring
     monkeypatch.setattr(TemporalCache, "ring", lambda *a: steps.append(a[1]) or ring(*a))

@@ -121,6 +121,7 @@ def test_a_failed_step_leaves_the_ring_as_it_was(rings, conv, monkeypatch):
     assert len(failed) >= 3
 
 
+@pytest.mark.usefixtures("plans_anew")
 @pytest.mark.parametrize("family", VIDEO)
 def test_a_video_in_rings_is_the_video_in_order(rings, family, monkeypatch):
     vae = load_vae(STATES[family](), dtype=torch.float32)

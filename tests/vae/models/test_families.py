@@ -169,6 +169,7 @@ def test_pieces_of_any_length_give_the_same_result(family, piece):
     family.check(in_pieces(family.vae.encode_stream), in_pieces(family.vae.decode_stream), 6)
 
 
+@pytest.mark.usefixtures("plans_anew")
 def test_parts_of_a_chunk_give_the_same_result(family, monkeypatch):
     monkeypatch.setattr(candidates, "_CPU_PART_BYTES", 1 << 12)
     family.check(family.vae.encode, family.vae.decode, 4)

@@ -178,6 +178,7 @@ def test_enough_memory_needs_no_bands(banded):
     assert not made
 
 
+@pytest.mark.usefixtures("plans_anew")
 def test_a_convolution_reads_one_band_at_a_time(state, monkeypatch):
     """A convolution reads the size of a band, not of three frames."""
 

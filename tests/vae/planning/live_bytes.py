@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fast_video_vae.kernels import Fused, backends, dispatch, reference, shapes
+from fast_video_vae.kernels import Fused, backends, modules, shapes
 from fast_video_vae.tests.benchmarks import bench_memory, count_bytes
 from fast_video_vae.tests.benchmarks.bench_memory import Case
 from fast_video_vae.tests.benchmarks.weights import random_weights
 from fast_video_vae.vae import VideoVAE, load_vae, validation
-from fast_video_vae.vae.planning import candidates, job
+from fast_video_vae.vae.layers import conv
+from fast_video_vae.vae.planning import candidates
 from fast_video_vae.vae.streaming import session
 
 
@@ -70,7 +71,7 @@ class Empty:
         self._fused = fused
 
     def fuses(self, x, weight, stride, padding, *, norm):
-        return self._fused._replace(border=self._fused.border and any(padding))
+        return self._fused
 
     def conv3d(self, x, weight, bias=None, *, stride, padding, tail=None, out=None, **terms):
         weight.plain()
@@ -91,15 +92,11 @@ def live_peak(case: Case, fused: Fused | None = None) -> tuple[int, int]:
     vae = meta_vae(case.family, case.width, case.dtype)
     with contextlib.ExitStack() as stack:
         if fused is not None:
-            order = "kitchen", *backends.CONVOLUTION_ORDER
-            stack.enter_context(mock.patch.dict(dispatch._loaded, kitchen=Empty(fused)))
+            order = "sliced", *backends.CONVOLUTION_ORDER
+            stack.enter_context(mock.patch.dict(modules._loaded, sliced=Empty(fused)))
             stack.enter_context(mock.patch.object(backends, "CONVOLUTION_ORDER", order))
-            stack.enter_context(mock.patch.object(job, "may_border", return_value=fused.border))
-            if fused.border:
-                # Only the reference and Triton write a border; Triton's kernel needs no memory.
-                for norm in ("rms_norm_silu", "group_norm_silu"):
-                    written = mock.patch.object(reference, norm, lambda *_, out, **__: out)
-                    stack.enter_context(written)
+        # Routes of other calls are kept with the layers.
+        stack.enter_context(mock.patch.object(conv, "route_token", return_value=fused))
         stack.enter_context(without_values())
         # The first stream derives weights, which count as weights.
         small = Case(case.family, case.encode, size=(64, 64), limit_bytes=1 << 40)

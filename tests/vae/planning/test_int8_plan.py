@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fast_video_vae.tests.vae.families import STATES, latent_for, random_frames
+from fast_video_vae.tests.vae.families import STATES, latent_for, prepared, random_frames
 from fast_video_vae.tests.vae.planning.live_bytes import LiveBytes
 from fast_video_vae.vae import StreamOptions, load_vae
 
@@ -20,7 +20,8 @@ def measured(vae, encode, precision):
         value, run = random_frames(1, vae.config.image_channels, 9, side, side), vae.encode_stream
     else:
         value, run = latent_for(vae, 3, side, side), vae.decode_stream
-    list(run(value, STEP))  # the choice, and derived weights
+    prepared(vae)
+    list(run(value, STEP))  # derived weights
     counter = LiveBytes()
     for tensor in (value, *vae.parameters()):
         counter.ignore(tensor)

@@ -214,8 +214,8 @@ class Loss:
         self.lost, self.begun, self.limit = set(), {}, {}
         copy = BackgroundWriter._copy
 
-        def begin(writer, frames, target):
-            copy(writer, frames, target)
+        def begin(writer, *arguments):
+            copy(writer, *arguments)
             name = threading.current_thread().name
             self.begun[name] = self.begun.get(name, 0) + 1
             return Copied(self, name, self.begun[name])

@@ -14,6 +14,7 @@ from fast_video_vae.tests.vae.families import (
     close,
     joined,
     latent_for,
+    prepared,
     random_frames,
     random_latent,
     relative_error,
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("all_int8")
 
 def new_vae(family="wan2.1", dtype=torch.float32, **options):
     precisions = {"precision": "int8", "encode_precision": "int8"} | options
-    return load_vae(STATES[family](), dtype=dtype, **precisions)
+    return prepared(load_vae(STATES[family](), dtype=dtype, **precisions))
 
 
 def given(vae, latents=5, size=2):
@@ -288,6 +289,7 @@ def test_copies_keep_the_precision_and_choose_for_themselves(products):
         assert (other.precision, other.encode_precision) == ("int8", "int8")
         assert not other._int8._known
         products.clear()
+        prepared(other)
         assert torch.equal(other.decode(latent), frames)
         assert torch.equal(other.encode(video), latents)
         assert products
@@ -311,16 +313,16 @@ def test_changed_weights_have_other_codes_and_another_choice(change, name, monke
         return choose(*arguments)
 
     monkeypatch.setattr(int8_layers, "choose", counted)
-    vae = new_vae()
+    vae = new_vae(encode_precision="auto")
     latent, _ = given(vae, 2)
     before = vae.decode(latent)
     assert torch.equal(vae.decode(latent), before)
     assert len(chosen) == 1
     with torch.no_grad():
         CHANGES[change](vae.get_parameter(f"decoder.middle.0.{name}"))
-    after = vae.decode(latent)
+    after = prepared(vae).decode(latent)
     assert len(chosen) == 2
-    fresh = load_vae(vae.state_dict(), dtype=torch.float32, precision="int8")
+    fresh = prepared(load_vae(vae.state_dict(), dtype=torch.float32, precision="int8"))
     assert torch.equal(after, fresh.decode(latent))
     assert not torch.equal(after, before)
 
@@ -332,8 +334,8 @@ def test_replaced_weights_have_their_own_codes():
     other = random_state_dict(8, seed=1)
     vae.load_state_dict(other, assign=True)
     vae.requires_grad_(False)
-    fresh = load_vae(other, dtype=torch.float32, precision="int8")
-    assert torch.equal(vae.decode(latent), fresh.decode(latent))
+    fresh = prepared(load_vae(other, dtype=torch.float32, precision="int8"))
+    assert torch.equal(prepared(vae).decode(latent), fresh.decode(latent))
 
 
 def test_several_devices_decode_in_16_bits_and_log_the_reason(caplog, products):
@@ -349,7 +351,7 @@ def test_several_devices_decode_in_16_bits_and_log_the_reason(caplog, products):
     with refused("several devices share the video"):
         vae.int8_layers(torch.float32)
     vae.devices = []
-    vae.decode(latent)
+    prepared(vae).decode(latent)
     assert products
 
 

@@ -7,7 +7,7 @@ import torch
 
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.products import each_value_once
-from fast_video_vae.tests.vae.families import STATES, close, joined, random_frames
+from fast_video_vae.tests.vae.families import STATES, close, joined, prepared, random_frames
 from fast_video_vae.tests.vae.streaming.test_int8 import STEP, given, new_vae, warnings_of
 from fast_video_vae.tests.vae.streaming.test_session import StandIn
 from fast_video_vae.vae import StreamOptions, load_vae
@@ -29,7 +29,7 @@ def exposed(monkeypatch):
     weight, bias = state["decoder.conv1.weight"], state["decoder.conv1.bias"]
     weight[1:], bias[:] = 0, 1
     bias[::2] = -1
-    return load_vae(state, dtype=torch.float32, precision="int8")
+    return prepared(load_vae(state, dtype=torch.float32, precision="int8"))
 
 
 def wide(vae, latent, options=STEP):
@@ -78,7 +78,7 @@ def test_an_encode_finds_values_out_of_range(caplog, products, monkeypatch):
     weight[0] = 1e4 * state["encoder.downsamples.0.residual.0.gamma"][0].sign()
     bias[::2], bias[1::2] = -1, 1
     state |= {"encoder.conv1.weight": weight, "encoder.conv1.bias": bias}
-    vae = load_vae(state, dtype=torch.float32, encode_precision="int8")
+    vae = prepared(load_vae(state, dtype=torch.float32, encode_precision="int8"))
     video = torch.zeros(1, 3, 13, 16, 16)
     plain = vae.encode(video, 1)
     assert products
@@ -167,7 +167,7 @@ def test_infinity_in_a_branch_is_not_a_code(caplog):
     state = dict(STATES["wan2.1"]())
     weight = state["decoder.middle.2.residual.2.weight"]
     weight.div_(weight.abs().max()).mul_(3e38)
-    vae = load_vae(state, dtype=torch.float32, precision="int8")
+    vae = prepared(load_vae(state, dtype=torch.float32, precision="int8"))
     latent, _ = given(vae, 3)
     frames = joined(vae.decode_stream(latent, STEP))
     expected = wide(vae, latent)

@@ -1,22 +1,18 @@
-"""Equal chunks: the search for algorithms and CUDA graphs; and `torch.compile` around a VAE."""
+"""Equal chunks as CUDA graphs, and `torch.compile` around a VAE."""
 
 import importlib
 import logging
-from collections import Counter
-from contextlib import contextmanager
 
 import pytest
 import torch
 
 from fast_video_vae.kernels import errors, preparations
-from fast_video_vae.kernels.convolution import cudnn
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.vae.families import random_frames
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.planning import candidates
 
 graphs = importlib.import_module("fast_video_vae.vae.streaming.cuda_graph")
-session = importlib.import_module("fast_video_vae.vae.streaming.session")
 
 
 @pytest.fixture
@@ -55,7 +51,7 @@ class StandIn:
 
 
 @pytest.fixture
-def recorded(monkeypatch, vae):
+def recorded(monkeypatch, plans_anew, vae):
     """A VAE with graphs that do not need CUDA."""
     monkeypatch.setattr(StandIn, "made", 0)
     monkeypatch.setattr(graphs, "Recording", StandIn)
@@ -130,68 +126,6 @@ def test_chunks_with_gradients_are_not_captured(recorded):
     recorded.decode(z, 1).sum().backward()
     assert z.grad.isfinite().all()
     assert StandIn.made == 0
-
-
-@pytest.fixture
-def searches(monkeypatch):
-    """Return a function that decodes, and counts the chunks that search for algorithms."""
-    monkeypatch.setattr(session, "device_kind", lambda _: "nvidia")
-    monkeypatch.setattr(cudnn, "_seen", Counter())
-    monkeypatch.setattr(cudnn, "_UNSEARCHED", 3)
-    entered = set()
-
-    @contextmanager
-    def searching(device):
-        assert device.type == "cpu"
-        entered.add(chunk)
-        yield
-
-    monkeypatch.setattr(session, "searching", searching)
-    chunk = 0
-
-    def count(vae, latents, size=1, *, searches=True):
-        nonlocal chunk
-        entered.clear()
-        vae.searches = searches
-
-        def pieces():
-            nonlocal chunk
-            for chunk in range(latents):  # noqa: B007, `searching` reads it
-                yield torch.randn(1, 16, 1, size, size)
-
-        for _ in vae.decode_stream(pieces()):
-            pass
-        return len(entered)
-
-    return count
-
-
-def test_nothing_is_searched_by_default(vae, searches):
-    assert not load_vae(random_state_dict(8), dtype=torch.float32).searches
-    assert searches(vae, 9, searches=False) == 0
-
-
-def test_the_search_waits_for_repeated_chunks(vae, searches):
-    """It starts after `_UNSEARCHED` chunks of a shape; first frames are counted separately."""
-    assert searches(vae, 4) == 0
-    assert searches(vae, 6) == 5
-    assert searches(vae, 3, size=2) == 0
-    assert [searches(vae, 1) for _ in range(3)] == [0, 1, 1]
-
-
-def test_every_network_and_dtype_is_searched_separately(vae, searches):
-    assert searches(vae, 6) == 2
-    assert searches(load_vae(random_state_dict(16), dtype=torch.float32), 4) == 0
-    vae.dtype = torch.float64  # not a 16-bit dtype, which a slow CPU computes in float32
-    assert searches(vae, 4) == 0
-
-
-def test_a_search_does_not_start_inside_a_capture(recorded, searches):
-    searches(recorded, 3)
-    assert StandIn.made == 1
-    # One more chunk runs without a search; the others search, and are captured from the second on.
-    searches(recorded, 9)
-    assert StandIn.made == 2
 
 
 @pytest.mark.gpu

@@ -13,9 +13,11 @@ from fast_video_vae.tests.vae.families import (
     joined,
     random_frames,
 )
+from fast_video_vae.tests.vae.streaming.waits import Waits
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.layers.frame_runs import Settling
 from fast_video_vae.vae.planning import candidates
+from fast_video_vae.vae.streaming import static_frames
 from fast_video_vae.vae.streaming.static_frames import Changes
 
 
@@ -118,6 +120,7 @@ def test_short_repetitions_do_not_change_the_result(vae, repeats):
     check(vae, clip(*parts, 1), 3)
 
 
+@pytest.mark.usefixtures("plans_anew")
 @pytest.mark.parametrize("vae", VIDEO, indirect=True)
 @pytest.mark.parametrize(
     "part", [1 << 12, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 1 << 15))]
@@ -207,6 +210,21 @@ def test_changes_compare_every_value_and_keep_no_view():
     changes.repeats(other)
     other.fill_(1)  # `changes` keeps a copy of it
     assert changes.repeats(other) == 1
+
+
+@pytest.mark.parametrize("piece", [1, 20, 1 << 20])
+def test_a_whole_video_has_the_repeats_of_its_chunks_with_one_wait(monkeypatch, piece):
+    monkeypatch.setattr(static_frames, "_PIECE", piece * 3 * 16 * 16)
+    video = torch.cat([clip(2, ("static", 5), 1, "grey", ("static", 9), 2)] * 2)
+    video[1, 2, 4, 15, 15] = 7
+    chunks = [video[:, :, :1], *video[:, :, 1:].split(4, 2)]
+    one_by_one, whole = Changes(), Changes(video)
+    expected = [one_by_one.repeats(chunk) for chunk in chunks]
+    with Waits() as seen:
+        assert [whole.repeats(chunk) for chunk in chunks] == expected
+    assert seen.count == 1
+    # Frames after the video are compared as before.
+    assert whole.repeats(video[:, :, :1]) == 1
 
 
 @pytest.mark.parametrize(("taps", "stride"), [(1, 1), (3, 1), (2, 2), (3, 2)])

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ....kernels import Snapshot
 from ...layers.oom import Relief
 from ...models.replicas import Replicas
 from ...planning.bands import BandPlanner
@@ -25,6 +26,7 @@ class BandedWork:
         full: Compute float32 in full float32.
         known: The whole video is at hand, so a chunk can be taken from it again.
         output: Destination of a decoder's frames; None: the video is encoded.
+        kernels: Returns what a device may run in addition to the library.
     """
 
     planner: BandPlanner
@@ -35,6 +37,7 @@ class BandedWork:
     full: bool
     known: bool
     output: Output | None
+    kernels: Callable[[torch.device], Snapshot]
 
     @property
     def kind(self) -> Kind:

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from ....kernels import TrialBudget, synchronize, trials
+from ....kernels import Snapshot, seeing, synchronize
 from ...layers.oom import Relief
 from ...layers.temporal_cache import TemporalCache
 from ...layers.workspace import Workspace, canonical
@@ -76,7 +76,14 @@ class Member:
     executor: TiledDecode | TiledEncode
 
     def __init__(
-        self, number: int, job: StreamJob, network: Network, relief: BandRelief, *, full: bool
+        self,
+        number: int,
+        job: StreamJob,
+        network: Network,
+        relief: BandRelief,
+        seen: Snapshot,
+        *,
+        full: bool,
     ) -> None:
         self.number, self.device, self.relief = number, relief.device, relief
         self.worker = Worker(self.device, f"fast-video-vae-{number}-{self.device}")
@@ -85,7 +92,7 @@ class Member:
         self._workspace = Workspace()
         self._workspace.relief = relief
         relief.frees, relief.parks = self._workspace.release, self._park
-        self._budget = TrialBudget(picture=job.single_frame)
+        self._seen = seen
         pairs = zip(unwrapped(job.network).modules(), unwrapped(network).modules(), strict=True)
         self._twins = dict(pairs)
 
@@ -182,7 +189,6 @@ class Member:
 
     def close(self) -> None:
         """End the thread, and break the reference cycles so that all memory is freed."""
-        self._budget.close()
         try:
             self.worker.end()
         finally:
@@ -200,7 +206,7 @@ class Member:
 
         def task() -> None:
             full = full_float32(self.device) if self._full else contextlib.nullcontext()
-            with trials(self._budget), full:
+            with seeing(self._seen), full:
                 if ready is not None:
                     # Copies between devices use the streams of both.
                     for device in {x.device, self.device}:

@@ -11,22 +11,26 @@ measure whole frames, and those below 128 x 128 have other errors: SeedVR2 can l
 
 import contextlib
 import functools
+import hashlib
 import math
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import CancelledError
+from dataclasses import astuple, dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ....kernels import Job, facts_of, is_out_of_memory
 from ...layers.conv import Conv
-from ...layers.conv_weights import checksum_of
+from ...layers.conv_weights import marks_of
 from ...layers.inputs.coding import Coding, name_convolutions
 from ...layers.temporal_cache import TemporalCache
 from ...layers.workspace import canonical
 from ...models.base import Network
+from ...models.replicas import copied
 from ..executor import advance
 from ..precision import layer_modes
 
@@ -35,6 +39,12 @@ LOSS_DB = 1.0
 
 # A convolution with a smaller share of the multiplications gains nothing that could be measured.
 _LEAST_SHARE = 0.005
+
+# Part of the name of a kept choice. A choice by other rules needs another one.
+_VERSION = 1
+
+# Types of the attributes of `LayerLoss`.
+_TYPES = (str, float, float, float, bool)
 
 # Larger than any activation, so that no frames are divided.
 _WHOLE = 1 << 62
@@ -73,12 +83,15 @@ class Int8Layers:
     """The convolutions of a network that run in int8.
 
     Attributes:
-        names: Their names; none where int8 costs too much.
         rows: What each convolution costs, in the order of the layers.
     """
 
-    names: frozenset[str]
     rows: tuple[LayerLoss, ...]
+
+    @functools.cached_property
+    def names(self) -> frozenset[str]:
+        """Names of the convolutions in int8; none where int8 costs too much."""
+        return frozenset(row.name for row in self.rows if row.chosen)
 
     @property
     def share(self) -> float:
@@ -86,11 +99,22 @@ class Int8Layers:
         return sum(row.share for row in self.rows if row.chosen)
 
 
+# Part of a VAE, dtype of the other layers, and device.
+Choice = tuple[str, torch.dtype, torch.device]
+
+
 class Int8Choices:
-    """The choices of a VAE, each made when it is first needed; a copied VAE starts without any."""
+    """The choices of a VAE, which are kept on disk by the checksum of its weights.
+
+    A copied VAE reads them there.
+
+    Attributes:
+        jobs: The jobs in the background that make them.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, torch.dtype, torch.device], tuple[int, Int8Layers]] = {}
+        self.jobs: dict[Choice, Job] = {}
+        self._known: dict[Choice, tuple[int, Int8Layers]] = {}
         self._lock = threading.Lock()
 
     def __deepcopy__(self, memo: object) -> "Int8Choices":
@@ -99,40 +123,93 @@ class Int8Choices:
     def __reduce__(self) -> tuple[type["Int8Choices"], tuple[()]]:
         return Int8Choices, ()
 
-    def of(self, network: Network, part: str, x: Tensor, dtype: torch.dtype) -> Int8Layers:
-        """Return the convolutions of a network that run in int8.
+    def find(self, network: Network, choice: Choice) -> Int8Layers | None:
+        """Return the convolutions of a network that run in int8, without a measurement.
 
         Args:
             network: The encoder or the decoder.
-            part: "encoder" or "decoder".
-            x: `[B, C, T, H, W]`, float32: the input of the first layer, see `probe`.
-            dtype: Dtype of the other layers.
+            choice: The choice.
 
         Returns:
-            The choice, made anew when the weights have changed.
+            None: nothing is known about these weights. Without `rows`: their measurement failed.
         """
-        key = part, dtype, x.device
-        with self._lock, torch.inference_mode(False):
-            # By value: a host may move the weights away and back between two videos.
-            checksum = int(checksum_of([weight.detach() for weight in network.parameters()]))
-            known = self._known.get(key)
-            if known is None or known[0] != checksum:
-                known = self._known[key] = checksum, choose(network, x, dtype)
-            return known[1]
+        checksum, known = _checksum(network), self._known.get(choice)
+        if known is None or known[0] != checksum:
+            value = facts_of(choice[2]).get(_fact(choice, checksum))
+            layers = _read(value, name_convolutions(network))
+            if layers is None:
+                return None
+            known = self._known[choice] = checksum, layers
+        return known[1]
 
-    def known(self, part: str, dtype: torch.dtype, device: torch.device) -> frozenset[str]:
-        """Return the convolutions in int8 as far as they are known, without a measurement.
+    def of(
+        self,
+        network: Network,
+        x: Tensor,
+        choice: Choice,
+        needed: Callable[[], bool] = lambda: True,
+    ) -> Int8Layers:
+        """Return the convolutions of a network that run in int8, which are measured if necessary.
 
         Args:
-            part: "encoder" or "decoder".
-            dtype: Dtype of the other layers.
-            device: Device of the measurement.
+            network: The encoder or the decoder, which is not modified.
+            x: `[B, C, T, H, W]`, float32: the input of the first layer, see `probe`.
+            choice: The choice.
+            needed: Returns whether the result is needed.
 
         Returns:
-            Their names; empty: they are not known.
+            The choice.
+
+        Raises:
+            CancelledError: It is not needed.
         """
-        known = self._known.get((part, dtype, device))
+        with self._lock, torch.inference_mode(False):
+            facts_of(choice[2]).read()
+            found = self.find(network, choice)
+            if found is None or not found.rows:
+                checksum = _checksum(network)
+                try:
+                    found = choose(copied(network, choice[2]), x, choice[1], needed)
+                except CancelledError:
+                    raise
+                except Exception as error:
+                    if not is_out_of_memory(error):
+                        self._known[choice] = checksum, Int8Layers(())
+                    raise
+                self._known[choice] = checksum, found
+                rows = [astuple(row) for row in found.rows]
+                facts_of(choice[2]).put(_fact(choice, checksum), rows)
+            return found
+
+    def known(self, choice: Choice) -> frozenset[str]:
+        """Return what is known of a `choice`, for any weights: the convolutions in int8."""
+        known = self._known.get(choice)
         return frozenset() if known is None else known[1].names
+
+
+def _checksum(network: Network) -> int:
+    """Return the checksum of the weights, by value: a host may move them away and back."""
+    with torch.inference_mode(False), torch.no_grad():
+        marks = torch.stack(marks_of([weight.detach() for weight in network.parameters()]))
+        digest = hashlib.sha256(marks.cpu().numpy().tobytes()).digest()
+    return int.from_bytes(digest[:8], "little")
+
+
+def _fact(choice: Choice, checksum: int) -> str:
+    """Return the name under which the choice for weights with a checksum is kept."""
+    part, dtype, _ = choice
+    return f"int8 layers {_VERSION}, {part}, {dtype}, {checksum:x}"
+
+
+def _read(value: object, names: Iterable[str]) -> Int8Layers | None:
+    """Return the kept choice of a network with the convolutions `names`; None: it is not one."""
+    if not isinstance(value, list):
+        return None
+    for row in value:
+        fits = isinstance(row, list) and len(row) == len(_TYPES)
+        if not (fits and all(map(isinstance, row, _TYPES)) and row[0] in names):
+            return None
+    return Int8Layers(tuple(LayerLoss(*row) for row in value))
 
 
 def probe(channels: int, size: int, *, frames: int = _LATENTS) -> Tensor:
@@ -154,25 +231,36 @@ def probe(channels: int, size: int, *, frames: int = _LATENTS) -> Tensor:
 
 
 @torch.no_grad()
-def choose(network: Network, x: Tensor, dtype: torch.dtype) -> Int8Layers:
+def choose(
+    network: Network, x: Tensor, dtype: torch.dtype, needed: Callable[[], bool]
+) -> Int8Layers:
     """Measure each convolution, and choose those that run in int8.
 
     Args:
-        network: The encoder or the decoder.
+        network: The encoder or the decoder, which gets derived weights and hooks.
         x: `[B, C, T, H, W]`, float32; `T` is 1 for a network of pictures.
         dtype: Dtype of the other layers.
+        needed: Returns whether the result is needed.
 
     Returns:
         The choice.
+
+    Raises:
+        CancelledError: It is not needed.
     """
     shares: dict[str, float] = {}
     candidates = name_convolutions(network)
-    run = functools.partial(_result, network, x)
+
+    def run(dtype: torch.dtype, names: Iterable[str] = (), **options: dict[str, float]) -> Tensor:
+        if not needed():
+            raise CancelledError
+        return _result(network, x, dtype, frozenset(names), **options)
+
     exact = run(torch.float32, count=shares)
     narrow = _error(run(torch.bfloat16), exact)
     plain = _error(run(dtype), exact)
     errors = {
-        name: _error(run(dtype, frozenset([name])), exact) - plain
+        name: _error(run(dtype, [name]), exact) - plain
         for name in candidates
         if shares[name] >= _LEAST_SHARE
     }
@@ -182,14 +270,13 @@ def choose(network: Network, x: Tensor, dtype: torch.dtype) -> Int8Layers:
     order = sorted(cheap, key=lambda name: errors[name] / shares[name])
     names = _within(budget, order, errors)
     # Errors add up approximately: what is chosen is measured as a whole.
-    while names and _error(run(dtype, frozenset(names)), exact) - plain > budget:
+    while names and _error(run(dtype, names), exact) - plain > budget:
         names = names[:-1]
     rows = (
         LayerLoss(name, shares[name], _lost_db(error, narrow), error, name in names)
         for name, error in errors.items()
     )
-    _drop_forms(network, frozenset(names))
-    return Int8Layers(frozenset(names), tuple(rows))
+    return Int8Layers(tuple(rows))
 
 
 def _within(budget: float, order: Iterable[str], errors: dict[str, float]) -> list[str]:
@@ -206,7 +293,7 @@ def _result(
     network: Network,
     x: Tensor,
     dtype: torch.dtype,
-    names: frozenset[str] = frozenset(),
+    names: frozenset[str],
     count: dict[str, float] | None = None,
 ) -> Tensor:
     """Return the result for `x` in `dtype` with the convolutions `names` in int8.
@@ -240,11 +327,9 @@ def _counting(network: Network, count: dict[str, float] | None) -> Iterator[None
     if count is None:
         yield
         return
-    numbers, own = Counter[str](), threading.get_ident()
+    numbers = Counter[str]()
 
     def note(conv: nn.Module, _: object, y: Tensor) -> None:
-        if threading.get_ident() != own:  # another video
-            return
         name = str(getattr(conv, "code_name", ""))
         numbers[name] += y.numel() * conv.weight[0].numel()  # type: ignore[index, union-attr]
 
@@ -267,13 +352,3 @@ def _error(result: Tensor, exact: Tensor) -> float:
 def _lost_db(error: float, narrow: float) -> float:
     """Return the decibels that `error` costs in addition to that of bfloat16."""
     return 10 * math.log10(1 + max(0.0, error) / max(narrow, _TINY))
-
-
-def _drop_forms(network: Network, names: frozenset[str]) -> None:
-    """Free the weights that only the measurement needed."""
-    for module in network.modules():
-        if isinstance(module, Conv):
-            kept = getattr(module, "code_name", "") in names
-            forms = list(module.forms.items()) if kept else []
-            module.forms.clear()
-            module.forms.update((key, form) for key, form in forms if not key[1].is_floating_point)

@@ -1,0 +1,193 @@
+"""The layers in int8 are chosen in the background, once for the weights, and kept on disk."""
+
+import gc
+import json
+import threading
+import weakref
+
+import pytest
+import torch
+
+from fast_video_vae.kernels.ready import facts
+from fast_video_vae.tests.vae.families import STATES, latent_for, prepared
+from fast_video_vae.tests.vae.streaming.test_int8 import warnings_of
+from fast_video_vae.vae import load_vae
+from fast_video_vae.vae.streaming.int8 import layers, settings
+
+BEGINS = "int8 begins with a later decode: its layers are being chosen in the background"
+
+
+def new_vae(**options):
+    return load_vae(STATES["wan2.1"](), dtype=torch.float32, **options)
+
+
+@pytest.fixture
+def latent(int8):
+    return latent_for(new_vae(), 2, 16, 16)
+
+
+@pytest.fixture
+def held(int8, monkeypatch):
+    """The choice waits until the event is set."""
+    go, choose = threading.Event(), layers.choose
+
+    def late(*arguments):
+        assert go.wait(60)
+        return choose(*arguments)
+
+    monkeypatch.setattr(layers, "choose", late)
+    yield go
+    go.set()
+
+
+@pytest.fixture
+def counted(int8, monkeypatch):
+    """The choices that are measured."""
+    made, choose = [], layers.choose
+
+    def noted(*arguments):
+        made.append(arguments[2])
+        return choose(*arguments)
+
+    monkeypatch.setattr(layers, "choose", noted)
+    return made
+
+
+def restart(int8, monkeypatch):
+    """Begin as in a new process, which reads the file."""
+    again = facts.Facts(int8.path, {})
+    monkeypatch.setattr(layers, "facts_of", lambda device: again)
+
+
+def test_a_decode_before_the_choice_is_that_of_auto_and_later_ones_are_in_int8(
+    latent, held, products, caplog
+):
+    expected = new_vae().decode(latent)
+    vae = new_vae(precision="int8")
+    for _ in range(2):
+        assert torch.equal(vae.decode(latent), expected)
+    assert not products
+    assert [line for line in warnings_of(caplog) if "int8" in line] == [f"Fast Video VAE: {BEGINS}"]
+    assert not vae.wait_until_prepared(0.01)
+    held.set()
+    assert not torch.equal(prepared(vae).decode(latent), expected)
+    assert products
+
+
+def test_a_choice_during_a_decode_changes_no_frame(latent, held, monkeypatch):
+    """Its hooks and its derived weights are those of a copy, which shares the weights."""
+    vae = new_vae(precision="int8")
+    expected = new_vae().decode(latent)
+    modules, seen, run = set(vae.modules()), [], layers._result
+
+    def noted(network, *arguments, **options):
+        seen.append((modules & set(network.modules()), network))
+        return run(network, *arguments, **options)
+
+    monkeypatch.setattr(layers, "_result", noted)
+    held.set()
+    while not vae.wait_until_prepared(0):
+        before = {conv: dict(conv.forms) for conv in modules if hasattr(conv, "forms")}
+        assert all(key[1] == torch.float32 for forms in before.values() for key in forms)
+        if not seen:
+            assert torch.equal(vae.decode(latent), expected)
+    assert not any(shared for shared, _ in seen)
+    own = {weight.data_ptr() for weight in vae.decoder.parameters()}
+    assert {weight.data_ptr() for weight in seen[0][1].parameters()} == own
+
+
+def test_the_same_weights_are_measured_once_also_by_later_processes(
+    latent, int8, counted, monkeypatch
+):
+    first = prepared(new_vae(precision="int8"))
+    expected, rows = first.decode(latent), first.int8_layers(torch.float32).rows
+    assert len(counted) == 1
+    prepared(new_vae(precision="int8"))
+    restart(int8, monkeypatch)
+    vae = new_vae()
+    vae._precision = "int8"  # without the background
+    assert torch.equal(vae.decode(latent), expected)
+    assert vae.int8_layers(torch.float32).rows == rows
+    assert len(counted) == 1
+
+
+def test_other_weights_and_dtypes_are_measured_anew(latent, counted):
+    vae = prepared(new_vae(precision="int8"))
+    vae.decoder.middle[0].residual["2"].weight.data.mul_(1.5)
+    prepared(vae)
+    assert counted == [torch.float32] * 2
+    vae.dtype = torch.float64
+    prepared(vae)
+    assert counted == [torch.float32] * 2 + [torch.float64]
+
+
+def damaged(rows):
+    """Values that a choice cannot have."""
+    name, *rest = rows[0]
+    return {
+        "another type": "x",
+        "no rows": {"names": []},
+        "a row of another length": [rows[0][:-1], *rows[1:]],
+        "an unknown layer": [["middle.9.residual.2", *rest], *rows[1:]],
+        "a text for a number": [[name, "0.1", *rest[1:]], *rows[1:]],
+        "a number for a name": [[1, *rest], *rows[1:]],
+    }
+
+
+@pytest.mark.parametrize("kind", [*damaged([["a", 1.0]]), "no JSON"])
+def test_a_damaged_file_is_measured_again(kind, int8, counted, monkeypatch):
+    prepared(new_vae(precision="int8"))
+    content = json.loads(int8.path.read_text())
+    ((fact, rows),) = content["facts"].items()
+    text = "{" if kind == "no JSON" else None
+    if text is None:
+        content["facts"][fact] = damaged(rows)[kind]
+    int8.path.write_text(text or json.dumps(content))
+    restart(int8, monkeypatch)
+    prepared(new_vae(precision="int8"))
+    assert len(counted) == 2
+    restart(int8, monkeypatch)
+    prepared(new_vae(precision="int8"))
+    assert len(counted) == 2
+
+
+def test_a_vae_that_is_freed_ends_its_choice(held, int8, monkeypatch):
+    runs, run = [], layers._result
+    monkeypatch.setattr(layers, "_result", lambda *a, **k: runs.append(1) or run(*a, **k))
+    vae = new_vae(precision="int8")
+    (job,) = vae._jobs()
+    gone = weakref.ref(vae)
+    del vae
+    gc.collect()
+    assert gone() is None
+    held.set()
+    assert job.wait(60)
+    assert not runs
+    assert not int8.path.exists()
+
+
+def test_an_error_of_the_choice_is_one_line_and_decodes_are_those_of_auto(
+    latent, monkeypatch, caplog
+):
+    def fails(*_):
+        raise RuntimeError("no such kernel\nmore")
+
+    monkeypatch.setattr(layers, "choose", fails)
+    expected = new_vae().decode(latent)
+    vae = new_vae(precision="int8")
+    for _ in range(2):
+        prepared(vae)
+        assert torch.equal(vae.decode(latent), expected)
+    (line,) = [each for each in warnings_of(caplog) if "int8" in each]
+    assert "the choice of int8 failed (no such kernel)" in line
+
+
+def test_weights_on_their_way_to_a_gpu_are_measured_there(latent, counted, monkeypatch):
+    """A host keeps them on the CPU until they are needed."""
+    monkeypatch.setattr(settings, "default_device", lambda: torch.device("cuda"))
+    vae = new_vae(precision="int8")
+    assert not vae._int8.jobs
+    vae.decode(latent)  # on the CPU after all
+    assert len(vae._int8.jobs) == 1
+    prepared(vae)
+    assert len(counted) == 1

@@ -1,0 +1,1 @@
+"""The kernels of a VAE, built in the background."""

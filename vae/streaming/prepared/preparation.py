@@ -1,0 +1,149 @@
+"""The kernels of a VAE, built in the background from the moment that it is loaded.
+
+A network runs once on `meta` tensors, in the sizes of usual videos and of a picture, and the ops
+that it calls are built and checked. Sizes matter little: see `kernels/variants.py`.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ....kernels import Prepared, frames_to_images, pixel_shuffle_3d, prepare
+from ...layers.inputs.coding import Coding, name_convolutions
+from ...layers.temporal_cache import TemporalCache
+from ...layers.workspace import canonical
+from ...models.build import make_decoder, make_encoder
+from ...models.config import VAEConfig
+from ...models.patchify import COLUMN_FIRST, ROW_FIRST
+from ..executor import advance
+
+# Height and width of the frames in pixels, and the latents of each step: a picture and a video.
+_VIDEOS = (((1024, 1024), (1,)), ((480, 832), (1, 1)))
+
+# Larger than any activation, so that no frames are divided.
+_WHOLE = 1 << 62
+
+# Dtypes of images: ComfyUI's, and those of files.
+_IMAGES = (torch.float32, torch.uint8)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What runs on a device.
+
+    Attributes:
+        config: Configuration of the VAE.
+        encodes: The encoder; otherwise the decoder.
+        dtype: Dtype of the computation.
+        weights_dtype: Dtype of the parameters.
+        coded: Names of the convolutions in int8.
+    """
+
+    config: VAEConfig
+    encodes: bool
+    dtype: torch.dtype
+    weights_dtype: torch.dtype
+    coded: frozenset[str] = frozenset()
+
+
+_prepared: dict[tuple[torch.device, Work], Prepared] = {}
+_lock = threading.Lock()
+
+
+def prepared(device: torch.device, work: Work) -> Prepared:
+    """Return what the background thread builds for some work, begun at the first call.
+
+    A proof that came later begins it anew, because its tiles lay memory out in another way.
+
+    Args:
+        device: The device.
+        work: What runs there.
+
+    Returns:
+        The preparation; two VAEs of a configuration share it.
+    """
+    key = device, work
+    with _lock:
+        found = _prepared.get(key)
+        if found is None or found.is_old:
+            found = _prepared[key] = prepare(device, lambda: _record(work))
+        return found
+
+
+def _record(work: Work) -> None:
+    """Run the network on `meta`."""
+    config = work.config
+    with torch.device("meta"):
+        network = make_encoder(config) if work.encodes else make_decoder(config)
+    if network is None:
+        return
+    name_convolutions(network)
+    network.to(work.weights_dtype).requires_grad_(False)
+    shrinks = config.patch_size if work.encodes else config.spatial_compression
+    channels = config.image_channels * config.patch_size**2
+    group = config.temporal_compression if work.encodes else 1
+    device = torch.device("meta")
+    order = COLUMN_FIRST if config.patch_size > 1 else ROW_FIRST
+    inputs = channels if work.encodes else config.latent_channels
+    for (height, width), steps in _VIDEOS:
+        coding = Coding(work.coded, device) if work.coded else None
+        cache = TemporalCache(coding=coding, single_frame=len(steps) == 1)
+        for latents in steps:
+            frames = 1 if cache.first else latents * group
+            shape = 1, inputs, frames, height // shrinks, width // shrinks
+            x = torch.empty(shape, dtype=work.dtype, device=device)
+            x = canonical(x.contiguous(memory_format=torch.channels_last_3d))
+            with torch.inference_mode(False), torch.no_grad(), _Shapes():
+                for y in advance(network.chains(), x, cache, _WHOLE):
+                    _leave(work, y, order)
+            cache.first = config.is_of_pictures
+
+
+class _Shapes(TorchFunctionMode):
+    """Replaces arithmetic on `meta`, which would import PyTorch's compiler, by memory."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], _: object, args: tuple[Any, ...] = (), kwargs: object = None
+    ) -> object:
+        options: dict[str, Any] = dict(kwargs or {})  # type: ignore[call-overload]
+        name, shape = func.__name__, None
+        x: Tensor = args[0] if args else torch.empty(0)
+        if name in ("linear", "matmul", "__matmul__"):
+            shape = *x.shape[:-1], args[1].shape[0 if name == "linear" else -1]
+        elif func is F.unfold:
+            shape = x.shape[0], x.shape[1] * args[1] ** 2, x.shape[2] * x.shape[3]
+        elif func is torch.cat:
+            parts, dim = (*args, options.get("dim", 0))[:2]
+            x, length = parts[0], sum(each.shape[dim] for each in parts)
+            shape = *x.shape[:dim], length, *x.shape[dim:][1:]
+        elif name == "sum":
+            shape = ()
+        elif name.strip("_").removeprefix("r") in ("add", "sub", "mul"):
+            tensors = [each for each in args if isinstance(each, Tensor)]
+            x, shape = tensors[0], torch.broadcast_shapes(*(each.shape for each in tensors))
+        elif name in ("add_", "__iadd__"):
+            return x
+        return func(*args, **options) if shape is None else x.new_empty(shape, **_dtype(options))
+
+
+def _dtype(options: dict[str, Any]) -> dict[str, Any]:
+    return {"dtype": options["dtype"]} if "dtype" in options else {}
+
+
+def _leave(work: Work, y: Tensor, order: str) -> None:
+    """Convert `[B, C, T, H, W]` to images and to frames, as at the end of a decode."""
+    if not work.encodes:
+        size = work.config.patch_size * work.config.output_scale
+        for dtype in _IMAGES:
+            # For the host, and into memory of the device.
+            images = frames_to_images(y, dtype=dtype, patch=size, order=order)
+            frames_to_images(y, patch=size, order=order, out=images)
+        # Into the memory of a whole video, and with pixels in the channels into new memory.
+        frames = pixel_shuffle_3d(y, (1, size, size), order) if size > 1 else y
+        pixel_shuffle_3d(y, (1, size, size), order, out=torch.empty_like(frames))

@@ -1,0 +1,119 @@
+"""The kernels of a VAE that the background thread builds, as its methods."""
+
+import math
+import time
+
+import torch
+
+from ....kernels import Prepared, Snapshot, log_once, wait
+from ...layers.inputs.coding import Coding
+from ...models.base import Network
+from ..int8.settings import Int8VAE
+from ..precision import compute_dtype, decode_dtype
+from .preparation import Work, prepared
+
+
+class PreparedVAE(Int8VAE):
+    """The part of a VAE that has its kernels built before they are needed.
+
+    Attributes:
+        dtype: Dtype of decoding.
+        encode_dtype: Dtype of encoding.
+        allow_fp16: As of `VideoVAE`.
+    """
+
+    dtype: torch.dtype
+    encode_dtype: torch.dtype
+    allow_fp16: bool
+
+    def prepare(self, device: torch.device | None = None) -> list[Prepared]:
+        """Begin to build the kernels of decodes and encodes in the background.
+
+        `load_vae` does this, and so does the first video on a device. Until they are built the
+        library serves whole videos.
+
+        Args:
+            device: The device of the next videos; None: that of the weights.
+
+        Returns:
+            What is built.
+        """
+        device = device or self.device
+        works = [(decode_dtype(self.dtype, device, allow_fp16=self.allow_fp16), False)]
+        if self.encoder is not None:
+            works.append((compute_dtype(self.encode_dtype, device), True))
+        made = []
+        for dtype, encodes in works:
+            coded = self.planned_codes(dtype, device, encode=encodes)
+            # Without codes too: a video out of their range goes on in 16 bits.
+            for names in dict.fromkeys((coded, frozenset())):
+                made.append(self._prepared(device, dtype, encodes, names))
+        return made
+
+    def ready_coding(
+        self, dtype: torch.dtype, source: object, *, encode: bool = False
+    ) -> Coding | None:
+        """Return the `coding` of a new video once its kernels are built; None: nothing is coded.
+
+        Args:
+            dtype: Dtype of the other layers.
+            source: `[B, C, T, H, W]`, or anything else as long as it is unknown.
+            encode: The video is encoded.
+
+        Returns:
+            The coding.
+        """
+        coding = self.coding(dtype, source, encode=encode)
+        if coding is None:
+            return None
+        made = self._prepared(self.device, dtype, encode, coding.names)
+        if made.job.is_done and not made.job.failed:
+            return coding
+        log_once("int8 begins with a later video: its kernels are being built in the background")
+        return None
+
+    def wait_until_prepared(
+        self, timeout_s: float | None = None, device: torch.device | None = None
+    ) -> bool:
+        """Wait until the next videos are served by what `prepare` builds.
+
+        Nothing else waits for that: benchmarks and the command line do, nodes do not.
+
+        Args:
+            timeout_s: Most seconds; None: until it is built.
+            device: As for `prepare`.
+
+        Returns:
+            Whether it is built.
+        """
+        end = math.inf if timeout_s is None else time.monotonic() + timeout_s
+
+        def left_s() -> float | None:
+            return None if math.isinf(end) else max(0, end - time.monotonic())
+
+        # The kernels of int8 follow from the choice of its layers.
+        chosen = wait(self._jobs(), left_s())
+        return chosen and wait([each.job for each in self.prepare(device)], left_s())
+
+    def kernels_of(
+        self, network: Network, dtype: torch.dtype, coding: Coding | None, device: torch.device
+    ) -> Snapshot:
+        """Return what a video may run on a device.
+
+        Args:
+            network: The encoder or the decoder.
+            dtype: Dtype of the computation.
+            coding: The convolutions in int8; None: none.
+            device: The device.
+
+        Returns:
+            What it sees of the kernels.
+        """
+        coded = coding.names if coding else frozenset[str]()
+        return self._prepared(device, dtype, network is self.encoder, coded).seen()
+
+    def _prepared(
+        self, device: torch.device, dtype: torch.dtype, encodes: bool, coded: frozenset[str]
+    ) -> Prepared:
+        weights = next(self.decoder.parameters()).dtype
+        return prepared(device, Work(self.config, encodes, dtype, weights, coded))
