@@ -4,6 +4,7 @@ Facts about ComfyUI here are from comfy/sd.py and comfy/utils.py of 0.33.
 """
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import comfy.utils
 import torch
 from torch import Tensor
 
+from ...kernels import table_entry
 from ...vae import StreamOptions, VAEConfig
 from ...vae.bench import (
     BenchmarkReport,
@@ -37,6 +39,8 @@ from ..host.oom import give_back
 from ..vae.accelerate import Choice, accelerate, accelerated, patches_of, weights_of
 from ..vae.comfy_vae import FastVAE, one_video
 from ..vae.pieces import load, release
+
+_logger = logging.getLogger(__name__)
 
 INT8 = "int8"
 
@@ -129,8 +133,16 @@ def benchmark(
         give_back(pair.fast.device)
     name = f"{pair.config.family}, base width {pair.config.decoder_width}"
     device = device_label(vae.device)
-    results = comparisons, content.notes, lost
+    results = comparisons, (*content.notes, *_entry(pair.fast.device)), lost
     return BenchmarkReport(name, device, content.clip, rounds, *results)
+
+
+def _entry(device: torch.device) -> list[str]:
+    """Return what the calls so far have shown of the kernels on a GPU without measured ones."""
+    lines = table_entry(device)
+    if lines:
+        lines.insert(0, "this GPU is not in the table of measured chips; please post these lines:")
+    return lines
 
 
 def pair_of(vae: Any, dtype: torch.dtype | None, precision: str = "auto") -> ComparedVAEs:  # noqa: ANN401
@@ -274,11 +286,15 @@ def _measured(
         comfy.model_management.throw_exception_if_processing_interrupted()
 
     lost = None
+    pair.fast.first_stage_model.wait_until_prepared(device=pair.fast.device)
     with _no_bars():
-        if codes:
-            # An error before the long work, where int8 is not supported.
+        if pair.fast.first_stage_model.precision == INT8 and content.latent is not None:
             _load(pair.fast, content.latent.shape)
-            int8_layers(pair.fast.first_stage_model)
+            _logger.info("Fast Video VAE: choosing the layers of int8, once for these weights")
+            if codes:
+                # An error before the long work, where int8 is not supported.
+                int8_layers(pair.fast.first_stage_model)
+            pair.fast.first_stage_model.wait_until_prepared()
         comparisons = tuple(
             compare(
                 each,

@@ -80,6 +80,7 @@ def load(path: str | Path, choice: Choice) -> FastVAE:
     """
     vae = _loaded(path, choice)
     _use_devices(vae)
+    vae.first_stage_model.prepare(vae.device)
     return vae
 
 
@@ -108,6 +109,7 @@ def accelerate(vae: comfy.sd.VAE, choice: Choice) -> comfy.sd.VAE:
     if origin is not None:
         fast.patcher.cached_patcher_init = (_accelerate_patcher, (origin, settled))
     _use_devices(fast)
+    fast.first_stage_model.prepare(fast.device)
     return fast
 
 

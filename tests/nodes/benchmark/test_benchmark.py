@@ -62,10 +62,13 @@ def test_both_networks_are_measured_and_agree(vae):
 
 
 @pytest.fixture
-def int8(monkeypatch):
+def int8(monkeypatch, tmp_path):
     """A machine that supports int8."""
-    from fast_video_vae.vae.streaming.int8 import settings
+    from fast_video_vae.kernels.ready.facts import Facts
+    from fast_video_vae.vae.streaming.int8 import layers, settings
 
+    kept = Facts(tmp_path / "facts.json", {})
+    monkeypatch.setattr(layers, "facts_of", lambda _: kept)
     monkeypatch.setattr(settings, "int8_lacks", lambda *_: "")
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from fast_video_vae.kernels.ready import facts
 from fast_video_vae.tests.builders import refused
 from fast_video_vae.tests.nodes.vae.machines import machine
 from fast_video_vae.tests.nodes.vae.pairs import (
@@ -16,6 +17,7 @@ from fast_video_vae.tests.nodes.vae.pairs import (
     ours,
 )
 from fast_video_vae.tests.seedvr2 import random_seedvr2
+from fast_video_vae.vae.streaming.int8 import layers as int8_layers
 from fast_video_vae.vae.streaming.int8 import settings as int8_vae
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
@@ -113,24 +115,32 @@ def test_a_vae_that_comfyui_loads_again_keeps_the_precision(state, tmp_path):
         assert (model.precision, model.encode_precision) == ("int8", "auto")
 
 
-def test_the_nodes_decode_in_int8(state, tmp_path, monkeypatch):
+@pytest.fixture
+def supported(monkeypatch, tmp_path):
+    """A machine that supports int8, and keeps its choices in a new file."""
+    kept = facts.Facts(tmp_path / "facts.json", {})
+    monkeypatch.setattr(int8_layers, "facts_of", lambda device: kept)
     monkeypatch.setattr(int8_vae, "int8_lacks", lambda device, dtype: "")
+
+
+def test_the_nodes_decode_in_int8(state, tmp_path, supported):
     samples = {"samples": latents(2)}
     fast = fast_vae(state, tmp_path)
     plain = ours("Decode", samples=samples, vae=fast).args[0]
     (coded,) = ours("Accelerate", vae=fast, precision="int8").args
+    assert coded.first_stage_model.wait_until_prepared(60)
     images = ours("Decode", samples=samples, vae=coded).args[0]
     assert 1e-5 < (images - plain).abs().max() < 0.1
     assert torch.equal(ours("Decode", samples=samples, vae=coded).args[0], images)
     assert torch.equal(ours("Decode", samples=samples, vae=fast).args[0], plain)
 
 
-def test_seedvr2_decodes_in_int8(comfyui, monkeypatch):
-    monkeypatch.setattr(int8_vae, "int8_lacks", lambda device, dtype: "")
+def test_seedvr2_decodes_in_int8(comfyui, supported):
     stock = narrow_seedvr2(random_seedvr2())
     images = []
     for wish in ("auto", "int8"):
         (vae,) = ours("Accelerate", vae=stock, precision=wish).args
+        assert vae.first_stage_model.wait_until_prepared(60)
         images += ours("Decode", samples={"samples": latents(2)}, vae=vae).args[:1]
     assert 1e-5 < (images[0] - images[1]).abs().max() < 0.1
 
