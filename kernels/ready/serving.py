@@ -24,7 +24,7 @@ from ..backends import CONVOLUTIONS_OPS, TRIED
 from ..convolution.weight import ConvWeight
 from ..cuda_ops.driver import relaxed_captures
 from ..devices import current as on_device
-from ..devices import device_kind, runtime
+from ..devices import device_kind, indexed, runtime
 from ..native_ops.library import CPU
 from ..warmup_log import preparing
 from . import background, facts, selfcheck, variants
@@ -278,7 +278,9 @@ class Prepared:
     def __init__(
         self, ask: selfcheck.Ask, device: torch.device, record: Callable[[], object]
     ) -> None:
-        self._ask, self._device, self._record = ask, device, record
+        # With an index, as the tensors of calls have one.
+        named = indexed(device) if device.type in ("cuda", "xpu") else None
+        self._ask, self._device, self._record = ask, named or device, record
         self._proofs = 0
         self.job = CPU.prepare() if device.type == "cpu" else self._begun()
 
