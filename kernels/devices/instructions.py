@@ -16,11 +16,12 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 
 def multiplies_bfloat16() -> bool:
-    """Return whether convolutions in bfloat16 are faster than in float32 on this CPU."""
-    if slow_on_cpu(torch.bfloat16):
-        return False
-    features = cpu_features()
-    return not _is_x86() or bool({"avx512_bf16", "amx_bf16", "amx_tile"} & features)
+    """Return whether convolutions in bfloat16 are faster than in float32 on this CPU.
+
+    On ARM oneDNN's own are plain loops, whatever the processor has, so they are not.
+    """
+    known = {"avx512_bf16", "amx_bf16", "amx_tile"} & cpu_features()
+    return bool(known) and not slow_on_cpu(torch.bfloat16)
 
 
 def slow_on_cpu(dtype: torch.dtype) -> bool:
@@ -28,7 +29,8 @@ def slow_on_cpu(dtype: torch.dtype) -> bool:
     if not torch.backends.mkldnn.is_available():
         return True
     name = "_is_mkldnn_bf16_supported" if dtype == torch.bfloat16 else "_is_mkldnn_fp16_supported"
-    if not getattr(torch.ops.mkldnn, name)():
+    query = getattr(torch.ops.mkldnn, name, None)  # of PyTorch 2.6 and later
+    if query is None or not query():
         return True
     narrow = dtype == torch.float16 and _is_x86()
     return narrow and not {"avx512_fp16", "amx_fp16"} & cpu_features()
