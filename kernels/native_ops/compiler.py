@@ -23,6 +23,8 @@ from pathlib import Path
 
 import torch
 
+from ..ready import background
+
 # Contraction to fused multiply-adds is allowed: ops that must be bit-identical to the reference
 # have no sum after a product. The kernels need neither errno nor floating-point traps.
 _FLAGS = ("-std=c++20", "-O3", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
@@ -169,8 +171,12 @@ def _output_of(process: subprocess.Popen[bytes]) -> bytes:
     """Return the output of a compiler when it has ended.
 
     A signal that arrives just before a wait begins does not end it, so no wait is long.
+
+    Raises:
+        Ended: The process ends, and this is the thread that builds kernels.
     """
     while True:
+        background.check()
         with suppress(subprocess.TimeoutExpired):
             return process.communicate(timeout=_TICK_S)[0]
 

@@ -25,6 +25,10 @@ _LATER_S = 30.0
 _END_S = 10.0
 
 
+class Ended(Exception):  # noqa: N818, not an error
+    """The process ends, so that the work is given up."""
+
+
 class Job:
     """Work for the thread.
 
@@ -51,6 +55,8 @@ class Job:
         try:
             with torch.no_grad():
                 self.work()
+        except Ended:
+            return True
         except Exception as error:
             if is_out_of_memory(error):
                 _logger.debug("%s waits for memory", self.name)
@@ -99,6 +105,16 @@ def wait(jobs: Iterable[Job], timeout_s: float | None = None) -> bool:
     """Wait for `jobs`; return whether all ended within `timeout_s` seconds together."""
     end = None if timeout_s is None else time.monotonic() + timeout_s
     return all(job.wait(None if end is None else max(0, end - time.monotonic())) for job in jobs)
+
+
+def check() -> None:
+    """Give work up that waits for a long time.
+
+    Raises:
+        Ended: The process ends.
+    """
+    if _ends:
+        raise Ended
 
 
 def is_here() -> bool:
