@@ -176,7 +176,8 @@ def _order(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str,
 def _tile(route: Route, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Run the tile of a route, or refuse if its kernel for these terms is not there yet."""
     asks, key = _tile_asks(route.tile), variants.key_of(op, args, kwargs, args[0].device)
-    if not serving.kernel_of(asks, key, op, args, kwargs):
+    samples = functools.partial(variants.samples_of, op, args, kwargs, args[0].device)
+    if not serving.kernel_of(asks, key, op, samples):
         raise Refusal("its kernel is not built yet")
     return asks("triton", op, *args, **kwargs)
 

@@ -8,7 +8,6 @@ that write at the same time replace whole files: a fact that is lost so is found
 import functools
 import hashlib
 import json
-import logging
 import threading
 from collections.abc import Mapping
 from importlib import metadata
@@ -20,8 +19,6 @@ import torch
 from .. import cache
 from ..errors import first_line, log_once
 from ..probes.environment import of_device, processor
-
-_logger = logging.getLogger(__name__)
 
 # Layout of the file; another one is not read.
 _FORMAT = 3

@@ -101,21 +101,28 @@ class Proofs:
             return plain()
         if key.device.type not in _TIMED:
             return plain()
-        call = _in(key.dtype, args, kwargs)
-        variant = variants.key_of(op, *call, key.device)
-        if serving.kernel_of(ask, variant, op, *call) != ("triton",):
+        # Nothing is converted before the proof itself: this is a call of every layer.
+        variant = variants.in_dtype(variants.key_of(op, args, kwargs, key.device), key.dtype)
+
+        def samples() -> variants.Samples:
+            return variants.samples_of(op, *_in(key.dtype, args, kwargs), key.device)
+
+        if serving.kernel_of(ask, variant, op, samples) != ("triton",):
             return plain()
         with _lock:
             _calls[key] += 1
             ready = _calls[key] >= _CALL and key not in _begun
-        if not ready or self._bytes(op, args, kwargs) > self._room(key.device):
+        # Copies in another dtype, the result, and the difference.
+        scratch = 2 * (x.nbytes + x.nbytes * weight.shape[0] // weight.shape[1])
+        if not ready or scratch > self._room(key.device):
             return plain()
         with _lock:
             _begun.add(key)
         events = [runtime(key.device).Event(enable_timing=True) for _ in range(4)]
         try:
+            given, options = _in(key.dtype, args, kwargs)
             events[0].record()
-            made = ask("triton:0", op, *call[0], **{**call[1], "out": None})
+            made = ask("triton:0", op, *given, **{**options, "out": None})
             events[1].record()
         except Exception as error:
             if not (isinstance(error, Refusal) or is_out_of_memory(error)):
@@ -136,12 +143,6 @@ class Proofs:
     def _room(self, device: torch.device) -> int:
         memory = memory_bytes(device)
         return self.room_bytes if memory is None else min(self.room_bytes, memory[0])
-
-    @staticmethod
-    def _bytes(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Return the bytes of the scratch memory: copies in another dtype, result, difference."""
-        x, weight = args[:2]
-        return 2 * (x.nbytes + x.nbytes * weight.shape[0] // weight.shape[1])
 
 
 def current_proofs() -> Proofs | None:

@@ -135,15 +135,12 @@ def backends_of(
     if not x.numel():
         return LIBRARY
     key = variants.key_of(op, args, kwargs, x.device)
-    return (*kernel_of(ask, key, op, args, kwargs), *LIBRARY)
+    samples = functools.partial(variants.samples_of, op, args, kwargs, x.device)
+    return (*kernel_of(ask, key, op, samples), *LIBRARY)
 
 
 def kernel_of(
-    ask: selfcheck.Ask,
-    key: variants.Key,
-    op: str,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    ask: selfcheck.Ask, key: variants.Key, op: str, samples_of: Callable[[], variants.Samples]
 ) -> tuple[str, ...]:
     """Return the backend of a variant, as the thread sees it.
 
@@ -151,8 +148,7 @@ def kernel_of(
         ask: Runs an op on a backend.
         key: The variant.
         op: Name of the op.
-        args: Arguments of a call, the first of them `[...]`.
-        kwargs: Its keyword arguments.
+        samples_of: Returns the samples of the variant; called if it has not been asked for.
 
     Returns:
         One name; empty: no kernel is there.
@@ -160,7 +156,7 @@ def kernel_of(
     found, seen = _found.get(key), _snapshot.get()
     if found is None:
         if key not in _asked and not background.is_here():
-            samples = variants.samples_of(op, args, kwargs, key[1])
+            samples = samples_of()
             with _lock:
                 is_new, _ = key not in _asked, _asked.add(key)
             if is_new:
@@ -189,9 +185,7 @@ def note(
             made.wanted[key] = functools.partial(build, ask, key, op, samples)
 
 
-def build(
-    ask: selfcheck.Ask, key: variants.Key, op: str, samples: list[Callable[[], dict[str, Any]]]
-) -> None:
+def build(ask: selfcheck.Ask, key: variants.Key, op: str, samples: variants.Samples) -> None:
     """Build the kernels of a variant on its device, and check them unless that was done before.
 
     The check runs the kernels, which compiles and loads them. It is on a stream of its own.
@@ -273,6 +267,10 @@ class Prepared:
         ask: Runs an op on a backend.
         device: The device.
         record: Runs the network on `meta`.
+
+    Attributes:
+        job: The build.
+        is_ready: All was built once.
     """
 
     def __init__(
@@ -281,20 +279,19 @@ class Prepared:
         # With an index, as the tensors of calls have one.
         named = indexed(device) if device.type in ("cuda", "xpu") else None
         self._ask, self._device, self._record = ask, named or device, record
-        self._proofs = 0
+        self._proofs, self.is_ready = 0, device_kind(device) not in TRIED
         self.job = CPU.prepare() if device.type == "cpu" else self._begun()
 
-    @property
-    def is_old(self) -> bool:
-        """Whether a proof has come that changes what is needed."""
-        return self.job.is_done and self._proofs < _last_proof
+    def renew(self) -> None:
+        """Begin again after a proof, which changes what is needed; what was there serves on."""
+        if self.is_ready and self.job.is_done and self._proofs < _last_proof:
+            self.job = self._begun()
 
     def seen(self) -> Snapshot:
         """Return what a video that begins now may use: all, or the library until all is there."""
         if device_kind(self._device) not in TRIED:
             return Snapshot(0, 0, CPU.is_loaded)
-        ready = self.job.is_done and not self.job.failed
-        return Snapshot(_last if ready else 0, self._proofs if ready else 0, native=False)
+        return Snapshot(_last, self._proofs, False) if self.is_ready else Snapshot(0, 0, False)
 
     def _begun(self) -> background.Job:
         if device_kind(self._device) not in TRIED:
@@ -307,4 +304,4 @@ class Prepared:
             self._record()
         for each in made.wanted.values():
             each()
-        self._proofs = proofs
+        self._proofs, self.is_ready = proofs, True

@@ -40,6 +40,9 @@ _WIDE = 1040
 
 Key = tuple[Any, ...]
 
+# Functions that generate the calls by which a variant is checked.
+Samples = list[Callable[[], dict[str, Any]]]
+
 
 def key_of(op: str, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> Key:
     """Return what the kernels of a call are compiled for.
@@ -79,6 +82,12 @@ def key_of(op: str, args: Sequence[Any], kwargs: Mapping[str, Any], device: torc
     return (*key, dtypes, *_size(op, x, named))
 
 
+def in_dtype(key: Key, dtype: torch.dtype) -> Key:
+    """Return the variant of the convolution `key` with frames and weight in `dtype`."""
+    op, device, _, _, *others = key
+    return op, device, dtype, dtype, *others
+
+
 def sizes_of(op: str, args: Sequence[Any]) -> list[Sequence[Any]]:
     """Return `args` of a call of `op`, in all sizes `[...]` that differ in their variant."""
     if op != "attention":
@@ -94,7 +103,7 @@ def name_of(key: Key) -> str:
 
 def samples_of(
     op: str, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
-) -> list[Callable[[], dict[str, Any]]]:
+) -> Samples:
     """Return functions that generate the calls by which a variant is checked.
 
     They hold no memory of the given call.

@@ -66,7 +66,9 @@ def test_a_tile_serves_after_a_proof_in_a_later_video(unknown):
     assert len(kept) == proved  # one call of each kind
     assert all(each["right"] and each["ms"] < each["plain_ms"] for each in kept.values())
     own.ran.clear()
-    decoded(vae)  # with the library, because the tiles need other variants
+    decoded(vae)  # the library convolves, because the tiles need other variants
+    assert own.ran["rms_norm_silu"]  # but what was built before serves on
+    assert not own.ran["conv3d"]
     device.build()
     own.ran.clear()
     again = decoded(vae)
@@ -74,6 +76,23 @@ def test_a_tile_serves_after_a_proof_in_a_later_video(unknown):
     assert again.shape == frames.shape
     own.ran.clear()
     assert bits(decoded(vae)) == bits(again)
+
+
+@pytest.mark.parametrize("unknown", [GEFORCE], indirect=True)
+def test_calls_are_converted_for_a_proof_alone(unknown, monkeypatch):
+    device, _ = unknown
+    vae = new_vae()
+    device.build()
+    converted, convert = [], proof._in
+    monkeypatch.setattr(proof, "_in", lambda *call: converted.append(1) or convert(*call))
+    decoded(vae)
+    asked = len(converted)  # for the samples of each variant
+    decoded(vae)
+    assert len(converted) == asked == len(device.jobs)
+    device.build()
+    decoded(vae)
+    device.build()
+    assert len(converted) == asked + len(proofs_of(device))
 
 
 def test_no_kind_is_proved_twice_on_a_machine(unknown, monkeypatch):

@@ -4,6 +4,8 @@ import json
 import logging
 import threading
 import time
+from collections import defaultdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +15,6 @@ from fast_video_vae import kernels
 from fast_video_vae.kernels import errors
 from fast_video_vae.kernels.cuda_ops import driver
 from fast_video_vae.kernels.ready import background, facts, selfcheck, serving
-from fast_video_vae.tests.kernels import own_kernels
 from fast_video_vae.tests.kernels.own_kernels import bits, gpu, restart
 from fast_video_vae.tests.vae.families import STATES, latent_for, random_frames, relative_error
 from fast_video_vae.vae.checkpoint import load_vae
@@ -22,6 +23,10 @@ from fast_video_vae.vae.streaming.prepared import preparation
 
 __all__ = ["gpu"]
 SIZE = 16
+
+# What is known of int8, by the dtype of the other layers and the direction: a decode of a VAE whose
+# dtype was not chosen computes in float16 next to it.
+NAMES = defaultdict(frozenset, {(torch.float16, False): frozenset("a")})
 
 
 @pytest.fixture
@@ -280,6 +285,22 @@ def test_two_processes_keep_what_both_have_found(tmp_path):
     assert json.loads(path.read_text())["format"] == 3
 
 
-def test_the_sources_decide_what_is_known():
-    assert own_kernels.facts.sources() == facts.sources()
-    assert len(facts.sources()) == 32
+def test_the_sources_decide_what_is_known(gpu, monkeypatch):
+    device, _ = gpu
+    before = facts.of_kernels(device.device)
+    before.put("right: x", "triton")
+    read = Path.read_bytes
+    changed = lambda path: read(path) + (b"#" if path.name == "rows.py" else b"")  # noqa: E731
+    monkeypatch.setattr(Path, "read_bytes", changed)
+    monkeypatch.setattr(facts, "sources", facts.sources.__wrapped__)
+    facts.of_kernels.cache_clear()
+    assert facts.of_kernels(device.device).get("right: x") is None
+
+
+def test_the_kernels_of_int8_are_prepared_in_the_dtype_of_its_decodes(gpu, monkeypatch):
+    vae = load_vae(STATES["wan2.1"](), device="cuda")
+    monkeypatch.setattr(vae, "planned_codes", lambda dtype, *_, encode: NAMES[dtype, encode])
+    vae.prepare()
+    works = {(work.dtype, work.encodes, work.coded) for _, work in preparation._prepared}
+    assert {(torch.float16, False, frozenset("a")), (torch.bfloat16, False, frozenset())} <= works
+    assert not any(work.coded for _, work in preparation._prepared if work.encodes)

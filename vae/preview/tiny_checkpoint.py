@@ -54,8 +54,8 @@ def load_tiny_decoder(
     Args:
         path: A safetensors file, or a PyTorch file with tensors only, such as `taew2_1.pth`.
         device: Device of the weights and the computation; None: the CPU.
-        dtype: Dtype of both; None: bfloat16 where the device computes in it (a CPU: where that is
-            its processor has instructions for it), otherwise float32.
+        dtype: Dtype of both; None: bfloat16 where the device computes in it (a CPU: where it has
+            instructions for it), otherwise float32.
         normalizes: The file expects normalised latents. None: it does if its name starts with
             "taew", and does not if that starts with "light".
 

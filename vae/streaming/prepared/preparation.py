@@ -59,7 +59,7 @@ _lock = threading.Lock()
 def prepared(device: torch.device, work: Work) -> Prepared:
     """Return what the background thread builds for some work, begun at the first call.
 
-    A proof that came later begins it anew, because its tiles lay memory out in another way.
+    A proof that came later begins it again, because its tiles lay memory out in another way.
 
     Args:
         device: The device.
@@ -70,10 +70,10 @@ def prepared(device: torch.device, work: Work) -> Prepared:
     """
     key = device, work
     with _lock:
-        found = _prepared.get(key)
-        if found is None or found.is_old:
-            found = _prepared[key] = prepare(device, lambda: _record(work))
-        return found
+        if key not in _prepared:
+            _prepared[key] = prepare(device, lambda: _record(work))
+        _prepared[key].renew()
+        return _prepared[key]
 
 
 def _record(work: Work) -> None:

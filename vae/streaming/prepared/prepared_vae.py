@@ -14,17 +14,7 @@ from .preparation import Work, prepared
 
 
 class PreparedVAE(Int8VAE):
-    """The part of a VAE that has its kernels built before they are needed.
-
-    Attributes:
-        dtype: Dtype of decoding.
-        encode_dtype: Dtype of encoding.
-        allow_fp16: As of `VideoVAE`.
-    """
-
-    dtype: torch.dtype
-    encode_dtype: torch.dtype
-    allow_fp16: bool
+    """The part of a VAE that has its kernels built before they are needed."""
 
     def prepare(self, device: torch.device | None = None) -> list[Prepared]:
         """Begin to build the kernels of decodes and encodes in the background.
@@ -42,11 +32,12 @@ class PreparedVAE(Int8VAE):
         works = [(decode_dtype(self.dtype, device, allow_fp16=self.allow_fp16), False)]
         if self.encoder is not None:
             works.append((compute_dtype(self.encode_dtype, device), True))
-        made = []
-        for dtype, encodes in works:
-            coded = self.planned_codes(dtype, device, encode=encodes)
-            # Without codes too: a video out of their range goes on in 16 bits.
-            for names in dict.fromkeys((coded, frozenset())):
+        made = [self._prepared(device, *work, frozenset()) for work in works]
+        # Those of int8 too: next to it layers can be in another dtype, and a video out of its range
+        # goes on without.
+        for _, encodes in works:
+            dtype = self.int8_dtype(encode=encodes)
+            if names := self.planned_codes(dtype, device, encode=encodes):
                 made.append(self._prepared(device, dtype, encodes, names))
         return made
 
@@ -66,8 +57,7 @@ class PreparedVAE(Int8VAE):
         coding = self.coding(dtype, source, encode=encode)
         if coding is None:
             return None
-        made = self._prepared(self.device, dtype, encode, coding.names)
-        if made.job.is_done and not made.job.failed:
+        if self._prepared(self.device, dtype, encode, coding.names).is_ready:
             return coding
         log_once("int8 begins with a later video: its kernels are being built in the background")
         return None
