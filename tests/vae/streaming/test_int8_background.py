@@ -28,10 +28,12 @@ def latent(int8):
 
 @pytest.fixture
 def held(int8, monkeypatch):
-    """The choice waits until the event is set."""
+    """The choice waits until the event is set; `reached` is set when it waits."""
     go, choose = threading.Event(), layers.choose
+    go.reached = threading.Event()
 
     def late(*arguments):
+        go.reached.set()
         assert go.wait(60)
         return choose(*arguments)
 
@@ -86,7 +88,7 @@ def test_a_choice_during_a_decode_changes_no_frame(latent, held, monkeypatch):
 
     monkeypatch.setattr(layers, "_result", noted)
     held.set()
-    while not vae.wait_until_prepared(0):
+    while not vae.wait_until_prepared(0.01):  # a spinning thread would hold the interpreter
         before = {conv: dict(conv.forms) for conv in modules if hasattr(conv, "forms")}
         assert all(key[1] == torch.float32 for forms in before.values() for key in forms)
         if not seen:
@@ -156,6 +158,7 @@ def test_a_vae_that_is_freed_ends_its_choice(held, int8, monkeypatch):
     monkeypatch.setattr(layers, "_result", lambda *a, **k: runs.append(1) or run(*a, **k))
     vae = new_vae(precision="int8")
     (job,) = vae._jobs()
+    assert held.reached.wait(60)  # before that the thread reads the weights of the VAE
     gone = weakref.ref(vae)
     del vae
     gc.collect()
