@@ -160,7 +160,8 @@ CLAIMS: dict[Path, list[Claim]] = {
             lambda: [_planned(free) for free in (22, 6)],
         ),
         Claim(
-            "no download, {:.0f} s on two CPU cores during the build of its kernels, then {:.0f} s.",
+            "no download, {:.0f} s on two CPU cores during the build of its kernels, "
+            "then {:.0f} s.",
             lambda: [one("bench_install")[f"{which}_clip_s"] for which in ("first", "second")],
         ),
         Claim("every decode timed\nkernels for about {:.1f} s.", lambda: [_timed()]),
