@@ -59,6 +59,8 @@ def composed(
         bias = None
     else:
         y = convolve(x, weight, **options)
+    if out is None and bias is residual is gamma is None:
+        return y
     terms = bias, _as_video(residual), residual_bias, gamma, _as_video(out)
     result = _finished(run, _as_video(y), *terms)
     if out is not None:

@@ -41,12 +41,13 @@ def refuse_device(device: torch.device, dtype: torch.dtype) -> None:
     Raises:
         Refusal: The device is not supported, or Triton is disabled.
     """
-    asked = interpreted() and forced() == "triton"
-    if device_kind(device) not in TRIED and not (asked and device.type == "cpu"):
+    interprets, asked = interpreted(), forced() == "triton"
+    on_cpu = interprets and asked and device.type == "cpu"
+    if device_kind(device) not in TRIED and not on_cpu:
         raise Refusal(f"the tensors are on {device.type}; triton needs an NVIDIA, AMD or Intel GPU")
-    if interpreted() and not asked:
+    if interprets and not asked:
         raise Refusal("TRITON_INTERPRET=1 replaces the compiler by an interpreter")
-    if forced() != "triton" and os.environ.get("FAST_VIDEO_VAE_TRITON") == "0":
+    if not asked and os.environ.get("FAST_VIDEO_VAE_TRITON") == "0":
         raise Refusal("FAST_VIDEO_VAE_TRITON=0 disables it")
     refuse_old_bfloat16(device, dtype)
 

@@ -230,7 +230,7 @@ class CausalConv3d(Conv, CausalLayer):
         if cache.shard is not None and self.padding:
             x, pads = halo_conv.input_like(self, x, cache)
         if cache.first:
-            return self.fuses(x.squeeze(2), self.first_form, (1, 1), pads, norm=norm)
+            return self.fuses(x, self.first_form, (1, 1), pads, norm=norm)
         return self.fuses(x, "volume", (self.stride, 1, 1), pads, norm=norm)
 
     def keeps_ring(self, x: Tensor, cache: TemporalCache) -> bool:

@@ -122,7 +122,8 @@ class Conv(nn.Module):
         """Return what a call of `convolve` with these arguments does without another pass.
 
         Args:
-            x: `[N, C_in, H, W]` or `[B, C_in, T, H, W]`, with the frames before it or without.
+            x: `[N, C_in, H, W]` or `[B, C_in, T, H, W]`, with the frames before it or without; or
+                the first frame `[B, C_in, 1, H, W]`.
             kind: As for `convolve`.
             strides: As for `convolve`.
             padding: As for `convolve`.
@@ -154,7 +155,8 @@ class Conv(nn.Module):
         if route is None:
             # Without a derived weight, which would need memory.
             weight = self._weight(kind, x.dtype)
-            route = conv_route(x, weight, stride=strides, padding=padding, norm=norm)
+            given = x if x.ndim == weight.ndim else x.squeeze(2)
+            route = conv_route(given, weight, stride=strides, padding=padding, norm=norm)
             routes[key] = route
         return route
 

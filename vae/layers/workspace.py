@@ -31,6 +31,7 @@ class Workspace:
     def __init__(self) -> None:
         self.relief: Relief | None = None
         self._scratch: Tensor | None = None
+        self._views: dict[object, Tensor] = {}  # of the scratch memory
         self._blocks: list[Tensor] = []
 
     def scratch(self, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor:
@@ -50,13 +51,17 @@ class Workspace:
             # A view, because the view decides the order in which autograd accumulates gradients.
             batch, channels, frames, height, width = shape
             return like.new_empty((batch, frames, height, width, channels)).movedim(-1, 1)
+        key = tuple(shape), like.dtype, like.device
+        view = self._views.get(key)
+        if view is not None:
+            return view
         nbytes = prod(shape) * like.element_size()
         block = self._scratch
         if block is None or block.numel() < nbytes or block.device != like.device:
             del block
-            self._scratch = None  # release the old block before allocating the larger one
+            self._drop_scratch()  # release the old block before allocating the larger one
             block = self._scratch = self.attempt(lambda: self.allocate(nbytes, like.device))
-        return _video_of(block, shape, like)
+        return self._views.setdefault(key, _video_of(block, shape, like))
 
     def reused(self, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor | None:
         """Return channels-last memory that is reused, or None where a new tensor costs no more.
@@ -94,8 +99,11 @@ class Workspace:
 
     def release(self) -> None:
         """Release all memory that no tensor uses."""
-        self._scratch = None
+        self._drop_scratch()
         self._blocks = []
+
+    def _drop_scratch(self) -> None:
+        self._scratch, self._views = None, {}
 
 
 def _users(block: Tensor) -> int | None:
@@ -202,8 +210,7 @@ class Handover:
 
 def within(frames: Tensor, border: int) -> Tensor:
     """Return `frames` `[B, C, T, H, W]` without their `border`."""
-    at = slice(border, -border or None)
-    return frames[..., at, at]
+    return frames[..., border:-border, border:-border] if border else frames
 
 
 def bordered(shape: tuple[int, ...] | torch.Size, border: int) -> tuple[int, ...]:

@@ -76,10 +76,14 @@ class StaticEnd:
     def __init__(self, chains: Sequence[Sequence[CausalLayer]]) -> None:
         self._chains = chains
         self._places = [(c, i) for c, chain in enumerate(chains) for i in range(len(chain))]
-        self._convs = [causal_taps(chains[c][i]) for c, i in self._places]
         self._run = Settling(0, 0)
         self._done = 0  # first layers, which are static and do not run
         self._held: Tensor | None = None  # last output frame of the last static layer
+
+    @functools.cached_property
+    def _convs(self) -> list[list[tuple[int, int]]]:
+        """Taps and strides of the layers at `_places`; most videos have no static end."""
+        return [causal_taps(self._chains[c][i]) for c, i in self._places]
 
     def takes(self, frames: int, repeats: int) -> bool:
         """Announce the next chunk, even if it does not pass through `advance` of this object.
