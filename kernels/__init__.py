@@ -53,7 +53,6 @@ from .devices import (
     synchronize,
     tensor_limit,
 )
-from .devices.gpu_config import GPUConfig, gpu_config
 from .devices.instructions import multiplies_bfloat16, slow_on_cpu
 from .devices.int8 import int8_lacks
 from .dispatch import ask, run, run_convolution, run_kernel
@@ -81,7 +80,6 @@ __all__ = [
     "BackendError",
     "ConvWeight",
     "Fused",
-    "GPUConfig",
     "Header",
     "Job",
     "NativeLibrary",
@@ -110,7 +108,6 @@ __all__ = [
     "fp16_pays",
     "frames_to_images",
     "gpu_compiler",
-    "gpu_config",
     "group_norm_silu",
     "group_norm_statistics",
     "guarded",

@@ -10,8 +10,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 # Older temporary files were left by a process that was killed.
@@ -64,28 +64,6 @@ def replace(path: Path, content: bytes) -> None:
         with suppress(OSError):
             Path(name).unlink()
         raise
-
-
-@contextmanager
-def alone(path: Path, wait_s: float) -> Iterator[None]:
-    """Keep other processes from the same work on `path` until the end of the block.
-
-    Where locks do not work, or after a wait of `wait_s` seconds, several work at the same time.
-
-    Args:
-        path: Path of a file; the lock is a file of this name with `.lock`.
-        wait_s: Longest wait in seconds.
-    """
-    from filelock import FileLock  # noqa: PLC0415, PyTorch needs it too, but not at its import
-
-    lock = FileLock(f"{path}.lock", timeout=wait_s)
-    with suppress(OSError, NotImplementedError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _clear_stale(folder: Path) -> None:

@@ -5,7 +5,7 @@ and a `Session` applies them while a model runs; the weights of the model are ne
 """
 
 from .adapters import Adapter, Pair
-from .apply import ApplyMode, ScaledAdapter, break_even
+from .apply import ApplyMode, ScaledAdapter
 from .bank import Bank, load_bank
 from .blocks import Blocks, parse_blocks
 from .file import Identity, LoraFile, identity
@@ -20,7 +20,7 @@ from .substitution import is_plain
 __all__ = [
     "LEAST_KEPT", "SIGMA_TOLERANCE", "Adapter", "Amounts", "ApplyMode", "Bank", "Blocks",
     "Identity", "KeyReport", "LoraFile", "Pair", "ScaledAdapter", "Schedule", "Session",
-    "StackEntry", "Target", "Targets", "break_even", "identity", "is_plain", "kept", "layer_name",
+    "StackEntry", "Target", "Targets", "identity", "is_plain", "kept", "layer_name",
     "load_bank", "parse_blocks", "parse_number", "parse_schedule", "rms_of_pair", "sample_of",
     "step_of",
 ]  # fmt: skip

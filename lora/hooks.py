@@ -59,12 +59,11 @@ Deltas = Sequence[JoinedPairs | ScaledAdapter]
 
 @dataclass
 class LayerWork:
-    """The work at a module in a call; `c` as in `break_even`.
+    """The work at a module in a call.
 
     Attributes:
         counts: Where the work is counted.
         mode: How deltas are applied.
-        c: Constant of the machine.
         deltas: Deltas of the weight in order, or a function that returns them in the call.
         needs_weight: There are adapters other than pairs among them.
         bias: Adapters of the bias, as `deltas`.
@@ -73,7 +72,6 @@ class LayerWork:
 
     counts: Counts
     mode: ApplyMode
-    c: float
     deltas: Deltas | Callable[[], Deltas] = ()
     needs_weight: bool = False
     bias: Sequence[ScaledAdapter] | Callable[[], Sequence[ScaledAdapter]] = ()
@@ -229,8 +227,8 @@ class LayerHook:
             return False
         out, inner = weight.shape[0], x.shape[-1]
         # A weight that is cast is copied anyway.
-        c = work.c if weight.dtype == x.dtype else work.c / 2
-        is_faster = x.numel() // max(1, inner) > break_even(inner, out, c)
+        most = break_even(inner, out) / (1 if weight.dtype == x.dtype else 2)
+        is_faster = x.numel() // max(1, inner) > most
         return is_faster and work.is_precise(self._some_weights, x.dtype)
 
     def _some_weights(self) -> Tensor | None:

@@ -53,7 +53,6 @@ class Session:
         bank: The bank.
         amounts: The strengths.
         mode: How deltas are applied.
-        c: As in `apply.break_even`.
         staged: As in `BankLoader`.
 
     Attributes:
@@ -66,14 +65,13 @@ class Session:
         bank: Bank,
         amounts: Amounts,
         mode: ApplyMode = "auto",
-        c: float = 4.0,
         *,
         staged: bool = False,
     ) -> None:
         self.bank, self.amounts, self.counts = bank, amounts, Counts()
         self.loader: BankLoader | None = None
         self._mode: ApplyMode = mode
-        self._c, self._staged = c, staged
+        self._staged = staged
         self._flat: Tensor | None = None
         self._works: dict[str, LayerWork] = {}
         self._values: dict[str, _Plan] = {}
@@ -153,7 +151,7 @@ class Session:
                     continue
                 plans.setdefault((name, leaf), []).append((layer, parts))
         for (name, leaf), plan in plans.items():
-            work = self._works.setdefault(name, LayerWork(self.counts, self._mode, self._c))
+            work = self._works.setdefault(name, LayerWork(self.counts, self._mode))
             if leaf == "bias":
                 adapters = functools.partial(_scaled, self.loader.adapters, plan)
                 work.bias = adapters() if self.loader.is_here else adapters

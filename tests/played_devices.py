@@ -277,19 +277,15 @@ def functions_of(kind):
         "memory_stats": lambda *_: counts,
         "stream": lambda _: contextlib.nullcontext(),
     }
-    waits = {"_sleep": lambda _: None}
-    if kind == "intel":  # their streams can wait in newer versions of PyTorch
-        return common | streams | (waits if hasattr(torch.xpu, "_sleep") else {})
-    return (
-        common
-        | streams
-        | waits
-        | {
-            "get_device_capability": lambda *_: (8, 9) if kind == "nvidia" else (11, 0),
-            "is_bf16_supported": lambda **_: True,
-            "is_current_stream_capturing": lambda: False,
-        }
-    )
+    if kind == "intel":
+        return common | streams
+    return {
+        **common,
+        **streams,
+        "get_device_capability": lambda *_: (8, 9) if kind == "nvidia" else (11, 0),
+        "is_bf16_supported": lambda **_: True,
+        "is_current_stream_capturing": lambda: False,
+    }
 
 
 @contextlib.contextmanager

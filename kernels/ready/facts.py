@@ -5,9 +5,13 @@ read counts as empty, and a folder that cannot be written costs only the memory 
 that write at the same time replace whole files: a fact that is lost so is found again.
 """
 
+import ctypes
 import functools
 import hashlib
 import json
+import os
+import platform
+import sys
 import threading
 from collections.abc import Mapping
 from importlib import metadata
@@ -17,8 +21,8 @@ from typing import Any
 import torch
 
 from .. import cache
+from ..devices import amd_chip, device_kind, device_name
 from ..errors import first_line, log_once
-from ..probes.environment import of_device, processor
 
 # Layout of the file; another one is not read.
 _FORMAT = 3
@@ -33,6 +37,9 @@ _SUFFIXES = (".py", ".cu", ".cuh")
 
 # Packages whose versions decide that too, under the names of their builds.
 _PACKAGES = ("triton", "triton-windows", "pytorch-triton", "pytorch-triton-rocm")
+
+# Where Linux describes the processor.
+_CPUINFO = Path("/proc/cpuinfo")
 
 _lock = threading.Lock()
 _opened: dict[Path, "Facts"] = {}
@@ -97,8 +104,7 @@ class Facts:
             return {}
 
 
-def kept(made_on: Mapping[str, str]) -> Facts:
-    """Return the facts about what `made_on` describes, which are read at the first call."""
+def _kept(made_on: Mapping[str, str]) -> Facts:
     path = cache.path_for("facts", made_on)
     with _lock:
         if path not in _opened:
@@ -108,16 +114,16 @@ def kept(made_on: Mapping[str, str]) -> Facts:
 
 def facts_of(device: torch.device) -> Facts:
     """Return the facts about `device` that do not depend on our kernels."""
-    return kept(of_device(device))
+    return _kept(_environment(device))
 
 
 @functools.cache
 def of_kernels(device: torch.device) -> Facts:
     """Return the facts about our kernels on `device`."""
-    return kept(
+    return _kept(
         {
-            **of_device(device),
-            **({"processor": processor()} if device.type == "cpu" else {}),
+            **_environment(device),
+            **({"processor": _processor()} if device.type == "cpu" else {}),
             "cudnn": str(torch.backends.cudnn.version()),
             **{package: _version(package) for package in _PACKAGES},
             "sources": sources(),
@@ -141,3 +147,44 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return ""
+
+
+def _environment(device: torch.device) -> dict[str, str]:
+    """Return name, chip and driver of `device`, and the version of PyTorch."""
+    kind, capability = device_kind(device), ""
+    if kind == "nvidia":
+        capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    elif kind == "amd":
+        capability = amd_chip(device)
+    return {
+        "device": device_name(device),
+        "capability": capability,
+        "driver": _driver() if kind == "nvidia" else "",
+        "torch": str(torch.__version__),
+    }
+
+
+@functools.cache
+def _driver() -> str:
+    """Return the version of NVIDIA's driver from its management library; "" without it."""
+    name = "nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1"
+    text = ctypes.create_string_buffer(96)
+    try:
+        library = ctypes.CDLL(name)
+        if library.nvmlInit_v2() or library.nvmlSystemGetDriverVersion(text, len(text)):
+            return ""
+        library.nvmlShutdown()
+    except (OSError, AttributeError):
+        return ""
+    return text.value.decode(errors="replace")
+
+
+def _processor() -> str:
+    """Return the model of the processor; without one, the name of its architecture."""
+    # `platform.processor` starts another process on Linux and macOS.
+    try:
+        with _CPUINFO.open(encoding="utf-8", errors="replace") as lines:
+            named = (line.partition(":")[2].strip() for line in lines if "model name" in line)
+            return next(named, "") or platform.machine()
+    except OSError:
+        return os.environ.get("PROCESSOR_IDENTIFIER") or platform.machine()

@@ -24,7 +24,6 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 from torch import Tensor, nn
 
-from ...kernels import gpu_config
 from ...lora import Amounts, ApplyMode, Bank, Session, StackEntry, load_bank, step_of
 from ..host import run_phase, timing
 from .effect import effect_lines
@@ -219,8 +218,7 @@ class AttachedLoras:
                 self._holders.add(holder)
                 bank = holder.model
         if (bank, device) not in self.sessions:
-            c = gpu_config(device, bank.flat.dtype).stream_c
-            self.sessions[bank, device] = Session(bank, self._amounts, self._mode, c)
+            self.sessions[bank, device] = Session(bank, self._amounts, self._mode)
         session = self.sessions[bank, device]
         session.counts.timed = self._timed if self._timed_run else None
         return session

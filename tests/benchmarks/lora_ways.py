@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from fast_video_vae.kernels.devices.gpu_config import gpu_config
 from fast_video_vae.lora.bank import Bank, load_bank
 from fast_video_vae.lora.blocks import parse_blocks
 from fast_video_vae.lora.keys import Targets
@@ -61,13 +60,12 @@ def bank_of(model: Layers, rank: int, folder: Path) -> Bank:
 def ways(model: Layers, x: Tensor, rank: int, folder: Path) -> dict[str, Callable[[], Tensor]]:
     """Return calls on `x` `[1, tokens, in]` by name: without a LoRA, and with each method."""
     bank = bank_of(model, rank, folder)
-    c = gpu_config(x.device, x.dtype).stream_c
     entry = StackEntry(bank.files[0].path, parse_schedule("1"), parse_blocks(""))
     amounts = Amounts(bank, [entry])
     amounts.set([0.8])
 
     def session(mode: str) -> Callable[[], Tensor]:
-        ours = Session(bank, amounts, mode, c)  # type: ignore[arg-type]
+        ours = Session(bank, amounts, mode)  # type: ignore[arg-type]
 
         def run() -> Tensor:
             with ours.call(model, x.device):

@@ -67,7 +67,7 @@ def test_nothing_is_built_checked_or_timed_in_a_video(gpu, vae, monkeypatch, enc
     device.build()
     for module, name in (
         (background, "submit"), (serving, "build"), (selfcheck, "checked"),
-        (selfcheck, "running"), (torch.cuda, "_sleep"), (torch.cuda, "synchronize"),
+        (selfcheck, "running"), (torch.cuda, "synchronize"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, forbidden)
     for _ in range(3):

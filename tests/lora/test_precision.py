@@ -110,7 +110,7 @@ def layer_with(folder, size, dtype=torch.bfloat16, mode="auto", strength=1.0):
     save_file({f"{PREFIX}q.{names[key]}": value for key, value in tensors.items()}, path)
     bank = load_bank([path], Targets({f"{PREFIX}q.weight": (OUT, INNER)}), dtype)
     delta = amount * strength * up.double() @ down.double()
-    return model, layer, session_of(bank, [strength], mode, c=1.0), delta
+    return model, layer, session_of(bank, [strength], mode), delta
 
 
 def effect(model, layer, session, delta):

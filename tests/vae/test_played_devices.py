@@ -8,7 +8,6 @@ import torch
 
 from fast_video_vae.kernels import use_backend
 from fast_video_vae.kernels.devices import memory
-from fast_video_vae.kernels.probes import measure
 from fast_video_vae.tests.played_devices import TYPES, Played, played
 from fast_video_vae.tests.products import each_value_once
 from fast_video_vae.tests.vae.families import (
@@ -289,16 +288,6 @@ def test_frames_that_no_plan_makes_small_enough_are_refused_in_one_line(play, mo
     with pytest.raises(ValueError, match=r"^the frames are 64 x 64 .*large for a tensor on mps.*$"):
         vae.encode(pixels_for(vae, 5, 64))
     assert not device.calls
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_calls_are_timed_on_each_kind(kind, play):
-    timed = measure.seconds
-    play(kind)
-    x = torch.ones(4, device=TYPES[kind])
-    calls = {"one": lambda: x + 1, "two": lambda: x * 2}
-    for launches in (False, True):
-        assert all(each > 0 for each in timed(calls, x.device, launches=launches).values())
 
 
 @pytest.mark.parametrize("name", ["mem_get_info", "memory_stats"])

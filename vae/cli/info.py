@@ -15,7 +15,6 @@ from ...kernels import (
     device_kind,
     device_name,
     gpu_compiler,
-    gpu_config,
     native_library,
 )
 from ..bench.difference import draw_difference
@@ -67,7 +66,7 @@ def info(args: argparse.Namespace, _: Say) -> str:
     if args.difference:
         parts.append(f"wrote {args.difference}")
     if args.device is not None:
-        parts.append("\n".join(gpu_config(device_named(args.device)).lines()))
+        parts.append(_device_line(device_named(args.device)))
     if args.backends:
         parts.append(backend_report())
     return "\n\n".join(parts)
@@ -122,6 +121,13 @@ def vae_report(vae: VideoVAE, path: Path, limit_bytes: int | None, ranks: int = 
             table.append([name, task, f"{_size(plan.peak_bytes):>8}", first])
             table += [["", "", "", f"  {line}"] for line in more]
     return "\n".join([*lines, *aligned(table)])
+
+
+def _device_line(device: torch.device) -> str:
+    capability = "none"
+    if device_kind(device) == "nvidia":
+        capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    return f"{device_name(device)}, compute capability {capability}"
 
 
 def backend_report() -> str:

@@ -107,12 +107,9 @@ def test_a_decoder_only_vae_has_plans_for_decoding(lines_of, tmp_path):
 
 
 @pytest.mark.parametrize("arguments", [("--device",), ("--device", "cpu")])
-def test_a_device_lists_its_properties(lines_of, arguments):
-    lines = lines_of("--quiet", *arguments)
-    assert len(lines) == 5
-    assert "compute capability" in lines[0]
-    (c,) = re.findall(r"from ([0-9.]+) \* in \* out / \(in \+ 2 out\) tokens", "\n".join(lines))
-    assert float(c) > 0
+def test_a_device_is_named(lines_of, arguments):
+    (line,) = lines_of("--quiet", *arguments)
+    assert ", compute capability " in line
 
 
 SWITCHED_OFF = (
