@@ -80,7 +80,7 @@ def _built(name: str, work: Any) -> background.Job:
     return job
 
 
-def _play(launches: Launches) -> None:
+def play(launches: Launches) -> None:
     """Let `meta` be an NVIDIA GPU, from here on in this process."""
     autocast, kinds._KINDS["meta"] = torch.autocast, "nvidia"
     torch.autocast = lambda _, **options: autocast("cpu", **options)
@@ -128,7 +128,7 @@ def main() -> None:
     with torch.device("meta"):
         vae = VideoVAE(config, torch.bfloat16, torch.bfloat16).requires_grad_(False)
     torch.set_default_dtype(torch.float32)
-    _play(launches)
+    play(launches)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["FAST_VIDEO_VAE_CACHE"] = folder
         for case in args.case:

@@ -172,9 +172,9 @@ def counted(
             stack.enter_context(launches.recorded(backend, launch))
         if own:
             order = "triton:0", *backends.CONVOLUTION_ORDER
-            launched = functools.partial(_launched, counter)
+            convolved = functools.partial(launched, counter)
             stack.enter_context(mock.patch.object(backends, "CONVOLUTION_ORDER", order))
-            stack.enter_context(mock.patch.object(convolution, "launch", launched))
+            stack.enter_context(mock.patch.object(convolution, "launch", convolved))
             for name in ("conv2d", "conv3d"):
                 op = getattr(convolution, name)  # without the check for a GPU
                 stack.enter_context(mock.patch.object(ops, name, op))
@@ -188,7 +188,7 @@ def _order(
     return ("reference",) if op == "attention" and not attends else (backend,)
 
 
-def _launched(
+def launched(
     counter: ByteCounter,
     kernel: Any,
     grid: Any,
@@ -198,7 +198,7 @@ def _launched(
     NORM: bool,  # noqa: N803, a constant of the kernel
     **_: Any,
 ) -> None:
-    """Count a launch of the kernel of the convolutions: each tensor that it is given once."""
+    """Count in `counter` a launch of the kernel of the convolutions: each given tensor once."""
     weight, bias, residual, residual_bias, gamma, out, _, known, *_, given = others[:13]
     terms = [term for at, term in enumerate((bias, residual, residual_bias)) if given >> at & 1]
     read = [x, weight, *terms, *([tail] if known else ()), *([gamma] if NORM else ())]

@@ -87,6 +87,19 @@ def test_python_is_timed_per_launch_of_a_played_gpu(tmp_path):
     assert row["us_per_launch"] == pytest.approx(1e3 * row["ms"] / row["launches"], abs=0.1)
 
 
+@pytest.mark.comfyui
+def test_peaks_are_counted_next_to_those_of_comfyui(tmp_path):
+    if reason := why_unavailable():
+        pytest.skip(reason)
+    pytest.importorskip("triton", reason="the launches are Triton's")
+    path = tmp_path / "rows.jsonl"
+    command = [sys.executable, HERE / "count_peaks.py", "--case", "decode 64 64", "--out", path]
+    subprocess.run(command, capture_output=True, check=True)
+    row = json.loads(path.read_text(encoding="utf-8"))
+    assert row["within_mib"] <= row["comfyui_mib"]
+    assert row["gb"] <= row["within_gb"]
+
+
 @pytest.mark.slow
 @pytest.mark.comfyui
 def test_the_peers_are_measured_from_the_folder_for_a_bare_machine(tmp_path):
