@@ -297,7 +297,7 @@ def drawers(tree: Sources) -> list[str]:
 
 def not_in_the_wheel(tree: Sources) -> list[str]:
     listed = set(pyproject()["tool"]["setuptools"]["packages"])
-    folders = {path.rpartition("/")[0] for path in tree} - {"vae/demo/training"}
+    folders = {path.rpartition("/")[0] for path in tree}
     needed = {".".join(filter(None, [PACK, *folder.split("/")])) for folder in folders}
     return sorted(needed ^ listed)
 

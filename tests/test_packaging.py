@@ -40,7 +40,6 @@ def test_the_wheel_has_every_source_and_nothing_else(wheel):
         *(path for name in folders for path in (ROOT / name).rglob("*.py")),
     ]
     expected = {f"fast_video_vae/{path.relative_to(ROOT).as_posix()}" for path in sources}
-    expected = {name for name in expected if "/demo/training/" not in name}
     assert {name for name in wheel if name.endswith(".py")} == expected
     assert not [name for name in wheel if "tests/" in name]
 

@@ -119,7 +119,7 @@ def test_the_archive_has_only_files_of_the_pack():
     needed += [path.with_suffix(".jpg") for path in workflows]
     expected = {path.relative_to(PACK).as_posix() for path in needed if path.is_file()} | DOCUMENTS
     assert {path.as_posix() for path in published_files()} == {
-        name for name in expected if "__pycache__" not in name and "/training/" not in name
+        name for name in expected if "__pycache__" not in name
     }
 
 

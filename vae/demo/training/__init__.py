@@ -1,1 +1,0 @@
-"""Training of the bundled VAE and creation of the clip; not part of the wheel."""
