@@ -51,7 +51,7 @@ class VideoVAE(PreparedVAE, SharedDevices, SharedRanks, VAEWeights):
         skips_static: Skip static frames in an encode; not on AMD GPUs, whose library would search
             for the shapes of shorter steps.
         allow_tf32: In float32, keep PyTorch's own switches, which may allow TF32.
-        allow_fp16: Let a decode in bfloat16 without gradients compute in float16 if that is faster
+        allow_fp16: Let a decode in bfloat16 compute in float16 if that is faster
             on the device. `load_vae` sets it if no dtype is chosen. The first overflow clears it,
             and the decode continues in bfloat16.
         devices, shards: What shares each video; see `SharedDevices` and `SharedRanks`.
@@ -80,8 +80,8 @@ class VideoVAE(PreparedVAE, SharedDevices, SharedRanks, VAEWeights):
             SeedVR2 times 0.9152), in `encode_dtype` on `device`.
 
         Raises:
-            ValueError: The frames have another shape, dtype or channel count, or are not finite; or
-                the checkpoint has no encoder.
+            ValueError: The frames have another shape, dtype or channel count, are not finite or
+                require a gradient; or the checkpoint has no encoder.
         """
         with self.preparing():
             check_tensor(frames, "frames", self.config.image_channels)
@@ -103,8 +103,8 @@ class VideoVAE(PreparedVAE, SharedDevices, SharedRanks, VAEWeights):
             not clamped, channels-last, in `dtype` on `device`.
 
         Raises:
-            ValueError: The latent has another channel count, shape or dtype, no frames, or is not
-                finite.
+            ValueError: The latent has another channel count, shape or dtype, no frames, is not
+                finite or requires a gradient.
         """
         with self.preparing():
             check_tensor(latent, "latent", self.config.latent_channels)
@@ -164,7 +164,7 @@ class VideoVAE(PreparedVAE, SharedDevices, SharedRanks, VAEWeights):
             known=known,
             single_frame=known and self.config.latent_frames(pieces.shape[2]) == 1,
         )
-        coding = self.ready_coding(computed, pieces, encode=True)
+        coding = self.ready_coding(computed, encode=True)
         if coding is None:
             return run(source)
         return within_range(coding, source, encoder, self.config, run, relief, known=known)
@@ -208,10 +208,10 @@ class VideoVAE(PreparedVAE, SharedDevices, SharedRanks, VAEWeights):
         """
         device, asked = self.device, options.dtype or self.dtype
         with self.preparing():
-            allowed = allows_fp16(self, options, latent)
+            allowed = allows_fp16(self, options)
             decides = functools.partial(decode_dtype, asked, device, allow_fp16=allowed)
             dtype = decides(deep=True)
-            coding = self.ready_coding(dtype, latent)
+            coding = self.ready_coding(dtype)
             dtype = self.agreed(dtype if coding or deep else decides())
             watches = coding is not None or dtype == torch.float16 != asked
             # A CPU finds an overflow as soon as it computes it.
@@ -372,7 +372,6 @@ class VideoVAE(PreparedVAE, SharedDevices, SharedRanks, VAEWeights):
             relief,
             single_frame=single_frame,
             begins=begins,
-            learns=any(parameter.requires_grad for parameter in self.parameters()),
             full=dtype == torch.float32 and not self.allow_tf32,
             graphs=self.graphs,
             skips=network is self.encoder and self.skips_static,

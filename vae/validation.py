@@ -79,7 +79,7 @@ def check_tensor(tensor: object, name: str, channels: int) -> None:
         channels: Expected channels.
 
     Raises:
-        ValueError: Type, dimensions or channels differ, or it is empty.
+        ValueError: Type, dimensions or channels differ, it is empty, or it requires a gradient.
     """
     if not isinstance(tensor, Tensor):
         raise ValueError(
@@ -95,6 +95,10 @@ def check_tensor(tensor: object, name: str, channels: int) -> None:
     if not tensor.numel():
         raise ValueError(
             f"{name} is empty, {list(tensor.shape)}; expected at least one of each dimension"
+        )
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name} requires a gradient; expected one without, such as {name}.detach()"
         )
 
 

@@ -34,6 +34,31 @@ def test_wrong_arguments_of_encode_and_decode_are_refused(vae):
             run(torch.zeros(1, channels, 1, 8, 8), chunk="all")
 
 
+def test_what_requires_a_gradient_is_refused(vae):
+    latent, frames = torch.zeros(1, 16, 2, 1, 1), torch.zeros(1, 3, 5, 8, 8)
+    runs = (vae.decode, vae.decode_stream, latent), (vae.encode, vae.encode_stream, frames)
+    for (run, stream, given), name in zip(runs, ("latent", "frames"), strict=True):
+        leaf = given.clone().requires_grad_()
+        message = f"^{name} requires a gradient; expected one without, such as {name}.detach"
+        for whole in (run, stream):
+            with pytest.raises(ValueError, match=message):
+                whole(leaf)
+        pieces = stream(iter([given[:, :, :1], leaf[:, :, 1:]]))
+        next(pieces)
+        with pytest.raises(ValueError, match=message):
+            next(pieces)
+        with torch.no_grad():
+            assert torch.equal(run(leaf), run(given))
+
+
+def test_weights_that_require_a_gradient_compute_without_one():
+    vae, latent = load_vae(random_state_dict(8), dtype=torch.float32), torch.randn(1, 16, 2, 1, 1)
+    expected = vae.decode(latent)
+    frames = vae.requires_grad_().decode(latent)
+    assert torch.equal(frames, expected)
+    assert not any(each.requires_grad for each in (frames, vae.encode(frames)))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
 def test_inputs_of_any_float_dtype_are_cast(vae, dtype):
     latent, video = torch.randn(1, 16, 2, 1, 1).to(dtype), random_frames(1, 3, 5, 8, 8).to(dtype)

@@ -237,7 +237,7 @@ class CausalConv3d(Conv, CausalLayer):
         """Return whether `x` `[B, C_in, T, H, W]` is a frame for a ring of `cache`."""
         return (
             cache.rings
-            and not (cache.first or cache.thrifty or torch.is_grad_enabled())
+            and not (cache.first or cache.thrifty)
             and not self.reads_codes(cache)
             and self.context > 0
             and self.stride == x.shape[2] == 1
@@ -346,8 +346,6 @@ class CausalConv3d(Conv, CausalLayer):
         The tail is updated; it is unchanged if this fails. With `frames`, `x` is cut or its last
         frame repeated to that length. Codes get a border of zeros.
         """
-        if fill is not None and torch.is_grad_enabled():
-            x, fill = self._filled(x, cache, fill), None
         if fill is None and frames is None:
             return cache.window(self, self.context, x)
         new = x if frames is None else x[:, :, :frames]

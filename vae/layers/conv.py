@@ -130,10 +130,8 @@ class Conv(nn.Module):
             norm: The call has a `gamma`.
 
         Returns:
-            What is fused; only the bias while autograd records.
+            What is fused.
         """
-        if _records(x, self.weight):
-            return Fused(bias=True)
         return self._route(x, kind, strides, padding, norm=norm).fused
 
     def _route(
@@ -188,22 +186,18 @@ class Conv(nn.Module):
         if not x.is_floating_point():
             return self._convolve_codes(x, kind, cache, terms)
         residual, residual_bias, biased, gamma, _ = terms
-        out, route = None, None
-        if _records(x, self.weight):
-            weight, offset = self._derive(kind, x.dtype), self._offset(kind)
-        else:
-            form = cache.attempt(functools.partial(self._form, kind, x.dtype))
-            weight, offset = form.weight, form.offset
-            route = self._route(x, kind, strides, padding, norm=gamma is not None)
-            if route.fused.sums:
-                out = residual
-                if residual is None and gamma is None:
-                    out = _reused(x, weight.shape, strides, padding, before, cache)
+        form, out = cache.attempt(functools.partial(self._form, kind, x.dtype)), None
+        weight = form.weight
+        route = self._route(x, kind, strides, padding, norm=gamma is not None)
+        if route.fused.sums:
+            out = residual
+            if residual is None and gamma is None:
+                out = _reused(x, weight.shape, strides, padding, before, cache)
         options = {"stride": strides, "padding": padding, "residual": residual, "out": out}
         options |= {"residual_bias": residual_bias, "gamma": gamma, "route": route}
 
         def product() -> Tensor:
-            bias = self._bias(kind, offset) if biased else None
+            bias = self._bias(kind, form.offset) if biased else None
             if x.ndim == 4:
                 return conv2d(x, weight, bias, **options)
             return conv3d(x, weight, bias, tail=before and before(), **options)
@@ -380,8 +374,3 @@ def _reused(
         return None if memory is None else memory.squeeze(2)
     tail = None if before is None else before()
     return cache.reused(convolved(x, weight_shape, strides, (0, *padding), tail), x)
-
-
-def _records(x: Tensor, weight: Tensor) -> bool:
-    """Return whether autograd would record a product of the two."""
-    return torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)

@@ -73,7 +73,7 @@ def rows_of(conv: BandedConv, x: Tensor, cache: TemporalCache) -> int:
         Rows per band; the height of `x` if it need not be divided.
     """
     batch, channels, frames, height, width = x.shape
-    if cache.band_bytes is None or cache.shard is not None or torch.is_grad_enabled():
+    if cache.band_bytes is None or cache.shard is not None:
         return height
     frames += 0 if cache.first else conv.context
     row_bytes = max(1, batch * channels * frames * width * x.element_size())

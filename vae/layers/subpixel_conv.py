@@ -126,13 +126,9 @@ class ShuffleConv(Conv):
     ) -> Tensor:
         """Compute all phases of the large frames of a window."""
         kinds = [f"shuffled {phase}{place}" for phase in range(times)]
-        grids = (self._grid(window, kind, cache, pads) for kind in kinds)
-        if torch.is_grad_enabled():
-            frames = [merge_phases(grid) for grid in grids]
-            frames = [y + self._missing(kind, y) for kind, y in zip(kinds, frames, strict=True)]
-            return torch.stack(frames, dim=3).flatten(2, 3)
         out: Tensor | None = None
-        for phase, (kind, grid) in enumerate(zip(kinds, grids, strict=True)):
+        for phase, kind in enumerate(kinds):
+            grid = self._grid(window, kind, cache, pads)
             if out is None:
                 batch, channels, frames, height, width = grid.shape
                 shape = (batch, channels // 4, times * frames, 2 * height - 2, 2 * width - 2)
@@ -185,15 +181,8 @@ class ShuffleConv(Conv):
         assert offset is not None
         return offset[:, 1:3, 1:3].flip(1, 2).flatten(1).T.flatten()
 
-    def _missing(self, kind: str, like: Tensor) -> Tensor:
-        """Return `[C, 1, H, W]`: the bias contribution minus the constant bias."""
-        *_, height, width = like.shape
-        offset = self._offset(kind)
-        there = _stretched(_stretched(offset, width, 2), height, 1)
-        return (there - _repeated(_repeated(offset, width, 2), height, 1)).to(like)[:, None]
-
     def _add_missing(self, frames: Tensor, kind: str, cache: TemporalCache) -> None:
-        """Add that difference to the pixels at the border; it is 0 elsewhere."""
+        """Add the bias contribution minus the constant bias, which is 0 except at the border."""
         offset = self.forms[kind, frames.dtype].offset
         assert offset is not None
         # Frames of a shard are a part of `size`: rows and columns from `start` to `stop`.

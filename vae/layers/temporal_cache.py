@@ -142,13 +142,8 @@ class TemporalCache:
             x: `[B, C, T, H, W]`, the new frames.
 
         Returns:
-            `[B, C, context + T, H, W]`, channels-last; valid as long as `scratch`, except under
-            autograd.
+            `[B, C, context + T, H, W]`, channels-last; valid as long as `scratch`.
         """
-        if torch.is_grad_enabled():
-            tail = self.tail(conv, context, x)
-            self.keep(conv, context, x)
-            return torch.cat([tail, x], dim=2)
         batch, channels, frames, height, width = x.shape
         window = self.scratch((batch, channels, context + frames, height, width), x)
         window[:, :, :context] = self.tail(conv, context, x)
@@ -171,9 +166,6 @@ class TemporalCache:
         known = self._tails.get(conv)
         tail = self.tail(conv, context, x) if known is None else known
         last = x[:, :, -context:]
-        if torch.is_grad_enabled():
-            self._tails[conv] = torch.cat([tail, last], dim=2)[:, :, -context:]
-            return
         older = context - last.shape[2]
         for frame in range(older):  # one by one: the frames overlap
             tail[:, :, frame] = tail[:, :, frame + last.shape[2]]
@@ -181,7 +173,7 @@ class TemporalCache:
 
     def put_back(self, conv: nn.Module, before: Tensor) -> None:
         """Restore the tail of `conv` to `before` `[B, C, context, H, W]`."""
-        if conv in self._tails and not torch.is_grad_enabled():
+        if conv in self._tails:
             self._tails[conv].copy_(before)
 
     def tails(self) -> dict[nn.Module, Tensor]:

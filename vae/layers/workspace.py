@@ -37,8 +37,7 @@ class Workspace:
     def scratch(self, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor:
         """Return a channels-last buffer that is valid until the next call.
 
-        All calls share one memory, because new pages would cost as much as the arithmetic. Under
-        autograd it is a new tensor.
+        All calls share one memory, because new pages would cost as much as the arithmetic.
 
         Args:
             shape: `[B, C, T, H, W]`.
@@ -47,10 +46,6 @@ class Workspace:
         Returns:
             Uninitialised memory.
         """
-        if torch.is_grad_enabled():
-            # A view, because the view decides the order in which autograd accumulates gradients.
-            batch, channels, frames, height, width = shape
-            return like.new_empty((batch, frames, height, width, channels)).movedim(-1, 1)
         key = tuple(shape), like.dtype, like.device
         view = self._views.get(key)
         if view is not None:
@@ -77,7 +72,7 @@ class Workspace:
         """
         nbytes = prod(shape) * like.element_size()
         kept = like.device.type == "cpu" and nbytes >= KEPT_BYTES
-        if not kept or torch.is_grad_enabled() or _count_alone() is None:
+        if not kept or _count_alone() is None:
             return None
         free = [block for block in self._blocks if _users(block) == 1]
         fitting = [block for block in free if nbytes <= block.numel() <= WASTE * nbytes]

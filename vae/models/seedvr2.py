@@ -12,7 +12,6 @@ from fractions import Fraction
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels import code_steps, group_norm_silu, group_norm_statistics
@@ -293,9 +292,6 @@ class ShrinkingConv3d(CausalConv3d):
 
     def _bordered(self, x: Tensor, known: int, cache: TemporalCache) -> Tensor:
         """Join the tail of `known` frames, the new frames, and a row and a column of zeros."""
-        if torch.is_grad_enabled():
-            whole = torch.cat([cache.tail(self, known, x), x], dim=2) if known else x
-            return F.pad(whole, (0, 1, 0, 1))
         batch, channels, frames, height, width = x.shape
         window = cache.scratch((batch, channels, known + frames, height + 1, width + 1), x)
         window[..., height, :].zero_()

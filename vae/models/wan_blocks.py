@@ -297,6 +297,4 @@ def attend(
 
     rows = cache.attempt(attended)
     y = proj(rows.view(batch, frames, height, width, -1).movedim(-1, 1), cache)
-    # In the memory of `y`, unless autograd records.
-    out = None if torch.is_grad_enabled() else y
-    return cache.attempt(lambda: bias_residual(y, residual=x, out=out))
+    return cache.attempt(lambda: bias_residual(y, residual=x, out=y))

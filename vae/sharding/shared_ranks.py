@@ -41,7 +41,7 @@ class SharedRanks:
         Raises:
             ValueError: There is no process group, this process is not in it, or the axis is
                 unknown, here or on another rank. A stream raises it too, for more ranks than rows
-                or columns of a latent, and if autograd records.
+                or columns of a latent.
             ShardError: A rank does not make this call within 300 s.
         """
         self.unshard()

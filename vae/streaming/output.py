@@ -188,8 +188,7 @@ class Output:
     def _placed(
         self, x: Tensor, target: Tensor, *, finding: Finding | None, settles: bool = False
     ) -> Tensor:
-        records = torch.is_grad_enabled() and x.requires_grad
-        if self._writer is not None and target.numel() and not records:
+        if self._writer is not None and target.numel():
             held = uint16_as_int16(self._converted(x, target))
             number = None if finding is None else finding.number()
             self._writer.put(held, uint16_as_int16(target), settles=settles, number=number)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...kernels import log_once
 from ..layers.inputs.coding import Coding
@@ -56,7 +56,7 @@ class Finding:
             x: `[B, C, n, H, W]`. The float32 sum of finite ones in float16 is finite for less than
                 5e33 of them.
         """
-        total = x.detach().sum(dtype=torch.float32)
+        total = x.sum(dtype=torch.float32)
         if self._coding is not None:
             total.add_(self._coding.verdict())  # without an allocation, which could fail
         thread = threading.get_ident()
@@ -148,34 +148,21 @@ class NarrowVAE(Protocol):
     allow_fp16: bool
     graphs: bool
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Return the weights."""
-        ...
-
     def drop_derived(self) -> None:
         """Free the weights in other dtypes and layouts."""
 
 
-def allows_fp16(vae: NarrowVAE, options: StreamOptions, latent: object = None) -> bool:
-    """Return whether a decode may compute in float16, whose range is small for gradients.
+def allows_fp16(vae: NarrowVAE, options: StreamOptions) -> bool:
+    """Return whether a decode may compute in float16.
 
     Args:
         vae: The VAE.
         options: Options of the decode.
-        latent: `[B, C_latent, t, h, w]`, or anything else as long as it is unknown.
 
     Returns:
-        False if the caller chose a dtype, autograd records, or a decode of the VAE overflowed.
+        False if the caller chose a dtype, or a decode of the VAE overflowed.
     """
-    return vae.allow_fp16 and options.dtype is None and not records(vae, latent)
-
-
-def records(vae: NarrowVAE, latent: object = None) -> bool:
-    """Return whether autograd records a decode by `vae` of `latent` `[B, C_latent, t, h, w]`."""
-    if not torch.is_grad_enabled():
-        return False
-    sources = [*vae.parameters(), *([latent] if isinstance(latent, Tensor) else [])]
-    return any(each.requires_grad for each in sources)
+    return vae.allow_fp16 and options.dtype is None
 
 
 def continued(
@@ -204,8 +191,8 @@ def continued(
         The pieces; every frame once. With `watch.at_end` only those of the other decode.
     """
     at = part.first
-    coded, first = watch.coding is not None, part.first_latent()  # unknown until here
-    if records(vae, first) or not (coded or allows_fp16(vae, options, first)):
+    coded = watch.coding is not None
+    if not (coded or allows_fp16(vae, options)):
         yield from wide(part.rest(at))
         return
     axis = 1 if as_images else 2

@@ -97,19 +97,6 @@ class Part:
         """The first frame of latent `start`."""
         return self.start and self._config.frames(self.start)
 
-    def first_latent(self) -> Tensor | None:
-        """Look at the first latents without taking them.
-
-        Returns:
-            `[B, C_latent, t, h, w]`, or None if the iterable has none.
-
-        Raises:
-            RuntimeError: The latents of an iterable were not kept.
-        """
-        if self._latent is None and self._kept is None:
-            raise RuntimeError("the latents were not kept; expected keeps=True")
-        return self._latent if self._kept is None else self._kept.first()
-
     def passed(self, frame: int) -> None:
         """Release the latents that only frames before `frame` need; `rest` does not go back."""
         if self._kept is not None:
@@ -169,17 +156,9 @@ class KeptPieces(Iterator[Tensor]):
         self._source = source
         self._kept: deque[Tensor] = deque()
         self._start = 0  # number of the first kept frame
-        self._ahead: Tensor | None = None
-
-    def first(self) -> Tensor | None:
-        """Return the next piece `[B, C, t, H, W]` without taking it, or None."""
-        if self._ahead is None:
-            self._ahead = next(self._source, None)
-        return self._ahead
 
     def __next__(self) -> Tensor:
-        piece, self._ahead = self._ahead, None
-        piece = next(self._source) if piece is None else piece
+        piece = next(self._source)
         try:
             copied = piece.clone()
         except Exception as error:
@@ -212,6 +191,4 @@ class KeptPieces(Iterator[Tensor]):
     def _followed(self) -> Iterator[Tensor]:
         while self._kept:
             yield self._kept.popleft()
-        if self._ahead is not None:
-            yield self._ahead
         yield from self._source

@@ -185,22 +185,19 @@ def eager(function: _Function) -> _Function:
 
 
 @contextlib.contextmanager
-def layer_modes(
-    device: torch.device, *, records: bool = False, full: bool = False
-) -> Iterator[None]:
+def layer_modes(device: torch.device, *, full: bool = False) -> Iterator[None]:
     """Set the modes in which layers run within the block.
 
     They run outside inference mode, so that tails and derived weights can be used in both modes,
-    and without autocast.
+    without gradients and without autocast.
 
     Args:
         device: Device of the computation.
-        records: Autograd records.
         full: As `full_float32`.
     """
     with (
         torch.inference_mode(False),
-        torch.set_grad_enabled(records),
+        torch.no_grad(),
         torch.autocast(device.type, enabled=False),
         full_float32(device) if full else contextlib.nullcontext(),
     ):

@@ -63,7 +63,6 @@ class VideoSession:
         single_frame: The video has one frame.
         begins: The first frame is the start of the video; otherwise the frames before it are
             unknown.
-        learns: Some parameters require a gradient.
         full: Compute float32 in full float32, even if PyTorch's switches allow less.
         graphs: Replay repeated chunks as CUDA graphs.
         skips: Skip static frames.
@@ -84,7 +83,6 @@ class VideoSession:
     relief: Relief
     single_frame: bool
     begins: bool
-    learns: bool
     full: bool
     graphs: bool
     skips: bool
@@ -109,7 +107,7 @@ class VideoSession:
         self._seen, self._proofs = self.kernels(self._device), Proofs(0, 0)
         self._chunk: Tensor | None = None
         self._results: Iterator[Tensor] | None = None
-        self._records = self._is_static = False
+        self._is_static = False
         self._last: tuple[torch.Size, bool] | None = None
         self._repeats = 0  # equal chunks before this one
         self._left: int | None = None  # latents of a last chunk that is filled up
@@ -138,8 +136,7 @@ class VideoSession:
         relief, done = self.relief, 0
         relief.frees = self._workspace.release
         relief.parks = lambda: self._executor.park()
-        if not self.learns:
-            self._workspace.relief = relief
+        self._workspace.relief = relief
         try:
             for chunk in self._chunks(source):
                 self._begin(chunk)
@@ -190,12 +187,9 @@ class VideoSession:
         model = self.network, self.config, (first.shape[0], *size), self.dtype, self._device
         coded = self.coding.names if self.coding else frozenset()
         self._job = job_of(*model, single_frame=self.single_frame, ranks=ranks, coded=coded)
-        records = torch.is_grad_enabled() and (self.learns or first.requires_grad)
-        self.coding = None if records else self.coding  # codes have no gradient
-        banded = None if records or self.team is None else self.team.plan(self._job, self.options)
-        limit = shared_limit(self.shards, self._job, self.options.limit_bytes, records=records)
-        tile = None if records else self.options.tile
-        options = {"chunk": self.options.chunk, "tile": tile, "cuts": not records}
+        banded = None if self.team is None else self.team.plan(self._job, self.options)
+        limit = shared_limit(self.shards, self._job, self.options.limit_bytes)
+        options = {"chunk": self.options.chunk, "tile": self.options.tile}
         self._plan, self._planner = banded or (make_plan(self._job, limit, **options), None)
         check_plan(self._job, self._plan)
         if self.team is None or self._planner is None:
@@ -237,8 +231,7 @@ class VideoSession:
         """
         frames, group = run.shape[2], self._group
         added_s = (length - frames) // group * self._plan.latent_s
-        records = torch.is_grad_enabled() and (self.learns or run.requires_grad)
-        if not searches_shapes(self._device) or added_s > _SEARCH_S or records:
+        if not searches_shapes(self._device) or added_s > _SEARCH_S:
             return run
         if isinstance(self.leave, Output):
             self.leave.end_after(frames * self.config.temporal_compression)
@@ -248,23 +241,14 @@ class VideoSession:
 
     @eager
     def _begin(self, chunk: Tensor) -> None:
-        """Inspect the next chunk: recorded by autograd, of the shape of the last one, or static."""
+        """Inspect the next chunk: of the shape of the last one, or static."""
         like = chunk.shape, self._executor.cache.first
         self._repeats = self._repeats + 1 if like == self._last else 0
         if self._repeats == 0:
             self._recording = None
         self._last = like
-        self._records = torch.is_grad_enabled() and (chunk.requires_grad or self.learns)
-        if self._records and not (self._shard is None and self._planner is None):
-            raise ValueError("a later piece has a gradient; expected torch.no_grad() or one device")
-        if self._records and self.coding is not None:
-            raise ValueError("a later piece has a gradient; expected torch.no_grad() or no int8")
         if self.skips:
-            repeats = 0
-            if self._records:
-                self._changes = Changes()
-            else:
-                repeats = self.relief.attempt(lambda: self._changes.repeats(chunk))
+            repeats = self.relief.attempt(lambda: self._changes.repeats(chunk))
             wanted = self._executor.takes(chunk.shape[2], repeats)
             self._is_static = wanted is not None
             if self._is_static:
@@ -275,7 +259,7 @@ class VideoSession:
     def _next(self) -> Tensor | None:
         """Compute and return the next result; None after the last."""
         with contextlib.ExitStack() as modes:
-            modes.enter_context(layer_modes(self._device, records=self._records, full=self.full))
+            modes.enter_context(layer_modes(self._device, full=self.full))
             modes.enter_context(seeing(self._seen))
             modes.enter_context(proving(self._proofs))
             if self._results is None:
@@ -300,7 +284,7 @@ class VideoSession:
     def _steps(self, x: Tensor) -> Iterable[Tensor]:
         """Return the results of the chunk, replayed if an equal chunk was captured."""
         executor = self._executor
-        repeats = self._repeats and executor.records and not (self._records or self._is_static)
+        repeats = self._repeats and executor.records and not self._is_static
         if self.graphs and repeats and cuda_graph.takes(self._device):
             try:
                 if self._recording is None:

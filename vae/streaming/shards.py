@@ -60,7 +60,7 @@ class StreamShards(Protocol):
 
 
 def shared_limit(
-    shards: StreamShards | None, job: StreamJob, limit_bytes: int | None, *, records: bool
+    shards: StreamShards | None, job: StreamJob, limit_bytes: int | None
 ) -> int | None:
     """Return the memory limit of a stream: with ranks, that of the rank that has least.
 
@@ -69,18 +69,12 @@ def shared_limit(
         job: The stream.
         limit_bytes: The limit of this rank; None: a share of the free memory, which ranks on one
             device divide.
-        records: Autograd records.
 
     Returns:
         Bytes, or None for a stream of one process without a limit.
-
-    Raises:
-        ValueError: Autograd records a stream of several ranks.
     """
     if shards is None:
         return limit_bytes
-    if records:
-        raise ValueError("a gradient is recorded; expected torch.no_grad() where ranks share it")
     if limit_bytes is None:
         limit_bytes = usual_limit(job) // shards.sharers
     return -shards.most("limit_bytes", -limit_bytes)

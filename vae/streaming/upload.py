@@ -88,7 +88,7 @@ class Upload:
         """Return `pixels` on the device, in their dtype."""
         if lacks(self._device, pixels.dtype):
             pixels = pixels.float()
-        if self._stream is None or pixels.device.type != "cpu" or pixels.requires_grad:
+        if self._stream is None or pixels.device.type != "cpu":
             return pixels.to(self._device)
         work = torch.cuda.current_stream(self._device)
         staged = self._staged(pixels)

@@ -120,13 +120,6 @@ def test_the_halo_of_wan_is_the_reach_of_its_layers():
         assert (middle[0] - scale * start, scale * stop - middle[1]) == (20, 20)
 
 
-def test_frames_are_not_tiled_while_autograd_records(vae, tiles):
-    latent = latent_for(vae, 2, 64, 64).requires_grad_()
-    joined(vae.decode_stream(latent, StreamOptions(tile=(32, 32)))).sum().backward()
-    assert latent.grad is not None
-    assert not tiles
-
-
 def test_a_late_range_skips_latents_outside_its_reach(vae, monkeypatch):
     latent = latent_for(vae, 80, 16, 16)
     expected = vae.decode(latent)[:, :, 300:]

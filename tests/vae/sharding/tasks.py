@@ -101,25 +101,13 @@ def decode_in_parts(group, *, family, x, part_bytes):
         candidates._CPU_PART_BYTES = usual
 
 
-def error_of(group, *, family, x, axis=None, records=False):
+def error_of(group, *, family, x, axis=None):
     """Decode, which fails; the error, and the counts of the operations."""
     with sharded(family, group, axis=axis) as vae:
         try:
-            vae.decode(x.requires_grad_(records))
+            vae.decode(x)
         except ValueError as error:
             return str(error), dict(vae.shards.counts)
-        raise AssertionError("it did not fail")
-
-
-def error_of_a_late_gradient(group, *, family, x):
-    """Decode latents of which the last one requires a gradient; the error."""
-    latents = [*x.split(1, dim=2)]
-    latents[-1] = latents[-1].clone().requires_grad_()
-    with sharded(family, group) as vae:
-        try:
-            joined(vae.decode_stream(iter(latents)))
-        except ValueError as error:
-            return str(error)
         raise AssertionError("it did not fail")
 
 

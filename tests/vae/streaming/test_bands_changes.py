@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from fast_video_vae.tests.builders import random_state_dict, refused
+from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.vae.families import joined, latent_for, random_frames
 from fast_video_vae.tests.vae.streaming.failing_memory import FailingMemory
 from fast_video_vae.vae import StreamOptions, load_vae
@@ -179,10 +179,3 @@ def test_infinite_frames_of_a_device_that_fails_do_not_end_float16(monkeypatch, 
     assert set(dtypes) == {torch.float16}
     assert vae.allow_fp16
     assert len(caplog.records) == 1
-
-
-def test_a_gradient_of_a_later_piece_is_refused(vae):
-    latents = [*latent_for(vae, 3, HEIGHT, WIDTH).split(1, dim=2)]
-    latents[-1] = latents[-1].clone().requires_grad_()
-    with refused("a later piece has a gradient; expected torch"):
-        list(vae.decode_stream(iter(latents)))

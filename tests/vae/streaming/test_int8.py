@@ -241,44 +241,6 @@ def test_an_encode_in_int8_leaves_decodes_unchanged(products):
     assert 1e-5 < relative_error(latents, expected) < 0.2
 
 
-@pytest.mark.parametrize("source", ["tensor", "iterable"])
-def test_gradients_are_those_of_auto(source, products):
-    vae, plain = new_vae(), new_vae(precision="auto", encode_precision="auto")
-    results = []
-    for each in (vae, plain):
-        latent, video = (value.requires_grad_() for value in given(each, 3))
-        latents, frames = (
-            value if source == "tensor" else iter(value.split(1, dim=2))
-            for value in (latent, video)
-        )
-        joined(each.decode_stream(latents)).square().sum().backward()
-        joined(each.encode_stream(frames)).square().sum().backward()
-        results.append((latent.grad, video.grad))
-    assert not products
-    for actual, expected in zip(*results, strict=True):
-        assert torch.equal(actual, expected)
-
-
-def test_a_later_piece_with_a_gradient_is_an_error_of_one_line():
-    vae = new_vae()
-    for value, stream in zip(given(vae, 3), (vae.decode_stream, vae.encode_stream), strict=True):
-        first, rest = value[:, :, :1], value[:, :, 1:].clone().requires_grad_()
-        with refused("a later piece has a gradient"):
-            list(stream(iter([first, rest])))
-        with torch.no_grad():
-            joined(stream(iter([first, rest])))
-
-
-@pytest.mark.parametrize("part", ["encoder", "decoder", "conv1", "conv2"])
-def test_weights_with_gradients_are_not_coded(part, products):
-    vae = new_vae()
-    getattr(vae, part).requires_grad_(True)
-    latent, video = given(vae, 2)
-    (vae.decode(latent).sum() + vae.encode(video).sum()).backward()
-    assert not products
-    assert any(each.grad is not None for each in getattr(vae, part).parameters())
-
-
 def test_copies_keep_the_precision_and_choose_for_themselves(products):
     vae = new_vae()
     latent, video = given(vae, 3)

@@ -441,24 +441,6 @@ def test_an_encode_keeps_its_dtype(vae):
     assert seen == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("given", ["tensor", "iterable"])
-def test_gradients_are_computed_in_bfloat16(vae, given):
-    latent = video(vae, 3).requires_grad_()
-
-    def decode():
-        parts = latent if given == "tensor" else iter(latent.split(1, dim=2))
-        return vae.decode_stream(parts, STEP)
-
-    assert dtypes_of(vae, lambda: joined(decode())) == {torch.bfloat16}
-    (1e4 * joined(decode()).float()).sum().backward()
-    assert latent.grad.isfinite().all()
-    assert vae.allow_fp16
-    with torch.no_grad():
-        assert dtypes_of(vae, lambda: joined(decode())) == {torch.float16}
-        stream = decode()
-    assert dtypes_of(vae, lambda: joined(stream)) == {torch.bfloat16}  # recorded from here on
-
-
 def test_a_latent_that_is_not_finite_is_refused_as_before(vae):
     latent = video(vae, 3)
     latent[0, 0, 2] = torch.nan

@@ -46,6 +46,5 @@ def test_a_latent_whose_copy_does_not_fit_is_kept_on_the_host(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "clone", full)
     latents = KeptPieces(iter(torch.arange(4.0).view(1, 1, 4, 1, 1).split(1, dim=2)))
     assert next(latents).item() == 0
-    assert latents.first().item() == 1  # seen, not taken
     monkeypatch.setattr(torch.Tensor, "clone", clone)
     assert joined(latents.again(0)[1]).flatten().tolist() == [0, 1, 2, 3]

@@ -131,10 +131,10 @@ def test_parts_of_any_size_do_not_change_the_latents(vae, part, monkeypatch):
     check(vae, batch, 4)
 
 
-def test_a_piece_with_gradients_ends_the_repetition(vae):
+def test_another_piece_ends_the_repetition(vae):
     """The piece after it equals the piece before it, which is not its predecessor."""
     frames = fitted_to(vae, clip(1, ("static", 8)))
-    other = fitted_to(vae, clip(10))[:, :, 6:].requires_grad_()
+    other = fitted_to(vae, clip(10))[:, :, 6:]
     pieces = [frames, other, frames[:, :, 1:]]
     close(encoded(vae, iter(pieces), 1, True), encoded(vae, iter(pieces), 1, False))
 
@@ -175,12 +175,6 @@ def test_uint8_frames_and_batches_are_compared(vae):
         skipping, whole = check(vae, frames, 1)
         if vae.config.family != "qwen-image-2.1":
             assert (skipping.count < whole.count) == (frames is video)
-
-
-def test_static_frames_with_gradients_are_computed(vae):
-    video = fitted_to(vae, clip(1, ("static", 8))).requires_grad_()
-    vae.encode(video).square().sum().backward()
-    assert video.grad[:, :, -1].any()
 
 
 def test_a_decode_skips_no_frames():

@@ -102,15 +102,6 @@ def test_pixels_arrive_without_pinned_memory(monkeypatch, caplog, reason):
     assert all("cannot be pinned" in line and "\n" not in line for line in caplog.messages)
 
 
-def test_gradients_reach_the_pixels(gpu):
-    pixels = pixels_of(torch.float32, "images").requires_grad_()
-    given = Upload(CUDA, torch.bfloat16, torch.neg)
-    chunks = [given(part).float() for part in pixels.split(2, dim=2)]
-    torch.cat(chunks, dim=2).sum().backward()
-    assert torch.equal(pixels.grad, torch.full(pixels.shape, -1.0))
-    assert not gpu.pins
-
-
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
 def test_pixels_of_any_mode_are_uploaded(gpu, mode):
     given = Upload(CUDA, torch.float32, NO_RANGE)

@@ -149,20 +149,18 @@ class Int8VAE:
             return frozenset()
         return self._int8.known((_part(encode=encode), dtype, device))
 
-    def coding(self, dtype: torch.dtype, source: object, *, encode: bool = False) -> Coding | None:
+    def coding(self, dtype: torch.dtype, *, encode: bool = False) -> Coding | None:
         """Return what a new video has in int8; None: nothing.
 
         Args:
             dtype: Dtype of the other layers.
-            source: `[B, C, T, H, W]`, or anything else as long as it is unknown.
             encode: The video is encoded.
 
         Returns:
             The coding.
         """
         wish = self._encode_precision if encode else self._precision
-        records = isinstance(source, Tensor) and source.requires_grad and torch.is_grad_enabled()
-        if wish == AUTO or records:
+        if wish == AUTO:
             return None
         if reason := self._lacks_int8(dtype):
             log_once(f"int8 is not used: {reason}")
@@ -232,9 +230,6 @@ class Int8VAE:
         """Return why int8 is not used with layers in `dtype`; empty: it can be."""
         if len(self.team.crew.devices) > 1 or self.shards is not None:
             return "several devices share the video, which int8 does not support"
-        networks = self.decoder, self.encoder, self.conv2
-        if any(p.requires_grad for each in networks if each is not None for p in each.parameters()):
-            return "the weights are trained"
         return int8_lacks(self.device, dtype)
 
     def _checked(self, precision: str, name: str) -> str:

@@ -41,20 +41,17 @@ class PreparedVAE(Int8VAE):
                 made.append(self._prepared(device, dtype, encodes, names))
         return made
 
-    def ready_coding(
-        self, dtype: torch.dtype, source: object, *, encode: bool = False
-    ) -> Coding | None:
+    def ready_coding(self, dtype: torch.dtype, *, encode: bool = False) -> Coding | None:
         """Return the `coding` of a new video once its kernels are built; None: nothing is coded.
 
         Args:
             dtype: Dtype of the other layers.
-            source: `[B, C, T, H, W]`, or anything else as long as it is unknown.
             encode: The video is encoded.
 
         Returns:
             The coding.
         """
-        coding = self.coding(dtype, source, encode=encode)
+        coding = self.coding(dtype, encode=encode)
         if coding is None:
             return None
         if self._prepared(self.device, dtype, encode, coding.names).is_ready:
