@@ -6,7 +6,8 @@ in float32 or wider and round once, to the dtype of the result. `dispatch.py` se
 the results of two backends differ by rounding only.
 
 An op returns `out`, or a new tensor (channels-last for a video) without it. It raises a
-`ValueError` of one line if shapes, dtypes or devices do not fit, before any work.
+`ValueError` of one line if shapes, dtypes or devices do not fit, or a tensor requires a gradient
+while gradients are enabled, before any work.
 
 | op | formula |
 |---|---|

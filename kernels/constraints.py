@@ -31,19 +31,6 @@ def refuse_dtype(x: Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
         raise Refusal(f"there is no kernel for {str(x.dtype).removeprefix('torch.')}")
 
 
-def refuse_gradients(*tensors: Tensor | None) -> None:
-    """Refuse tensors for which autograd would record the call.
-
-    Args:
-        *tensors: `[...]`; None is skipped.
-
-    Raises:
-        Refusal: Gradients are enabled and a tensor requires one.
-    """
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        raise Refusal("a tensor requires gradients, which these kernels do not compute")
-
-
 def refuse_videos(**tensors: Tensor | None) -> None:
     """Refuse videos whose frames are not dense channels-last memory.
 

@@ -12,6 +12,7 @@ A candidate of the convolutions can have variants, such as tile sizes: "triton:2
 import functools
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .backends import CONVOLUTIONS, INT8_ORDER, ORDER, TRIED, forced
@@ -40,8 +41,10 @@ def run(op: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, those of th
         The result of the op.
 
     Raises:
+        ValueError: A tensor requires a gradient.
         BackendError: No backend supports the call.
     """
+    _refuse_gradients(op, args, kwargs)
     notes, reasons = serving.recorder(), dict[str, str]()
     if notes is not None:
         serving.note(ask, notes, op, args, kwargs)
@@ -63,8 +66,11 @@ def run_kernel(op: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, thos
         **kwargs: Keyword arguments of the op.
 
     Returns:
-        The result of the op, or None if only the reference would run it.
+        The result of the op, or None if only the reference would run it or a tensor requires a
+        gradient.
     """
+    if _requires_gradient(args, kwargs):
+        return None
     for name in _order(op, args, kwargs):
         if name == "reference":
             return None
@@ -97,13 +103,15 @@ def run_convolution(
         The result of the op.
 
     Raises:
+        ValueError: A tensor requires a gradient.
         BackendError: No candidate supports the call.
     """
+    given = x, weight, *args
+    _refuse_gradients(op, given, kwargs)
     if route is None:
         norm = kwargs.get("gamma") is not None
         route = route_of(x, weight, kwargs["stride"], kwargs["padding"], norm=norm)
     notes, reasons = serving.recorder(), dict[str, str]()
-    given = x, weight, *args
     if notes is not None:
         if route.candidates[0] == "triton":
             serving.note(_tile_asks(route.tile), notes, op, given, kwargs)
@@ -150,6 +158,19 @@ def ask(backend: str, op: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN40
     norm = kwargs.get("gamma") is not None
     fused = module.fuses(x, weight, kwargs["stride"], kwargs["padding"], norm=norm)
     return composed(function, fused, run, *args, **kwargs)
+
+
+def _refuse_gradients(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if _requires_gradient(args, kwargs):
+        raise ValueError(
+            f"a tensor of {op} requires a gradient; expected ones without, such as x.detach()"
+        )
+
+
+def _requires_gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return torch.is_grad_enabled() and any(
+        getattr(each, "requires_grad", False) for each in (*args, *kwargs.values())
+    )
 
 
 def _run(backend: str, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401

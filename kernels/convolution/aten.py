@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from ..backends import TRIED
-from ..constraints import refuse_gradients
 from ..devices import device_kind
 from ..errors import is_out_of_memory
 from ..ready.selfcheck import log_failure
@@ -85,7 +84,6 @@ def _convolved(
     gamma: None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    refuse_gradients(x, bias, residual, residual_bias, weight.recorded)
     bias = sum_of(bias, residual_bias, x.dtype)
     # Dense, because oneDNN ignores its stride.
     bias = None if bias is None else bias.flatten().to(x.dtype).contiguous()

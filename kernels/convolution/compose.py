@@ -94,11 +94,10 @@ def _finished(
     gamma: Tensor | None,
     out: Tensor | None,
 ) -> Tensor:
-    """Add the terms to `y` `[B, C, T, H, W]` in its own memory, unless autograd records."""
-    own = None if y.requires_grad else y
-    target = own if out is None else out
+    """Add the terms to `y` `[B, C, T, H, W]` in its own memory."""
+    target = y if out is None else out
     if residual is not None or (bias is not None and gamma is None):
-        into = target if gamma is None else own
+        into = target if gamma is None else y
         y = run("bias_residual", y, bias, residual, residual_bias, out=into)
         bias = None
     if gamma is not None:

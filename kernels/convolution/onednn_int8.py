@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from ..codes import ZERO
-from ..constraints import refuse_gradients
 from ..errors import Refusal
 from ..shapes import new_video
 from . import onednn
@@ -49,7 +48,6 @@ def int8_conv3d(
     """
     if scale is None or dtype not in WRITES or x.dtype != torch.uint8:
         raise Refusal("oneDNN reads uint8, and writes float32 and bfloat16")
-    refuse_gradients(residual)
     if reason := missing(x.device):
         raise Refusal(reason)
     bias = sum_of(bias, residual_bias, torch.float32)

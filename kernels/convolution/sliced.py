@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from .. import shapes
-from ..constraints import refuse_gradients
 from . import cudnn
 from .fused import Fused
 from .weight import ConvWeight, channels_last
@@ -35,7 +34,6 @@ def conv3d(
     tail: Tensor | None = None,
 ) -> Tensor:
     """Run `conv3d(x, weight, stride, padding, tail)`; `x` is `[B, C, T, H, W]`."""
-    refuse_gradients(x, tail, weight.recorded)
     taps = weight.laid_out("sliced", _joined_slices)
     shape = shapes.convolved(x, weight.shape, stride, (0, *padding), tail)
     result = shapes.new_video(x, shape)

@@ -21,11 +21,10 @@ class ConvWeight:
         keeps: Keep the layouts; otherwise each call derives what it needs.
 
     Attributes:
-        recorded: A tensor that requires a gradient, for which autograd records a call; None: no
-            call is recorded.
+        requires_grad: It wraps a tensor that requires a gradient.
     """
 
-    recorded: Tensor | None = None
+    requires_grad = False
 
     def __init__(
         self,
@@ -45,21 +44,16 @@ class ConvWeight:
         """Return a `ConvWeight` itself, or wrap a tensor for one call.
 
         Args:
-            weight: `[C_out, C_in, ...]`. Autograd records through a tensor that requires a
-                gradient.
+            weight: `[C_out, C_in, ...]`.
 
         Returns:
             The weight.
         """
         if isinstance(weight, ConvWeight):
             return weight
-        records = weight.requires_grad
-
-        def taps() -> Tensor:
-            return weight if records else channels_last(weight)
-
-        wrapped = cls(weight.shape, weight.dtype, weight.device, taps, keeps=False)
-        wrapped.recorded = weight if records else None
+        kind = weight.shape, weight.dtype, weight.device
+        wrapped = cls(*kind, lambda: channels_last(weight), keeps=False)
+        wrapped.requires_grad = weight.requires_grad
         return wrapped
 
     @property

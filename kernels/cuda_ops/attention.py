@@ -32,7 +32,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         raise Refusal(f"q is {list(q.shape)}; expected [B, N, d]")
     if q.shape[-1] <= FLASH_HEAD:
         raise Refusal(f"heads of up to {FLASH_HEAD} have flash kernels in PyTorch")
-    if not multiplies_mixed(q, k, v):
+    if not multiplies_mixed(q):
         dtype = str(q.dtype).removeprefix("torch.")
         raise Refusal(f"PyTorch has no products of {dtype} whose results are float32")
     return in_blocks(q, k, v, weigh=softmax)

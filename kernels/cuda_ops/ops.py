@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..constraints import refuse_dtype, refuse_gradients, refuse_subclass
+from ..constraints import refuse_dtype, refuse_subclass
 from ..errors import Refusal
 from . import runtime
 
@@ -24,7 +24,6 @@ def _op(file: str, name: str) -> Callable[..., Tensor]:
         refuse_dtype(x)
         for tensor in tensors:
             refuse_subclass(tensor)
-        refuse_gradients(*tensors)
         if not x.numel():
             raise Refusal("the tensor is empty")
         launches = importlib.import_module(f".{file}", __package__)

@@ -14,7 +14,6 @@ from ..constraints import (
     is_dense,
     refuse_codes,
     refuse_dtype,
-    refuse_gradients,
     refuse_overlap,
     refuse_rows,
     refuse_videos,
@@ -55,7 +54,7 @@ def rms_norm_silu(
     Raises:
         Refusal: The kernels do not support the call.
     """
-    _check(x, gamma, bias, codes)
+    _check(x)
     _refuse_window(x, tail, out, border, saturated)
     CPU.require()
     out = shapes.new_window(x, tail, border, coded=codes is not None) if out is None else out
@@ -102,7 +101,7 @@ def group_norm_silu(
     Raises:
         Refusal: The kernels do not support the call.
     """
-    _check(x, weight, bias, statistics, codes)
+    _check(x)
     _refuse_window(x, tail, out, border, saturated)
     CPU.require()
     out = shapes.new_window(x, tail, border, coded=codes is not None) if out is None else out
@@ -126,7 +125,7 @@ def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
 
 def silu_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Compute `silu_mul(x, gate, out)` for `x` `[..., C]`."""
-    _check(x, gate)
+    _check(x)
     refuse_rows(x=x, gate=gate, out=out)
     refuse_overlap(out, x=x, gate=gate, same=True)
     CPU.require()
@@ -144,7 +143,7 @@ def bias_residual(
     out: Tensor | None = None,
 ) -> Tensor:
     """Compute `bias_residual(x, bias, residual, residual_bias, out)` for `x` `[B, C, T, H, W]`."""
-    _check(x, bias, residual, residual_bias)
+    _check(x)
     refuse_videos(x=x, residual=residual, out=out)
     refuse_overlap(out, x=x, residual=residual, same=True)
     CPU.require()
@@ -189,7 +188,7 @@ def merge_phases(
     out: Tensor | None = None,
 ) -> Tensor:
     """Compute `merge_phases(grid, source, times, bias, out)` for `grid` `[B, 4 * C, T, H, W]`."""
-    _check(grid, source, bias)
+    _check(grid)
     refuse_videos(grid=grid, source=source, out=out)
     refuse_overlap(out, grid=grid, source=source)
     CPU.require()
@@ -281,12 +280,11 @@ def frames_to_images(
     return out
 
 
-def _check(x: Tensor, *others: Tensor | None) -> None:
-    """Refuse devices, dtypes and gradients that the kernels do not support."""
+def _check(x: Tensor) -> None:
+    """Refuse devices and dtypes that the kernels do not support."""
     if x.device.type not in ("cpu", "meta"):
         raise Refusal(f"the tensors are on {x.device.type}; native needs the CPU")
     refuse_dtype(x)
-    refuse_gradients(x, *others)
 
 
 def _refuse_window(

@@ -2,8 +2,7 @@
 
 Formulas and arguments are those of `kernels/__init__.py`. The ops run over blocks that fit a core's
 cache, so that the passes of a formula read the cache instead of memory, and write into the caller's
-buffer, because fresh pages cost as much as the arithmetic. If autograd records, the ops consist of
-differentiable steps instead.
+buffer, because fresh pages cost as much as the arithmetic.
 """
 
 from .attention import attention

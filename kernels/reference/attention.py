@@ -50,7 +50,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch.empty_like(q)
     # The fused kernels need dense rows; otherwise PyTorch would materialise the scores.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    if _fused_attention_takes(q, k, v) and not _blocks_are_faster(q, k, v):
+    if _fused_attention_takes(q, k, v) and not _blocks_are_faster(q, k):
         return _fused(q, k, v)
     return in_blocks(q, k, v)
 
@@ -84,7 +84,7 @@ def in_blocks(
     frames = max(1, _SCORE_ELEMENTS // (length * count))
     rows = max(1, _SCORE_ELEMENTS // (frames * count))
     rows = rows // _ROWS * _ROWS or rows
-    mixed = multiplies_mixed(q, k, v)
+    mixed = multiplies_mixed(q)
     if not mixed:
         wide = torch.promote_types(q.dtype, torch.float32)
         k, v = k.to(wide), v.to(wide)
@@ -110,19 +110,9 @@ def _mixed_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
     return torch.baddbmm(out, a, b, torch.float32, beta=0, alpha=scale, out=out)
 
 
-def multiplies_mixed(*tensors: Tensor) -> bool:
-    """Return whether `_mixed_product` is used; autograd does not record it.
-
-    Args:
-        *tensors: `[B, N, d]` each, the factors.
-
-    Returns:
-        False where PyTorch has no such products on the device.
-    """
-    x = tensors[0]
+def multiplies_mixed(x: Tensor) -> bool:
+    """Return whether `_mixed_product` is used for `x` `[B, N, d]`: the device has such products."""
     if x.device.type != "cuda" or x.dtype not in (torch.float16, torch.bfloat16):
-        return False
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return False
     return _has_mixed_products(x.device, x.dtype)
 
@@ -140,7 +130,7 @@ def _has_mixed_products(device: torch.device, dtype: torch.dtype) -> bool:
     return bool((product == 8).all())
 
 
-def _blocks_are_faster(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def _blocks_are_faster(q: Tensor, k: Tensor) -> bool:
     """Return whether blocks of products are expected to be faster than PyTorch's fused kernel.
 
     Not in float32: the fused kernel reads each value once, and products without tensor cores wait
@@ -148,7 +138,7 @@ def _blocks_are_faster(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """
     if q.device.type != "cuda" or q.shape[2] <= FLASH_HEAD or k.shape[1] < _MANY_PIXELS:
         return False
-    return multiplies_mixed(q, k, v)
+    return multiplies_mixed(q)
 
 
 def _fused_attention_takes(q: Tensor, k: Tensor, v: Tensor) -> bool:

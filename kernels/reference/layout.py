@@ -5,7 +5,7 @@ from einops import rearrange
 from torch import Tensor
 
 from .. import shapes
-from .memory import map_blocks, records, widened
+from .memory import map_blocks, widened
 
 
 def interleave_time(x: Tensor, phases: int, *, out: Tensor | None = None) -> Tensor:
@@ -135,9 +135,6 @@ def frames_to_images(
     target = out.view(torch.int16) if words else out
     target = target if out.ndim == 5 else target.unflatten(0, (batch, length))
     target = target.unflatten(3, (width, patch)).unflatten(2, (height, patch))
-    if records(frames, out) and out.is_floating_point():
-        target.copy_(((pixels.float() + 1) * 0.5).clamp(0, 1))
-        return out
 
     def images(work: Tensor) -> None:
         work.add_(1).mul_(0.5).clamp_(0, 1)
@@ -146,7 +143,7 @@ def frames_to_images(
         if words:  # from 2^15 on less 2^16, which is exact
             work.round_().add_(1 << 15).remainder_(1 << 16).sub_(1 << 15)
 
-    map_blocks(images, pixels.detach(), target, wide=torch.float32)
+    map_blocks(images, pixels, target, wide=torch.float32)
     return out
 
 
@@ -172,11 +169,7 @@ def _duplicated(x: Tensor, channels: int, phases: int, phase: int) -> Tensor:
 def _write_sum(target: Tensor, x: Tensor, bias: Tensor | None, added: Tensor | None) -> None:
     """Add the given terms from left to right and round once."""
     others = [added] if added is not None else []
-    if records(target, x, bias, added):
-        for term in (bias, *others):
-            x = x if term is None else x + term
-        target.copy_(x)
-    elif bias is not None:
+    if bias is not None:
         map_blocks(lambda rows, *more: [rows.add_(y) for y in (bias, *more)], x, target, *others)
     elif added is not None:
         torch.add(x, added, out=target)

@@ -1,4 +1,4 @@
-"""Memory access of the reference: blocks, buffers, and whether autograd records."""
+"""Memory access of the reference: blocks and buffers."""
 
 from collections.abc import Callable, Iterator
 
@@ -17,21 +17,9 @@ _BLOCK_ELEMENTS = 1_000_000
 _DEVICE_BLOCK_ELEMENTS = 1 << 24
 
 
-def records(*tensors: Tensor | None) -> bool:
-    """Return whether autograd would record a function of `tensors` `[...]`; None is skipped."""
-    return torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in tensors
-    )
-
-
 def widened(x: Tensor) -> torch.dtype:
     """Return the dtype in which a function of `x` `[...]` is computed."""
     return torch.promote_types(x.dtype, torch.float32)
-
-
-def delivered(y: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
-    """Return `y` `[...]` in the dtype of `x`, written into `out` if given; autograd records it."""
-    return y.to(x.dtype) if out is None else out.copy_(y)
 
 
 def copies(x: Tensor, wide: torch.dtype) -> Iterator[Tensor]:

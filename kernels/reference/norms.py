@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import shapes
 from ..codes import zero_of
-from .memory import copies, delivered, map_blocks, records, widened
+from .memory import copies, map_blocks, widened
 
 # `torch.nn.functional.normalize`, which Wan's RMS_norm uses, divides by max(norm, eps) with this
 # eps.
@@ -31,8 +31,6 @@ def rms_norm_silu(
 ) -> Tensor:
     """Multiply by the inverse norm of each pixel and by `sqrt(C) * gamma`.
 
-    If autograd records, `tail` is only read, and the caller keeps the last frames of the result.
-
     Args:
         x: `[B, C, T, H, W]`.
         gamma: `[C]`.
@@ -50,12 +48,6 @@ def rms_norm_silu(
     wide = widened(x)
     scale = gamma.flatten().to(wide) * math.sqrt(x.shape[1])
     bias = None if bias is None else bias.flatten().to(wide)
-    if records(x, gamma, bias, tail, out):
-        y = _read(x, wide, out)
-        y = y if bias is None else y + bias.view(-1, 1, 1, 1)
-        y = F.normalize(y, dim=1, eps=_NORM_EPS) * scale.view(-1, 1, 1, 1)
-        y = _with_tail((F.silu(y) if silu else y).to(x.dtype), tail, border)
-        return delivered(y, x, out)
 
     def norm(rows: Tensor) -> None:
         if bias is not None:
@@ -90,8 +82,6 @@ def group_norm_silu(
 ) -> Tensor:
     """Normalise each frame in three passes over its cached blocks: means, centred squares, result.
 
-    If autograd records, `tail` is only read, and the caller keeps the last frames of the result.
-
     Args:
         x: `[B, C, T, H, W]`.
         weight: `[C]`.
@@ -111,14 +101,6 @@ def group_norm_silu(
     """
     wide = widened(x)
     weight, bias = weight.flatten().to(wide), bias.flatten().to(wide)
-    if records(x, weight, bias, statistics, tail, out):
-        y = _read(x, wide, out)
-        if statistics is None:
-            statistics = _recorded_statistics(y, groups, eps)
-        y = _grouped(y, weight, bias, statistics)
-        y = _with_tail((F.silu(y) if silu else y).to(x.dtype), tail, border)
-        return delivered(y, x, out)
-
     out = shapes.new_window(x, tail, border, coded=codes is not None) if out is None else out
     inner, encode = _bordered(out, border), _encoder(out, codes, saturated)
     new = _behind(tail, inner)
@@ -133,8 +115,6 @@ def group_norm_silu(
 def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
     """Compute `group_norm_statistics(x, groups, eps)` for `x` `[B, C, T, H, W]` in two passes."""
     wide = widened(x)
-    if records(x):
-        return _recorded_statistics(x.to(wide), groups, eps)
     shape = shapes.statistics(x, groups)
     statistics = torch.full(shape, math.nan, dtype=wide, device=x.device)
     for b, t in product(range(x.shape[0]), range(x.shape[2])) if x.numel() else ():
@@ -144,9 +124,6 @@ def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
 
 def silu_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Compute `silu_mul(x, gate, out)` for `x` `[..., C]`."""
-    if records(x, gate, out):
-        wide = widened(x)
-        return delivered(F.silu(_read(x, wide, out)) * _read(gate, wide, out), x, out)
     out = x.new_empty(x.shape) if out is None else out
     map_blocks(lambda rows, gates: F.silu(rows, inplace=True).mul_(gates), x, out, gate)
     return out
@@ -172,28 +149,9 @@ def bias_residual(
                 rows.add_(added)
 
     added = () if residual is None else (residual.movedim(1, -1),)
-    if records(x, bias, residual, residual_bias, out):
-        rows = x.movedim(1, -1).to(wide, copy=True)
-        sums(rows, *added)
-        return delivered(_channels_last(rows.movedim(-1, 1)), x, out)
     out = shapes.new_video(x, x.shape) if out is None else out
     map_blocks(sums, x.movedim(1, -1), out.movedim(1, -1), *added)
     return out
-
-
-def _read(x: Tensor, wide: torch.dtype, out: Tensor | None) -> Tensor:
-    """Return `x` in the dtype `wide`, copied if `out` may be `x`, for a recorded function."""
-    return x.to(wide, copy=out is not None)
-
-
-def _channels_last(x: Tensor) -> Tensor:
-    return x.contiguous(memory_format=torch.channels_last_3d)
-
-
-def _with_tail(y: Tensor, tail: Tensor | None, border: int) -> Tensor:
-    """Return the frames of `tail` and `y`, with a border of zeros, in new memory."""
-    y = y if tail is None else torch.cat([tail, y], dim=2)
-    return _channels_last(F.pad(y, (border,) * 4) if border else y)
 
 
 def _encoder(
@@ -236,23 +194,6 @@ def _roll(tail: Tensor | None, out: Tensor) -> None:
         known, frames = tail.shape[2], out.shape[2]
         out[:, :, :known].copy_(tail)
         tail.copy_(out[:, :, frames - known :])
-
-
-def _recorded_statistics(x: Tensor, groups: int, eps: float) -> Tensor:
-    """Return the statistics of every frame in differentiable steps, `[B, T, 2, groups]`."""
-    parts = x.unflatten(1, (groups, x.shape[1] // groups))
-    mean = parts.mean(dim=(2, 4, 5), keepdim=True)
-    variance = (parts - mean).square().mean(dim=(2, 4, 5))
-    both = torch.stack([mean[:, :, 0, :, 0, 0], (variance + eps).rsqrt()], dim=1)
-    return both.movedim(-1, 1).contiguous()
-
-
-def _grouped(x: Tensor, weight: Tensor, bias: Tensor, statistics: Tensor) -> Tensor:
-    """Return the group norm of every frame in differentiable steps, `[B, C, T, H, W]`."""
-    each = x.shape[1] // statistics.shape[-1]
-    numbers = statistics.repeat_interleave(each, dim=-1).movedim(-1, 1)  # [B, C, T, 2]
-    mean, inverse = numbers[..., None, None].unbind(3)
-    return (x - mean) * inverse * weight.view(-1, 1, 1, 1) + bias.view(-1, 1, 1, 1)
 
 
 def _measure(frame: Tensor, wide: torch.dtype, groups: int, eps: float) -> Tensor:

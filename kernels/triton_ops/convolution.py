@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import shapes
-from ..constraints import refuse_gradients, refuse_overlap, refuse_videos
+from ..constraints import refuse_overlap, refuse_videos
 from ..convolution.weight import ConvWeight
 from ..errors import Refusal
 from .convolution_kernels import convolve
@@ -188,7 +188,6 @@ def _run(
 ) -> None:
     """Refuse what the kernels cannot read, and launch the one of the tile."""
     residual = terms.residual
-    refuse_gradients(taps)
     refuse_videos(x=x, tail=tail, residual=residual, out=out)
     refuse_overlap(out, x=x, tail=tail)
     refuse_overlap(out, residual=residual, same=True)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..constraints import DTYPES, refuse_dtype, refuse_gradients, refuse_subclass
+from ..constraints import DTYPES, refuse_dtype, refuse_subclass
 from ..errors import Refusal
 from .convolution_tiles import fuses as fuses
 from .convolution_tiles import variants as variants
@@ -22,12 +22,10 @@ def _op(file: str, name: str, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Calla
     """Return an op whose first tensor is the activation, in one of `dtypes`."""
 
     def run(*args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401, those of the op
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        x = tensors[0]
+        x = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         refuse_device(x.device, x.dtype)
         refuse_dtype(x, dtypes)
         refuse_subclass(x)
-        refuse_gradients(*tensors)
         if not x.numel():
             raise Refusal("the tensor is empty")
         require(x.device)

@@ -143,20 +143,6 @@ def test_a_border_in_the_memory_of_the_input_is_refused(backend):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_autograd_records_a_border(op):
-    args, options = arguments(op, 12)
-    x = video(1, 12, 2, 3, 4).requires_grad_()
-    tail = video(1, 12, 1, 3, 4, seed=1)
-    y = getattr(kernels, op)(x, *args, **options, tail=tail, border=1)
-    value, error = getattr(formulas, op)(x.detach(), *args, **options)
-    formulas.check(y[:, :, 1:].detach(), surrounded(value, 1), surrounded(error, 1))
-    assert torch.equal(y[:, :, :1], surrounded(tail, 1))
-    (gradient,) = torch.autograd.grad(y.sum(), x)
-    (plain,) = torch.autograd.grad(getattr(kernels, op)(x, *args, **options).sum(), x)
-    torch.testing.assert_close(gradient, plain)
-
-
-@pytest.mark.parametrize("op", OPS)
 def test_an_unsuitable_border_is_an_error(op):
     args, options = arguments(op, 12)
     x = video(1, 12, 2, 3, 4)

@@ -214,41 +214,9 @@ def test_a_weight_serves_with_and_without_inference_mode(candidate, first):
         with torch.inference_mode(mode), using(candidate):
             close(kernels.conv3d(x, one, **PADDED), weight, x=x, **PADDED)
             close(kernels.conv3d(x, weight, **PADDED), weight, x=x, **PADDED)
-    leaf = video(1, 16, 3, 4, 4, seed=3).requires_grad_()
-    if not weight.is_inference():
-        kernels.conv3d(leaf, one, **PADDED).sum().backward()
-        assert leaf.grad.any()
 
 
-LEAVES = ("x", "tail", "weight", "bias", "residual", "residual_bias", "gamma")
-
-
-@pytest.mark.parametrize("candidate", ["reference", "any"])
-@pytest.mark.parametrize("op", ["conv3d", "conv2d"])
-@pytest.mark.parametrize("wanted", [*([name] for name in LEAVES), LEAVES])
-def test_gradients_equal_those_of_the_formula(candidate, op, wanted):
-    tensors, options = recorded(op)
-    wanted = [name for name in wanted if name in tensors]
-
-    def gradients(function, dtype):
-        moved = {name: x.detach().to(dtype) for name, x in tensors.items()}
-        leaves = [moved[name].requires_grad_() for name in wanted]
-        y = function(**moved, **options)
-        y = y[0] if isinstance(y, tuple) else y
-        return torch.autograd.grad((y.double() * random(*y.shape, seed=9)).sum(), leaves)
-
-    if not wanted:
-        return  # frames have no tail
-    expected = gradients(getattr(formulas, op), torch.float64)
-    for dtype, share in ((torch.float64, 1e-12), (torch.float32, 1e-4)):
-        with using(candidate):
-            actual = gradients(getattr(kernels, op), dtype)
-        for mine, other in zip(actual, expected, strict=True):
-            near = {"rtol": share, "atol": share * other.abs().max()}
-            torch.testing.assert_close(mine.double(), other, **near)
-
-
-def recorded(op):
+def call_of(op):
     """Return the tensors of a call by name, and its other arguments."""
     tensors = {
         "x": video(1, 6, 3, 5, 4),
@@ -266,26 +234,6 @@ def recorded(op):
     return tensors, PADDED
 
 
-@pytest.mark.parametrize("name", LEAVES)
-@pytest.mark.parametrize("candidate", ["aten", "sliced"])
-def test_candidates_have_gradients_or_refuse_them(candidate, name):
-    tensors, options = recorded("conv3d")
-    tensors[name] = tensors[name].clone().requires_grad_()
-    results = []
-
-    def call():
-        results.append(kernels.conv3d(**tensors, **options).square().sum())
-
-    with using(candidate):
-        refusal = refused(call)
-    if refusal is not None:
-        assert f"{candidate}: a tensor requires gradients" in refusal
-        return
-    call()
-    mine, other = (torch.autograd.grad(each, tensors[name])[0] for each in results)
-    torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
-
-
 @each_candidate
 @pytest.mark.parametrize("op", ["conv3d", "conv2d"])
 def test_what_is_fused_needs_no_other_op(candidate, op, monkeypatch):
@@ -299,7 +247,7 @@ def test_what_is_fused_needs_no_other_op(candidate, op, monkeypatch):
     stride = (1, 1, 1) if op == "conv3d" else (1, 1)
     if refuses(candidate, stride):
         return
-    tensors, options = recorded(op)
+    tensors, options = call_of(op)
     del tensors["residual"]
     options = options | {"stride": stride}
     for (terms, _), dtype, keeps in product(CALLS, DTYPES, (True, False)):

@@ -253,13 +253,10 @@ def test_the_check_finds_every_op_right_where_there_is_no_triton(op, monkeypatch
     assert selfcheck.checked(dispatch.ask, op, samples) == ("cuda",)
 
 
-def test_gradients_and_empty_tensors_are_refused():
+def test_empty_tensors_are_refused():
     x = torch.ones(2, 8)
-    with use_backend("cuda"):
-        with pytest.raises(BackendError, match="gradients"):
-            kernels.silu_mul(x.clone().requires_grad_(), x)
-        with pytest.raises(BackendError, match="cuda: the tensor is empty"):
-            kernels.silu_mul(x[:0], x[:0])
+    with use_backend("cuda"), pytest.raises(BackendError, match="cuda: the tensor is empty"):
+        kernels.silu_mul(x[:0], x[:0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -185,12 +185,23 @@ def test_exact_ops_equal_the_reference_bit_for_bit(backend, channels, dtype):
             assert torch.equal(actual, getattr(kernels, op)(*args, **keywords)), op
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_every_op_has_a_gradient_with_any_backends(op):
-    args, keywords = inputs(op, torch.float32)
-    args = [arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args]
-    args[0].requires_grad_()
-    y = getattr(kernels, op)(*args, **keywords)
-    y.square().sum().backward()
-    assert args[0].grad.isfinite().all()
-    assert args[0].grad.any()
+@pytest.mark.parametrize("op", [*OPS, "conv2d", "conv3d"])
+def test_a_tensor_that_requires_a_gradient_is_refused(op):
+    convolution = (video(1, 8, 3, 4, 4), random(8, 8, 1, 1, 1)), {}
+    if op == "conv2d":
+        convolution = tuple(each[:, :, 0] for each in convolution[0]), {}
+    args, keywords = inputs(op, torch.float32) if op in OPS else convolution
+    tensors = [n for n, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
+    for n in tensors:
+        given = [*args[:n], args[n].clone().requires_grad_(), *args[n + 1 :]]
+        with pytest.raises(ValueError, match=f"^a tensor of {op} requires a gradient; expected"):
+            getattr(kernels, op)(*given, **keywords)
+        with torch.no_grad():
+            assert not getattr(kernels, op)(*given, **keywords).requires_grad
+
+
+def test_a_kernel_is_not_asked_where_a_tensor_requires_a_gradient():
+    x, leaf = torch.ones(2, 8), torch.ones(2, 8, requires_grad=True)
+    assert kernels.run_kernel("silu_mul", leaf, x) is None
+    with pytest.raises(ValueError, match="requires a gradient"):
+        kernels.silu_mul(x, x, out=leaf)

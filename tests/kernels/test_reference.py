@@ -1,4 +1,4 @@
-"""Features that only the reference has: float64, gradients, blocks and fallback attention."""
+"""Features that only the reference has: float64, blocks and fallback attention."""
 
 import importlib
 import math
@@ -9,7 +9,7 @@ import torch
 from fast_video_vae import kernels
 from fast_video_vae.kernels import use_backend
 from fast_video_vae.tests.kernels import formulas
-from fast_video_vae.tests.kernels.cases import DTYPES, OPS, Poisoned, inputs, random, video
+from fast_video_vae.tests.kernels.cases import DTYPES, OPS, inputs, random, video
 
 # Imported by name: the package also has a function `attention`.
 memory = importlib.import_module("fast_video_vae.kernels.reference.memory")
@@ -55,112 +55,6 @@ def test_group_norm_silu_is_as_accurate_as_its_statistics():
     value, _ = formulas.group_norm_silu(x, weight, bias, 2, statistics=statistics)
     actual = kernels.group_norm_silu(x, weight, bias, 2)
     torch.testing.assert_close(actual.double(), value, rtol=0, atol=5e-6)
-
-
-@pytest.mark.parametrize("banded", [False, True])
-def test_statistics_have_gradients(banded):
-    """The gradient is the same whether the statistics are computed before or in the call."""
-    weight, bias = random(2, 12, dtype=torch.float64, seed=1)
-    grads = []
-    for apart in (False, True):
-        x = video(2, 12, 3, 4, 5, dtype=torch.float64).requires_grad_()
-        leaves = [x, weight.clone().requires_grad_(), bias.clone().requires_grad_()]
-        options = {"statistics": kernels.group_norm_statistics(x, 3)} if apart else {}
-        bands = x.split(2, dim=3) if banded and apart else [x]
-        y = torch.cat(
-            [kernels.group_norm_silu(band, *leaves[1:], 3, **options) for band in bands], dim=3
-        )
-        grads.append(torch.autograd.grad((y * random(*y.shape, seed=2)).sum(), leaves))
-    for mine, other in zip(*grads, strict=True):
-        torch.testing.assert_close(mine, other)
-
-
-def test_gradients_of_given_statistics_equal_differences():
-    x, (weight, bias) = video(1, 4, 2, 2, 3, dtype=torch.float64), random(2, 4, dtype=torch.float64)
-    given = kernels.group_norm_statistics(x, 2).requires_grad_()
-    assert torch.autograd.gradcheck(
-        lambda numbers: kernels.group_norm_silu(x, weight, bias, 2, statistics=numbers), given
-    )
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_gradients_equal_differences(op):
-    """Compare with central differences in float64, in one direction for all tensors together."""
-    args, keywords = inputs(op, torch.float64)
-    leaves = [n for n, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
-    # Keep away from the corners of the clamp, which have no derivative.
-    args = [arg.double() * 0.2 if n in leaves else arg for n, arg in enumerate(args)]
-    ways = {n: random(*args[n].shape, dtype=torch.float64, seed=10 + n) for n in leaves}
-
-    def loss(step):
-        moved = [arg + step * ways[n] if n in ways else arg for n, arg in enumerate(args)]
-        for n in leaves:
-            moved[n] = moved[n].detach().requires_grad_(step == 0)
-        copies = {  # a tail is overwritten
-            name: value.double().clone() if isinstance(value, torch.Tensor) else value
-            for name, value in keywords.items()
-        }
-        y = getattr(kernels, op)(*moved, **copies)
-        weights = random(*y.shape, dtype=torch.float64, seed=5)
-        return (y.double() * weights).sum(), moved
-
-    value, moved = loss(0)
-    grads = torch.autograd.grad(value, [moved[n] for n in leaves])
-    slope = sum((grad * way).sum() for grad, way in zip(grads, ways.values(), strict=True))
-    step = 1e-3 if op == "frames_to_images" else 1e-5  # its arithmetic is float32
-    difference = (loss(step)[0] - loss(-step)[0]) / (2 * step)
-    torch.testing.assert_close(slope, difference, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-@pytest.mark.parametrize("op", OPS)
-def test_results_with_autograd_equal_those_without(op, dtype):
-    args, keywords = inputs(op, dtype)
-    expected = getattr(kernels, op)(*args, **keywords)
-    args, keywords = inputs(op, dtype)
-    result = getattr(kernels, op)(args[0].clone().requires_grad_(), *args[1:], **keywords)
-    assert result.requires_grad
-    eps = torch.finfo(expected.dtype).eps
-    torch.testing.assert_close(result.detach(), expected, rtol=2 * eps, atol=2e-6)
-    if result.ndim == 5:
-        assert result.movedim(1, -1).is_contiguous()
-
-
-@pytest.mark.parametrize("op", ["rms_norm_silu", "group_norm_silu"])
-def test_the_tail_is_not_written_with_autograd(op):
-    """The tail is read, with a gradient; a write would invalidate its recorded uses."""
-    args, keywords = inputs(op, torch.float32)
-    tail = keywords["tail"].clone().requires_grad_()
-    out = getattr(kernels, op)(*args, **(keywords | {"tail": tail}))
-    out.sum().backward()
-    assert torch.equal(tail.detach(), inputs(op, torch.float32)[1]["tail"])
-    assert (tail.grad == 1).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("op", ["rms_norm_silu", "silu_mul", "bias_residual"])
-def test_results_with_autograd_may_overwrite_the_input(op, dtype):
-    args, _ = inputs(op, dtype)
-    grads = []
-    for in_place in (False, True):
-        leaf = args[0].clone().requires_grad_()
-        x = leaf * 1
-        y = getattr(kernels, op)(x, *args[1:], out=x if in_place else None)
-        y.square().sum().backward()
-        grads.append(leaf.grad)
-    assert torch.equal(*grads)
-
-
-def test_results_in_a_longer_buffer_have_gradients():
-    """The input of a causal convolution is made in this way."""
-    x = video(1, 8, 2, 3, 3).requires_grad_()
-    buffer = Poisoned(1, 4, 3, 3, 8, dtype=torch.float32)
-    window = buffer.memory.movedim(-1, 1)
-    window[:, :, :2].zero_()
-    kernels.rms_norm_silu(x, torch.ones(8), out=window[:, :, 2:])
-    window.sum().backward()
-    (expected,) = torch.autograd.grad(kernels.rms_norm_silu(x, torch.ones(8)).sum(), x)
-    torch.testing.assert_close(x.grad, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
