@@ -101,6 +101,7 @@ __all__ = [
     "conv2d",
     "conv3d",
     "conv_route",
+    "convolved",
     "default_device",
     "device_kind",
     "device_name",
@@ -560,9 +561,8 @@ def conv3d(
     """
     weight = ConvWeight.of(weight)
     check.video(x=x)
-    check.convolution(x, weight, stride, padding, tail)
+    shape = check.convolution(x, weight, stride, padding, tail)
     check.vectors(x, weight.shape[0], bias=bias, residual_bias=residual_bias, gamma=gamma)
-    shape = convolved(x, weight.shape, stride, (0, *padding), tail)
     check.results(x, shape, residual=residual, out=out)
     return run_convolution(
         "conv3d", route, x, weight, bias, stride=stride, padding=padding, tail=tail,
@@ -602,9 +602,9 @@ def conv2d(
     """
     weight = ConvWeight.of(weight)
     check.frames(x=x)
-    check.convolution(x, weight, stride, padding)
+    shape = check.convolution(x, weight, stride, padding)
     check.vectors(x, weight.shape[0], bias=bias, residual_bias=residual_bias, gamma=gamma)
-    check.results(x, convolved(x, weight.shape, stride, padding), residual=residual, out=out)
+    check.results(x, shape, residual=residual, out=out)
     return run_convolution(
         "conv2d", route, x, weight, bias, stride=stride, padding=padding, residual=residual,
         residual_bias=residual_bias, gamma=gamma, out=out,

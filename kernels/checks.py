@@ -76,7 +76,7 @@ def convolution(
     stride: tuple[int, ...],
     padding: tuple[int, int],
     tail: Tensor | None = None,
-) -> None:
+) -> shapes.Shape:
     """Check the weight and the options of a convolution against its input.
 
     Args:
@@ -85,6 +85,9 @@ def convolution(
         stride: Stride of each dimension of the kernel.
         padding: Padding of height and width.
         tail: `[B, C, K, H, W]`, or None.
+
+    Returns:
+        Shape of the result.
 
     Raises:
         ValueError: Something does not fit, or the frames are smaller than the kernel.
@@ -114,6 +117,7 @@ def convolution(
             f"x is {list(x.shape)}, smaller than the kernel {list(weight.shape[2:])} "
             "with its padding; expected at least its size"
         )
+    return result
 
 
 def results(x: Tensor, shape: tuple[int, ...], **tensors: Tensor | None) -> None:

@@ -1,5 +1,6 @@
 """Checks of the arguments of the VAE, with one line per error."""
 
+import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -275,7 +276,7 @@ def _is_finite(run: Tensor) -> bool:
     """
     run = widened(run)
     total = run.sum(dtype=torch.promote_types(run.dtype, torch.float32))
-    return bool(torch.isfinite(total)) or bool(torch.isfinite(run).all())
+    return math.isfinite(total.item()) or bool(torch.isfinite(run).all())
 
 
 def dtype_name(dtype: torch.dtype) -> str:

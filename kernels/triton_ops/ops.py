@@ -4,8 +4,10 @@ General refusals come first, before that file imports Triton. The function there
 calls in its first lines.
 """
 
+import functools
 import importlib
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -29,10 +31,14 @@ def _op(file: str, name: str, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Calla
         if not x.numel():
             raise Refusal("the tensor is empty")
         require(x.device)
-        kernels = importlib.import_module(f".{file}", __package__)
-        return getattr(kernels, name)(*args, **kwargs)
+        return getattr(_kernels(file), name)(*args, **kwargs)
 
     return run
+
+
+@functools.cache
+def _kernels(file: str) -> ModuleType:
+    return importlib.import_module(f".{file}", __package__)
 
 
 attention = _op("attention", "attention")

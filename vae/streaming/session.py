@@ -199,7 +199,8 @@ class VideoSession:
             self._proofs = Proofs(room, most)
         options = {"begins": self.begins, "skips_static": self.skips}
         check_shared(self.shards, self._job, self._plan, options, self.relief.finish)
-        convs = [module for module in self.network.modules() if isinstance(module, Conv)]
+        modules = self.network.modules
+        convs = self.network.kept.of("convs", lambda: [m for m in modules() if isinstance(m, Conv)])
         drop_stale_forms(convs, self.relief.finish)
         self._executor = self._executor_of(self._plan)
         return itertools.chain([first], source)
