@@ -4,10 +4,11 @@ A tile computes some adjacent pixels of a frame, or a patch of it, for some outp
 sizes are powers of two but channels are not, so a tile has up to two blocks of channels: 96 is 64
 and 32, 192 is 128 and 64. A tile of up to 192 channels holds whole pixels and can apply the norm.
 
-The tiles fit into the shared memory of the chips, without spills on NVIDIA. The caller times the
-first two variants of a call, so the order here is that of the expected speed. On H200, int8 tiles
-of 128 pixels and 4 warps, two programs per multiprocessor, took 0.76 of the time of 256 pixels and
-8 warps at 96 channels: such tiles come first where they do not spill.
+The tiles fit into the shared memory of the chips, without spills on NVIDIA. A video runs the one
+that `tables.py` names, and on a chip without an entry the first of its dtype once it is proved. Of
+a chip with a table the others are here to be measured for it. On H200, int8 tiles of 128 pixels and
+4 warps, two programs per multiprocessor, took 0.76 of the time of 256 pixels and 8 warps at 96
+channels: such tiles come first where they do not spill.
 """
 
 import functools
@@ -34,8 +35,7 @@ WIDEST = 192
 _WHOLE = (16, 32, 64, 96, 128, 160, 192)
 _PARTIAL = (128, 192, 160, 96)
 
-# Most variants of a shape class, and those before the first with descriptors: one of each kind is
-# tried.
+# Most tiles of a shape class, and those before the first with descriptors.
 _MOST, _BEFORE = 6, 1
 
 
@@ -92,59 +92,19 @@ class _Family(NamedTuple):
 # whole rows of a tile, so 128 pixels by 192 channels spill with them.
 _GEFORCE = _Family(
     {
-        64: (
-            ConvTile(256, 64, 8, 3, half=True),
-            ConvTile(128, 64, 4, 3, half=True, cached=True),
-            ConvTile(128, 32, 4, 4),
-            ConvTile(128, 64, 4, 3, cached=True),
-        ),
-        96: (
-            ConvTile(256, 64, 8, 3, half=True),
-            ConvTile(128, 64, 4, 3, half=True, cached=True),
-            ConvTile(256, 32, 8, 4),
-            ConvTile(128, 32, 4, 4, cached=True),
-        ),
-        128: (
-            ConvTile(128, 64, 8, 3, half=True),
-            ConvTile(64, 64, 4, 3, half=True),
-            ConvTile(128, 32, 8, 4),
-            ConvTile(64, 64, 4, 3, cached=True),
-        ),
-        192: (
-            ConvTile(64, 64, 4, 3, half=True),
-            ConvTile(64, 64, 4, 3, half=True, cached=True),
-            ConvTile(128, 32, 8, 4),
-            ConvTile(64, 32, 4, 4),
-        ),
+        64: (ConvTile(256, 64, 8, 3, half=True), ConvTile(128, 32, 4, 4)),
+        96: (ConvTile(256, 64, 8, 3, half=True), ConvTile(256, 32, 8, 4)),
+        128: (ConvTile(128, 64, 8, 3, half=True), ConvTile(128, 32, 8, 4)),
+        192: (ConvTile(64, 64, 4, 3, half=True), ConvTile(128, 32, 8, 4)),
     },
     shared=99,
 )
 _AMPERE = _Family(
     {
-        64: (
-            ConvTile(128, 64, 4, 4),
-            ConvTile(256, 64, 8, 3),
-            ConvTile(256, 32, 8, 4),
-            ConvTile(128, 32, 4, 4, cached=True),
-        ),
-        96: (
-            ConvTile(128, 64, 4, 3),
-            ConvTile(256, 64, 8, 3),
-            ConvTile(256, 32, 8, 4),
-            ConvTile(128, 32, 4, 4, cached=True),
-        ),
-        128: (
-            ConvTile(128, 64, 8, 4),
-            ConvTile(128, 64, 8, 3, cached=True),
-            ConvTile(128, 32, 8, 4),
-            ConvTile(64, 64, 4, 3, cached=True),
-        ),
-        192: (
-            ConvTile(128, 64, 8, 3),
-            ConvTile(128, 32, 8, 4),
-            ConvTile(64, 32, 4, 4),
-            ConvTile(64, 64, 4, 3, cached=True),
-        ),
+        64: (ConvTile(128, 64, 4, 4),),
+        96: (ConvTile(128, 64, 4, 3),),
+        128: (ConvTile(128, 64, 8, 4),),
+        192: (ConvTile(128, 64, 8, 3),),
     },
     shared=163,
 )
@@ -177,12 +137,6 @@ _HOPPER = _Family(
         192: (ConvTile(128, 64, 8, 4, columns=128), ConvTile(128, 64, 8, 4, columns=16)),
     },
 )
-_BLACKWELL = _HOPPER._replace(
-    patches={
-        96: (ConvTile(256, 64, 8, 3, columns=16), ConvTile(128, 64, 4, 3, columns=16)),
-        192: (ConvTile(128, 64, 8, 4, columns=16),),
-    }
-)
 _GEFORCE_BLACKWELL = _GEFORCE._replace(
     patches={
         96: (ConvTile(128, 64, 4, 3, half=True, columns=16),),
@@ -191,19 +145,13 @@ _GEFORCE_BLACKWELL = _GEFORCE._replace(
     }
 )
 # AMD: 64 lanes per wave, and 32.
-_CDNA = _Family(
-    {
-        128: (ConvTile(128, 64, 8, 2), ConvTile(128, 32, 4, 2), ConvTile(64, 64, 4, 2)),
-        192: (ConvTile(128, 32, 8, 2), ConvTile(64, 64, 4, 2), ConvTile(64, 32, 4, 2)),
-    },
-    shared=64,
-)
+_CDNA = _Family({128: (ConvTile(128, 64, 8, 2),), 192: (ConvTile(128, 32, 8, 2),)}, shared=64)
 _RDNA = _Family(
     {
-        64: (ConvTile(128, 64, 8, 2), ConvTile(128, 32, 4, 2)),
-        96: (ConvTile(128, 32, 8, 2), ConvTile(64, 64, 8, 2)),
-        128: (ConvTile(128, 64, 8, 2), ConvTile(64, 32, 4, 2)),
-        192: (ConvTile(64, 32, 8, 2), ConvTile(64, 64, 8, 2)),
+        64: (ConvTile(128, 64, 8, 2),),
+        96: (ConvTile(128, 32, 8, 2),),
+        128: (ConvTile(128, 64, 8, 2),),
+        192: (ConvTile(64, 32, 8, 2),),
     },
     shared=64,
 )
@@ -214,8 +162,8 @@ _FAMILIES = {
     (8, 6): _GEFORCE,
     (8, 9): _GEFORCE,
     (9, 0): _HOPPER,
-    (10, 0): _BLACKWELL,
-    (10, 3): _BLACKWELL,
+    (10, 0): _HOPPER,
+    (10, 3): _HOPPER,
     (12, 0): _GEFORCE_BLACKWELL,
     (12, 1): _GEFORCE_BLACKWELL,
 }

@@ -201,16 +201,16 @@ def test_descriptors_count_more_than_32_bits_of_values(chip, monkeypatch):
         assert max(grid) < 2**31
 
 
-def test_one_of_the_two_tiles_that_are_tried_has_patches():
-    for chip, counts in {(9, 0): {2}, (10, 0): {1, 2}, (10, 3): {1, 2}, (12, 0): {1}}.items():
+def test_one_of_the_first_two_tiles_has_patches():
+    for chip, count in {(9, 0): 2, (10, 0): 2, (10, 3): 2, (12, 0): 1}.items():
         for outputs in (3, 32, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024):
             for inputs in (32, 96, 64, 192, 384):
                 for dtype in (torch.float16, torch.bfloat16):
                     tiles = convolution_tiles.tiles_of(chip, dtype, outputs, inputs)
                     patches = [tile for tile in tiles if tile.columns]
-                    assert len(patches) in counts
+                    assert len(patches) == count
                     assert sum(tile in patches for tile in tiles[:2]) == 1
-                    assert 3 <= len(tiles) == len(set(tiles)) <= 6
+                    assert count < len(tiles) == len(set(tiles)) <= 6
                     for tile in patches:
                         assert inputs % tile.depth == 0
                         assert tile.pixels % tile.columns == 0
@@ -224,9 +224,8 @@ def test_one_of_the_two_tiles_that_are_tried_has_patches():
     assert replace(whole, depth=32, stages=whole.stages + 1) == halved
 
 
-@pytest.mark.parametrize("chip", [(8, 0), (9, 0)])
 @pytest.mark.parametrize("outputs", [64, 96])
-def test_two_small_programs_per_multiprocessor_are_tried_first(chip, outputs):
-    first, second, *_ = convolution_tiles.tiles_of(chip, torch.bfloat16, outputs)
+def test_two_small_programs_per_multiprocessor_come_first(outputs):
+    first, second, *_ = convolution_tiles.tiles_of((9, 0), torch.bfloat16, outputs)
     assert (first.pixels, first.warps) == (128, 4)
     assert (second.pixels, second.warps) == (256, 8)

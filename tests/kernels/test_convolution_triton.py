@@ -274,15 +274,15 @@ def test_a_tile_without_memory_leaves_the_others(monkeypatch):
     errors = pytest.importorskip("triton.runtime.errors", reason="needs triton")
     convolution = importlib.import_module(f"{runtime.__package__}.convolution")
     working, weight = convolution.convolve, ConvWeight.of(taps_of(96, 8, 1, 1, 1).half())
-    chip = convolution_tiles.chip_of(torch.get_default_device())
-    largest = convolution_tiles.tiles_of(chip, torch.float16, 96)[0].pixels
+    monkeypatch.setattr(convolution_tiles, "chip_of", lambda _: (9, 0))
+    first = convolution_tiles.tiles_of((9, 0), torch.float16, 96)[0].pixels
 
     class Small:
         __name__ = "convolve"
 
         def __getitem__(self, grid):
             def start(*args, **constants):
-                if constants["M"] == largest:
+                if constants["M"] == first:
                     raise errors.OutOfResources(131072, 65536, "shared memory")
                 working[grid](*args, **constants)
 
@@ -334,8 +334,7 @@ def test_each_shape_class_has_few_tiles_that_fit(chip):
     for outputs in (3, 12, 32, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1536):
         for dtype in (torch.float16, torch.bfloat16):
             tiles = convolution_tiles.tiles_of(chip, dtype, outputs)
-            assert 2 <= len(tiles) <= 6
-            assert len(set(tiles)) == len(tiles)
+            assert 1 <= len(tiles) == len(set(tiles)) <= 6
             for tile in tiles:
                 assert tile.width >= outputs or outputs > convolution_tiles.WIDEST
                 assert not tile.half or (dtype == torch.float16 and tile.depth <= 64)
