@@ -251,7 +251,7 @@ def steady_step(
     size = 1, height // step, width // step
     job = StreamJob(network, size, torch.bfloat16, torch.device("meta"))
     chosen = make_plan(job, limit_bytes, cuts=False)
-    cache = TemporalCache(rings=chosen.rings)
+    cache = TemporalCache()
 
     def run(latents: int) -> None:
         x = meta_input(config, direction, latents, height, width, first=cache.first)

@@ -11,8 +11,7 @@ from ...kernels import Fused, is_out_of_memory, zero_of
 from . import halo_conv, row_bands
 from .causal_layer import CausalLayer
 from .conv import BIAS, Conv, Terms
-from .conv_weights import CodedForm, coded_form, turned, turns
-from .frame_ring import FrameRing
+from .conv_weights import CodedForm, coded_form
 from .frame_runs import Settling, fitted, halves, run_of
 from .inputs.coding import Norm
 from .inputs.fill import Fill, copied
@@ -30,15 +29,13 @@ class _Window(NamedTuple):
     """The input of the products.
 
     Attributes:
-        frames: `[B, C, T, H, W]`, or `[B, C, context + T, H, W]` in a ring or joined.
-        ring: The ring that the frames are of, or None.
+        frames: `[B, C, T, H, W]`, or `[B, C, context + T, H, W]` joined.
         border: Rows and columns of zeros around each frame.
         joined: The tail is in front of the new frames.
     """
 
     frames: Tensor
-    ring: FrameRing | None = None
-    border: int = 0
+    border: int
     joined: bool = False
 
     @property
@@ -159,7 +156,9 @@ class CausalConv3d(Conv, CausalLayer):
             if cache.first and not cache.single_frame and self.context:
                 self.tail(held[0], cache)  # allocated here, because `keep` must not fail
             held.clear()
-            y = self._product(window, cache, terms)
+            pad = self.padding - window.border
+            by_pointer = not window.joined
+            y = self.of_window(window.frames, cache, (pad, pad), terms, by_pointer=by_pointer)
         except Exception as error:
             relief = cache.workspace.relief
             if relief is None or not is_out_of_memory(error):
@@ -167,15 +166,13 @@ class CausalConv3d(Conv, CausalLayer):
             failed = error.with_traceback(None)
             relief.note("convolutions in smaller pieces")
         else:
-            if window.ring is not None:
-                cache.turn(self, window.ring)
-            elif not window.joined:
+            if not window.joined:
                 self.keep(window.inner, cache)
             return y
         # Outside the except block: the error's traceback would keep tensors alive.
         if window is not None:
             if not held:
-                new = window.inner[:, :, -fresh:] if window.ring is None else window.ring.slot
+                new = window.inner[:, :, -fresh:]
                 copy = functools.partial(new.clone, memory_format=torch.channels_last_3d)
                 held, fill = [cache.attempt(copy)], None
                 del new, copy
@@ -198,20 +195,10 @@ class CausalConv3d(Conv, CausalLayer):
         Returns:
             The input of the products.
         """
-        if self.keeps_ring(x, cache):
-            ring = cache.ring(self, self.context, x)
-            take = copied if fill is None else fill
-            cache.attempt(functools.partial(take, x, out=ring.slot))
-            return _Window(ring.frames, ring)
         border = self._border(cache)
         if self.context and not (cache.first or self.fusing(x, cache, norm=norm).tail):
-            return _Window(self._window(x, cache, fill), None, border, joined=True)
-        return _Window(self._filled(x, cache, fill), None, border)
-
-    def _product(self, window: "_Window", cache: TemporalCache, terms: Terms) -> Tensor:
-        pads = (self.padding - window.border, self.padding - window.border)
-        by_pointer = not window.joined
-        return self.of_window(window.frames, cache, pads, terms, window.ring, by_pointer=by_pointer)
+            return _Window(self._window(x, cache, fill), border, joined=True)
+        return _Window(self._filled(x, cache, fill), border)
 
     def fusing(self, x: Tensor, cache: TemporalCache, *, norm: bool = False) -> Fused:
         """Return what the convolution of an input does without another pass.
@@ -232,17 +219,6 @@ class CausalConv3d(Conv, CausalLayer):
         if cache.first:
             return self.fuses(x, self.first_form, (1, 1), pads, norm=norm)
         return self.fuses(x, "volume", (self.stride, 1, 1), pads, norm=norm)
-
-    def keeps_ring(self, x: Tensor, cache: TemporalCache) -> bool:
-        """Return whether `x` `[B, C_in, T, H, W]` is a frame for a ring of `cache`."""
-        return (
-            cache.rings
-            and not (cache.first or cache.thrifty)
-            and not self.reads_codes(cache)
-            and self.context > 0
-            and self.stride == x.shape[2] == 1
-            and turns(self.weight.numel(), x[0].numel())
-        )
 
     def _in_pieces(
         self,
@@ -296,7 +272,6 @@ class CausalConv3d(Conv, CausalLayer):
         cache: TemporalCache,
         pads: tuple[int, int],
         terms: Terms = BIAS,
-        ring: FrameRing | None = None,
         *,
         by_pointer: bool = False,
     ) -> Tensor:
@@ -309,18 +284,16 @@ class CausalConv3d(Conv, CausalLayer):
             cache: State of the video.
             pads: Rows and columns of zero padding on each side; 0 where the window has a border.
             terms: As for `forward`.
-            ring: The window is the frames of this ring, whose slot has the new frame.
             by_pointer: The window is the new frames only, `[B, C_in, T, H, W]`.
 
         Returns:
             `[B, C_out, T / stride, H, W]`, without the border of the window.
         """
         if not cache.first:
-            kind = "volume" if ring is None else turned(ring.oldest)
-            reads = by_pointer and ring is None and self.context > 0
+            reads = by_pointer and self.context > 0
             before = functools.partial(self.tail, window, cache) if reads else None
             strides = (self.stride, 1, 1)
-            return self.convolve(window, kind, strides, pads, cache, terms, before)
+            return self.convolve(window, "volume", strides, pads, cache, terms, before)
         frame, added = window.squeeze(2), terms.of(lambda residual: residual.squeeze(2))
         return self.convolve(frame, self.first_form, (1, 1), pads, cache, added).unsqueeze(2)
 

@@ -23,11 +23,6 @@ _SUMS = ("folded", "summed", "shuffled")
 _NORMS = ("nvidia", "amd")
 _NORM_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-# Taps are turned to a ring of frames if a frame has at least this many times as many elements as
-# the weight. Otherwise the turned weights would cost more memory than the frames of a tail.
-_TURNED = "volume, turned "
-_FRAME_TO_WEIGHT = 8
-
 
 @dataclass(frozen=True)
 class Form:
@@ -121,20 +116,10 @@ def keeps_form(kind: str, numbers: int) -> bool:
     return numbers <= _KEPT_ELEMENTS or kind.startswith(_SUMS)
 
 
-def turned(oldest: int) -> str:
-    """Return the form for a ring of frames whose `oldest` frame is at this position."""
-    return f"{_TURNED}{oldest}" if oldest else "volume"
-
-
-def turns(weight_numel: int, frame_numel: int) -> bool:
-    """Return whether taps are turned, for `weight_numel` and `frame_numel` elements."""
-    return keeps_form("volume", weight_numel) and _FRAME_TO_WEIGHT * weight_numel <= frame_numel
-
-
 def form_shape(weight: Tensor, kind: str) -> tuple[int, ...]:
     """Return the shape of `derive(weight, kind)` for a parameter `[C_out, C_in, ...]`."""
     outputs, inputs, *taps = weight.shape
-    if kind.startswith("volume"):
+    if kind == "volume":
         return tuple(weight.shape)
     height, width = taps[-2:]
     if kind == "folded":
@@ -150,8 +135,7 @@ def derive(weight: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
         weight: The parameter, `[C_out, C_in, ...]`.
         kind: `volume`: all taps. `frame`: the last temporal tap. `summed`: the sum of the temporal
             taps. `folded`: the phases of `UpsampleConv2d`. `shifted`: with a row and a column of
-            zero taps in front. `volume, turned N`: tap 0 at position `N`, the others after it in a
-            circle.
+            zero taps in front.
         dtype: Dtype of the result; sums are computed in float32 or wider.
 
     Returns:
@@ -164,9 +148,7 @@ def derive(weight: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
         weight = folded(weight).to(dtype)
     else:
         weight = weight.to(dtype)
-    if kind.startswith(_TURNED):
-        weight = weight.roll(int(kind.removeprefix(_TURNED)), dims=2)
-    if kind.startswith("volume"):
+    if kind == "volume":
         return weight.contiguous(memory_format=torch.channels_last_3d)
     if kind == "frame" and weight.ndim == 5:
         weight = weight[:, :, -1]

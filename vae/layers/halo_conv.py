@@ -5,14 +5,13 @@ can be repeated in smaller pieces when memory runs out. Tails keep the lines wit
 """
 
 import functools
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ...kernels import Fused, is_out_of_memory
 from .conv import Terms
-from .frame_ring import FrameRing
 from .frame_runs import Settling, fitted, halves, run_of
 from .halo import Halo, Write, exchanged, halo_of
 from .lines import Lines
@@ -35,17 +34,12 @@ class HaloConv(Protocol):
         """Return what is fused for `x` `[B, C_in, T, H, W]` in `cache`; `norm`: with a norm."""
         ...
 
-    def keeps_ring(self, x: Tensor, cache: TemporalCache) -> bool:
-        """Return whether `x` `[B, C_in, T, H, W]` is a frame for a ring of `cache`."""
-        ...
-
     def of_window(
         self,
         window: Tensor,
         cache: TemporalCache,
         pads: tuple[int, int],
         terms: Terms = ...,
-        ring: FrameRing | None = None,
         *,
         by_pointer: bool = False,
     ) -> Tensor:
@@ -56,7 +50,6 @@ class HaloConv(Protocol):
             cache: State of the video.
             pads: Rows and columns of zero padding on each side.
             terms: Bias and residual to add, or a norm to apply.
-            ring: The ring that the window is of.
             by_pointer: The window is the new frames only.
 
         Returns:
@@ -71,25 +64,6 @@ class HaloConv(Protocol):
     def keep(self, x: Tensor, cache: TemporalCache) -> None:
         """Store the last frames of `x` `[B, C_in, T, H, W]` in `cache` as the tail."""
         ...
-
-
-class _Input(NamedTuple):
-    """The input of the products.
-
-    Attributes:
-        frames: `[B, C, T, H, W]` with the halo, or `[B, C, context + T, H, W]`.
-        fresh: The new frames, `[B, C, T, H, W]` with the halo.
-        ring: The ring that the frames are of, or None.
-    """
-
-    frames: Tensor
-    fresh: Tensor
-    ring: FrameRing | None = None
-
-    @property
-    def joined(self) -> bool:
-        """Whether the frames include the tail."""
-        return self.frames.shape[2] > self.fresh.shape[2]
 
 
 def convolve(
@@ -146,14 +120,16 @@ def _surrounded(
     terms: Terms,
 ) -> Tensor:
     """Convolve `write(held.pop())` with `lines` around it; in two parts where memory is short."""
-    given: _Input | None = None
+    window: Tensor | None = None
+    fresh: Tensor | None = None
     try:
-        given = _entered(conv, held[0], lines, halo, cache, write, norm=terms.gamma is not None)
+        norm = terms.gamma is not None
+        window, fresh = _entered(conv, held[0], lines, halo, cache, write, norm=norm)
         if cache.first and not cache.single_frame and conv.context:
-            conv.tail(given.fresh, cache)  # allocated here, because `keep` must not fail
+            conv.tail(fresh, cache)  # allocated here, because `keep` must not fail
         held.clear()
-        by_pointer = not given.joined
-        y = conv.of_window(given.frames, cache, halo.pads, terms, given.ring, by_pointer=by_pointer)
+        by_pointer = window.shape[2] == fresh.shape[2]
+        y = conv.of_window(window, cache, halo.pads, terms, by_pointer=by_pointer)
     except Exception as error:
         relief = cache.workspace.relief
         if relief is None or not is_out_of_memory(error):
@@ -161,17 +137,14 @@ def _surrounded(
         failed = error.with_traceback(None)
         relief.note("convolutions in smaller pieces")
     else:
-        if given.ring is None:
-            conv.keep(given.fresh, cache)
-        else:
-            cache.turn(conv, given.ring)  # type: ignore[arg-type]
+        conv.keep(fresh, cache)
         return y
     # Outside the except block: the error's traceback would keep tensors alive.
-    if given is not None and not held:
-        inner = halo.inner(given.fresh)
+    if fresh is not None and not held:
+        inner = halo.inner(fresh)
         held, write = [cache.attempt(inner.clone)], None
         del inner
-    del given
+    del window, fresh
     pieces = []
     for part, steps in halves(held[0].shape[2], conv.stride):
         added = terms.of(functools.partial(run_of, frames=steps, attempt=cache.attempt))
@@ -194,16 +167,12 @@ def _entered(
     write: Write,
     *,
     norm: bool,
-) -> _Input:
-    """Write `x` and `lines` where the convolution reads them best."""
-    if conv.keeps_ring(x, cache):
-        ring = cache.ring(conv, conv.context, halo.like(x))  # type: ignore[arg-type]
-        halo.fill(ring.slot, x, lines, cache, write)
-        return _Input(ring.frames, ring.slot, ring)
+) -> tuple[Tensor, Tensor]:
+    """Write `x` and `lines` where the convolution reads them best; return as `Halo.window`."""
     by_pointer = cache.first or conv.fusing(x, cache, norm=norm).tail
     joins = conv.context > 0 and not by_pointer
     tail = functools.partial(conv.tail, cache=cache) if joins else None
-    return _Input(*halo.window(x, lines, cache, write, conv.context, tail))
+    return halo.window(x, lines, cache, write, conv.context, tail)
 
 
 def _settled(

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels import new_video, zero_of
-from .frame_ring import FrameRing
 from .frame_runs import Settling
 from .inputs.coding import Coding
 from .lines import FrameShard
@@ -34,7 +33,6 @@ class TemporalCache:
             None: all.
         after_first: Layers that have seen the first frame and no other yet, for layers that use
             this.
-        rings: Keep the tail as a ring where a step is a single frame.
         shard: The part of the frames that this process has; None: whole frames, or a tile.
         coding: The convolutions that read codes; None: none.
     """
@@ -45,7 +43,6 @@ class TemporalCache:
         single_frame: bool = False,
         band_bytes: int | None = None,
         workspace: Workspace | None = None,
-        rings: bool = False,
         shard: FrameShard | None = None,
         coding: Coding | None = None,
     ) -> None:
@@ -53,7 +50,6 @@ class TemporalCache:
         self.single_frame = single_frame
         self.band_bytes = band_bytes
         self.thrifty = False
-        self.rings = rings
         self.shard = shard
         self.coding = coding
         self.settling: Settling | None = None
@@ -62,7 +58,6 @@ class TemporalCache:
         self.scratch, self.reused = self.workspace.scratch, self.workspace.reused
         self.attempt = self.workspace.attempt
         self._tails: dict[nn.Module, Tensor] = {}
-        self._rings: dict[nn.Module, FrameRing] = {}
 
     def result(self, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor:
         """Return channels-last memory for a result: reused where new memory is slow, otherwise new.
@@ -89,7 +84,6 @@ class TemporalCache:
             `[B, C, context, H, W]`, channels-last: the tail itself, which the caller updates before
             any other allocation, because an allocation can move it.
         """
-        self._unroll(conv)
         tail = self._tails.get(conv)
         if tail is None:
             batch, channels, _, height, width = x.shape
@@ -100,38 +94,6 @@ class TemporalCache:
         elif tail.device != x.device:
             tail = self._tails[conv] = self.attempt(functools.partial(tail.to, x.device))
         return tail
-
-    def ring(self, conv: nn.Module, context: int, x: Tensor) -> FrameRing:
-        """Return the tail as a ring.
-
-        Args:
-            conv: The convolution, the key of its tail.
-            context: Frames of the tail.
-            x: `[B, C, 1, H, W]`; gives shape, dtype and device.
-
-        Returns:
-            The ring. The caller writes the new frame to its `slot` and then calls `turn`.
-        """
-        ring = self._rings.get(conv)
-        if ring is None:
-            tail = self.tail(conv, context, x)
-            ring = self._rings[conv] = self.attempt(lambda: FrameRing(tail))
-            self._tails.pop(conv, None)
-        return ring
-
-    def turn(self, conv: nn.Module, ring: FrameRing) -> None:
-        """Count the frame in the slot of `ring`, the ring of `conv`; it may have been parked."""
-        if self._rings.get(conv) is ring:
-            ring.turn()
-        else:
-            self.keep(conv, ring.frames.shape[2] - 1, ring.slot)
-
-    def _unroll(self, conv: nn.Module) -> None:
-        """Replace a ring of `conv` by its tail."""
-        if conv in self._rings:
-            tail = self.attempt(self._rings[conv].tail)
-            self._rings.pop(conv, None)
-            self._tails[conv] = tail
 
     def window(self, conv: nn.Module, context: int, x: Tensor) -> Tensor:
         """Join the tail and the new frames, and update the tail.
@@ -178,13 +140,11 @@ class TemporalCache:
 
     def tails(self) -> dict[nn.Module, Tensor]:
         """Return the tails `[B, C, context, H, W]` by convolution."""
-        for conv in list(self._rings):
-            self._unroll(conv)
         return dict(self._tails)
 
     def take(self, tails: dict[nn.Module, Tensor]) -> None:
         """Continue from `tails` `[B, C, context, H, W]` of another cache, after the first frame."""
-        self._tails, self._rings = dict(tails), {}
+        self._tails = dict(tails)
         self.first = False
 
     def exchange(self, place: Callable[[nn.Module, Tensor], Tensor]) -> None:
@@ -195,7 +155,5 @@ class TemporalCache:
         """Move all tails to the host until they are used; return whether that freed memory."""
         away = {conv: tail for conv, tail in self._tails.items() if tail.device.type != "cpu"}
         self._tails.update((conv, tail.cpu()) for conv, tail in away.items())
-        rings, self._rings = self._rings, {}
-        self._tails.update((conv, ring.tail("cpu")) for conv, ring in rings.items())
         self.thrifty = True
-        return bool(away or rings)
+        return bool(away)

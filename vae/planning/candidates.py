@@ -52,7 +52,6 @@ class StepChoice:
         seconds: Predicted seconds per latent.
         tiles: The tiles; None: whole frames.
         parked: The tails of a tile are on the host while it does not run.
-        rings: Tails of single frames are rings.
     """
 
     chunk: int
@@ -61,7 +60,6 @@ class StepChoice:
     seconds: float
     tiles: Tiles | None
     parked: bool
-    rings: bool
 
     @property
     def peak_bytes(self) -> int:
@@ -181,7 +179,7 @@ class Candidate:
     stream: StreamCost
     tiles: Tiles | None
     lengths: list[tuple[int, int]]
-    _known: dict[tuple[int, int, bool], StepChoice] = field(default_factory=dict)
+    _known: dict[tuple[int, int], StepChoice] = field(default_factory=dict)
 
     def fastest(self, limit_bytes: int) -> StepChoice | None:
         """Return the fastest choice within `limit_bytes`, or None."""
@@ -194,12 +192,9 @@ class Candidate:
         best: StepChoice | None = None
         done = 0  # the chunk whose largest fitting parts were found
         for chunk, part_bytes in self.lengths:
-            # Smaller parts of the same steps are slower, unless their frames fit into rings.
-            if chunk == done and not self._rings:
+            if chunk == done:  # smaller parts of the same steps are slower
                 continue
-            choice = self._choice(chunk, part_bytes, rings=self._rings)
-            if choice.peak_bytes > limit_bytes and self._rings:
-                choice = self._choice(chunk, part_bytes, rings=False)
+            choice = self._choice(chunk, part_bytes)
             if choice.peak_bytes <= limit_bytes:
                 done = chunk
                 if best is None or choice.seconds < best.seconds:
@@ -209,13 +204,13 @@ class Candidate:
     @functools.cached_property
     def longest(self) -> StepChoice:
         """The choice with the longest steps in the largest parts."""
-        return self._choice(*self.lengths[0], rings=self._rings)
+        return self._choice(*self.lengths[0])
 
     @functools.cached_property
     def smallest(self) -> StepChoice:
         """The choice with the least memory; with tiles the one with the shortest steps."""
         lengths = self.lengths if self.tiles is None else self.lengths[-1:]
-        choices = [self._choice(*length, rings=False) for length in lengths]
+        choices = [self._choice(*length) for length in lengths]
         return min(choices, key=lambda choice: choice.peak_bytes)
 
     @property
@@ -224,28 +219,21 @@ class Candidate:
         chunk = self.lengths[0][0]
         return self.stream.parked_bytes / chunk / self.job.rates.host_bytes_per_s
 
-    @property
-    def _rings(self) -> bool:
-        """Rings are tried: tiles have room for several frames, and a CPU for no turned weights."""
-        setting = self.stream.setting
-        return self.tiles is None and not (setting.on_cpu or setting.single_frame)
-
-    def _choice(self, chunk: int, part_bytes: int, *, rings: bool) -> StepChoice:
-        key = chunk, part_bytes, rings
+    def _choice(self, chunk: int, part_bytes: int) -> StepChoice:
+        key = chunk, part_bytes
         if key not in self._known:
             self._known[key] = self._estimated(*key)
         return self._known[key]
 
-    def _estimated(self, chunk: int, part_bytes: int, rings: bool) -> StepChoice:
-        step, rates = self.stream.step(chunk, part_bytes, rings=rings), self.job.rates
+    def _estimated(self, chunk: int, part_bytes: int) -> StepChoice:
+        step, rates = self.stream.step(chunk, part_bytes), self.job.rates
         seconds = (
             self.stream.work / rates.products_per_s
             + step.moved_bytes / rates.bytes_per_s
             + step.launches * rates.launch_s
             + self.parking_s
         )
-        parked = self.stream.parked
-        return StepChoice(chunk, part_bytes, step, seconds, self.tiles, parked, rings)
+        return StepChoice(chunk, part_bytes, step, seconds, self.tiles, self.stream.parked)
 
 
 def places(job: StreamJob, tiles: Tiles) -> tuple[Size, list[tuple[Span, Span]]]:

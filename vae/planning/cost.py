@@ -129,18 +129,17 @@ class StreamCost:
         """Bytes that are copied to the host and back per chunk."""
         return 2 * self._nbytes(self.tiles.remembered) if self.parked else 0
 
-    def step(self, chunk: int, part_bytes: int, *, rings: bool = False) -> StepCost:
+    def step(self, chunk: int, part_bytes: int) -> StepCost:
         """Estimate steps of one length.
 
         Args:
             chunk: Latents per step.
             part_bytes: Size of a part, as for the executor.
-            rings: Tails of single frames are rings.
 
         Returns:
             Their memory and work.
         """
-        rehearsal = DryRun(self.setting, part_bytes, self.kept_bytes, rings=rings)
+        rehearsal = DryRun(self.setting, part_bytes, self.kept_bytes)
         x, frames = (
             shape.lasting(shape.frames * chunk) for shape in (self.whole.shapes[0], self.frames)
         )

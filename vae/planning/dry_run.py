@@ -11,7 +11,6 @@ approximate: each pass counts its large tensors, and attention counts as its pro
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..layers.conv_weights import turns
 from ..layers.frame_runs import largest_part
 from ..layers.row_bands import WORTH_IT
 from .layer_specs import ConvSpec, LayerSpec, PartSpec, Shape
@@ -53,21 +52,16 @@ class DryRun:
         setting: Conditions of the stream.
         part_bytes: Size of a part, as for `advance` of the executor.
         kept_bytes: Bytes of the tails.
-        rings: Tails of single frames are rings.
 
     Attributes:
         moved_bytes: Bytes that all passes have read and written.
         launches: Number of passes.
     """
 
-    def __init__(
-        self, setting: Setting, part_bytes: int, kept_bytes: int, *, rings: bool = False
-    ) -> None:
+    def __init__(self, setting: Setting, part_bytes: int, kept_bytes: int) -> None:
         self._ledger = Ledger(setting, kept_bytes)
         self._setting, self._part_bytes = setting, part_bytes
         self._piece: Block | None = None  # a caller frees a piece when it has the next one
-        self._keeps_rings = rings
-        self._ringed: set[int] = set()
         self._tiles, self._repeats = TileCount(), 1
         self.moved_bytes, self.launches = 0.0, 0
 
@@ -288,12 +282,11 @@ class DryRun:
         window = shape.lasting(shape.frames + context)
         frames = shape.frames if setting.single_frame else shape.frames // product.stride
         out = Shape(product.outputs, frames, shape.height // down, shape.width // down)
-        rings = self._in_ring(product, shape)
         entering, leaving, packs = ledger.nbytes(shape), ledger.nbytes(out), product.packs
         tail = (written := entering // packs) // shape.frames * context
         # Norm into the window, the tail in front of it and behind; convolution; bias, residual.
         if product.windowed:
-            self._pass(entering + written + (0 if rings else 3 * tail))
+            self._pass(entering + written + 3 * tail)
         self._pass(written + tail + leaving)
         if biased:
             self._pass((2 if residual is None else 3) * leaving)
@@ -305,7 +298,7 @@ class DryRun:
             tail = Shape(shape.channels, product.context, rows, shape.width)
             _ = ledger.new(tail), self._made(out.sized(rows, out.width))
             return y
-        if product.windowed and not rings:
+        if product.windowed:
             border = 2 * (packs > 1)
             packed = window.of(window.channels // packs)
             ledger.scratch(packed.sized(window.height + border, window.width + border))
@@ -324,19 +317,6 @@ class DryRun:
             y = ledger.new(out) if made else residual or ledger.result(out)
         ledger.take(-copies)
         return y
-
-    def _in_ring(self, product: ConvSpec, shape: Shape) -> bool:
-        """Return whether a convolution keeps a ring, which is allocated in its first step."""
-        if not self._keeps_rings or self._setting.single_frame or not product.rings:
-            return False
-        if shape.frames > 1 or not turns(product.numbers, shape.numel):
-            return False
-        if id(product) not in self._ringed:
-            self._ringed.add(id(product))
-            frame = self._ledger.nbytes(shape)
-            self._ledger.take((product.context + 1) * frame)
-            self._ledger.take(-product.context * frame)  # the tail
-        return True
 
     def _pass(self, nbytes: float, launches: int = 1) -> None:
         """Count `launches` passes over `nbytes` in all."""

@@ -55,7 +55,6 @@ class ConvSpec:
         stride: Input frames per output frame.
         times: Output frames per input frame.
         windowed: The input is copied behind the earlier frames.
-        rings: Single frames go into a ring of the earlier ones (`CausalConv3d`).
         numbers: Elements of its weight.
         rearranged: Elements of a weight that every call reorders; see `conv.py`.
         rearranged_first: The same for a first frame.
@@ -69,7 +68,6 @@ class ConvSpec:
     stride: int
     times: int
     windowed: bool
-    rings: bool
     numbers: int
     rearranged: int
     rearranged_first: int
@@ -302,7 +300,6 @@ def _product(conv: Conv, packs: Mapping[str, int]) -> ConvSpec:
         conv.stride,
         conv.times,
         isinstance(conv, CausalConv3d) or context > 0,
-        isinstance(conv, CausalConv3d) and context > 0 and conv.stride == packed == 1,
         numbers,
         0 if keeps_form("volume", numbers) else numbers,
         0 if keeps_form(first, numbers) else first_numbers,

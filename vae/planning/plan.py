@@ -27,7 +27,6 @@ class Plan:
         peak_bytes: Estimated memory without weights, input and output.
         tiles: The tiles; None: whole frames.
         parked: The tails of a tile are on the host while it does not run.
-        rings: Tails of single frames are rings, with one more frame each (`FrameRing`).
         pixels: Pixels of an image per pixel of the network's frames.
         latent_s: Predicted seconds per latent.
         ranks: Ranks that share the frames; the plan is that of the largest part.
@@ -41,7 +40,6 @@ class Plan:
     peak_bytes: int
     tiles: Tiles | None = None
     parked: bool = False
-    rings: bool = False
     pixels: int = 1
     latent_s: float = 0.0
     ranks: int = 1
@@ -105,7 +103,6 @@ def make_plan(
         peak_bytes,
         choice.tiles,
         choice.parked,
-        choice.rings,
         job.pixels,
         choice.seconds,
         job.ranks,

@@ -338,7 +338,6 @@ class VideoSession:
                 single_frame=self._job.single_frame,
                 band_bytes=plan.part_bytes,
                 workspace=self._workspace,
-                rings=plan.rings and not self.graphs,  # a graph repeats fixed addresses
                 shard=self._shard,
                 coding=self.coding,
             )

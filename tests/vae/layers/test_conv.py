@@ -231,7 +231,7 @@ def test_filled_up_channels_give_the_same_convolution(into, out, dtype, replicat
     # Whole numbers, whose sums are exact in float32 in any order.
     layer.weight.copy_(layer.weight.sign())
     x = torch.randint(-4, 5, (1, 5, 6, 7, into), generator=generator).to(dtype).movedim(-1, 1)
-    cache = TemporalCache(rings=True)
+    cache = TemporalCache()
     results = []
     with torch.no_grad():
         for run in (x[:, :, :1], x[:, :, 1:4], x[:, :, 4:]):

@@ -18,9 +18,10 @@ from fast_video_vae.tests.vae.families import (
     random_frames,
 )
 from fast_video_vae.vae import StreamOptions, load_vae
-from fast_video_vae.vae.layers import conv, conv_weights
+from fast_video_vae.vae.layers import conv
 from fast_video_vae.vae.layers.causal_conv import CausalConv3d
 from fast_video_vae.vae.layers.conv import BIAS
+from fast_video_vae.vae.layers.oom import Relief
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
 from fast_video_vae.vae.models.wan_blocks import ResidualBlock, RMSNorm
 
@@ -144,31 +145,41 @@ def test_memory_that_runs_out_does_not_change_the_video(truth, serving, choice, 
         close(joined(vae.encode_stream(frames, StreamOptions(2))), encoded)
 
 
-def test_rings_do_not_change_a_fused_video(truth, serving, monkeypatch):
-    vae, latent, _, decoded, _ = truth
-    serving(ALL)
-    monkeypatch.setattr(conv_weights, "_FRAME_TO_WEIGHT", 0)
-    steps, ring = [], TemporalCache.ring
-    monkeypatch.setattr(TemporalCache, "ring", lambda *a: steps.append(a[1]) or ring(*a))
-    made = TemporalCache.__init__
-    monkeypatch.setattr(TemporalCache, "__init__", lambda *a, **k: made(*a, **{**k, "rings": True}))
-    close(joined(vae.decode_stream(latent, StreamOptions(1))), decoded)
-    assert steps
-
-
-def test_a_parked_tail_is_read_and_kept(serving):
-    """A tail that moves to the host between two steps, or in the middle of one, is the same."""
-    serving(ALL)
+def check_runs(cache, between=lambda cache: None):
+    """Check that runs of frames give the convolution of the whole video."""
     conv = CausalConv3d(4, 6).requires_grad_(False)
     for parameter in conv.parameters():
         parameter.normal_(generator=torch.Generator().manual_seed(0))
     x = torch.randn(1, 9, 5, 7, 4, generator=torch.Generator().manual_seed(1)).movedim(-1, 1)
-    cache, results = TemporalCache(), []
+    results = []
     with torch.no_grad():
         for start, length in ((0, 1), (1, 1), (2, 3), (5, 1), (6, 3)):
             run = x[:, :, start : start + length].contiguous(memory_format=torch.channels_last_3d)
             results.append(conv(run, cache))
             cache.first = False
-            cache.park()
+            between(cache)
     expected = F.conv3d(F.pad(x, (1, 1, 1, 1, 2, 0)), conv.weight, conv.bias)
     torch.testing.assert_close(torch.cat(results, dim=2), expected)
+
+
+def test_a_parked_tail_is_read_and_kept(serving):
+    """A tail that moves to the host between two steps, or in the middle of one, is the same."""
+    serving(ALL)
+    check_runs(TemporalCache(), TemporalCache.park)
+
+
+@pytest.mark.parametrize("choice", ["all", "nothing"])
+def test_a_frame_without_memory_is_computed_in_bands_of_rows(serving, choice, monkeypatch):
+    serving(CHOICES[choice])
+    convolve = CausalConv3d.convolve
+
+    def failing(self, x, kind, *arguments):
+        if kind == "volume" and x.shape[3] == 5:
+            raise torch.OutOfMemoryError("no memory")
+        return convolve(self, x, kind, *arguments)
+
+    monkeypatch.setattr(CausalConv3d, "convolve", failing)
+    cache = TemporalCache()
+    cache.workspace.relief = Relief(CPU, "a decode")
+    check_runs(cache)
+    assert cache.workspace.relief.done

@@ -1,6 +1,7 @@
 """The temporal cache: tails of a video, and buffers without other users."""
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -9,7 +10,10 @@ from torch import nn
 from fast_video_vae.tests.vae.families import STATES, WAN
 from fast_video_vae.vae import load_vae
 from fast_video_vae.vae.layers import workspace
+from fast_video_vae.vae.layers.causal_conv import CausalConv3d
+from fast_video_vae.vae.layers.inputs.fill import copied
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
+from fast_video_vae.vae.layers.workspace import Handover
 
 SHAPE, LIKE = (1, 4, 2, 3, 5), torch.empty(1)
 
@@ -78,3 +82,24 @@ def test_a_tail_starts_as_zeros_and_then_has_the_last_frames():
         cache.keep(conv, 2, frames[:, :, start:stop])
         seen.append(cache.tail(conv, 2, frames).flatten().tolist())
     assert seen == [[0, 1], [1, 2], [5, 6]]
+
+
+@torch.no_grad()
+def test_the_input_is_freed_before_the_products(monkeypatch):
+    """So the result of the first convolution of a block and of the second are never both there."""
+    alive, given, convolve = [], [], CausalConv3d.convolve
+
+    def looked(self, *arguments):
+        alive.append(given[-1]() is not None)
+        return convolve(self, *arguments)
+
+    monkeypatch.setattr(CausalConv3d, "convolve", looked)
+    cache, conv = TemporalCache(), CausalConv3d(4, 6)
+    for _ in range(3):
+        handed = Handover(torch.zeros(SHAPE)[:, :, :1].clone())
+        given.append(weakref.ref(handed._tensor))
+        conv(handed, cache, copied)
+        cache.first = False
+    assert alive == [False] * 3
+    with pytest.raises(RuntimeError, match="taken before"):
+        handed.take()

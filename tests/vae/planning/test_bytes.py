@@ -1,15 +1,10 @@
 """The memory traffic of a step, counted on tensors of the `meta` device."""
 
-import functools
-
 import pytest
 import torch
 
-from fast_video_vae.kernels import BackendError, rms_norm_silu, silu_mul, use_backend
+from fast_video_vae.kernels import BackendError, silu_mul, use_backend
 from fast_video_vae.tests.benchmarks import count_bytes
-from fast_video_vae.vae.layers.causal_conv import CausalConv3d
-from fast_video_vae.vae.layers.temporal_cache import TemporalCache
-from fast_video_vae.vae.layers.workspace import canonical
 from fast_video_vae.vae.planning.candidates import Candidates
 from fast_video_vae.vae.planning.job import StreamJob
 
@@ -93,23 +88,3 @@ def test_the_predicted_traffic_is_the_counted_one(family, direction, free_gib):
     assert choice.tiles == chosen.tiles
     predicted = choice.step.moved_bytes * config.latent_frames(size[0])
     assert predicted == pytest.approx(counter.total, rel=0.15)
-
-
-def test_single_frames_in_rings_copy_no_tail():
-    """A ring writes each new frame once; a tail in order moves eight frames instead of two."""
-    config = count_bytes.configs()["wan2.1"]
-    network = count_bytes.meta_network(config, "decode")
-    counts = []
-    for rings in (True, False):
-        cache = TemporalCache(rings=rings)
-        cache.first = False
-        conv = next(
-            m for m in network.modules() if isinstance(m, CausalConv3d) and m.weight.shape[1] == 96
-        )
-        x = canonical(torch.empty(1, 1, 360, 640, 96, device="meta").movedim(-1, 1)).bfloat16()
-        with torch.no_grad(), count_bytes.counted() as counter:
-            conv(x, cache, functools.partial(rms_norm_silu, gamma=torch.ones(96, device="meta")))
-            counter.by_op.clear()
-            conv(x, cache, functools.partial(rms_norm_silu, gamma=torch.ones(96, device="meta")))
-        counts.append(counter.by_op["rms_norm_silu"] / x.nbytes)
-    assert counts == pytest.approx([2, 8], rel=0.01)
