@@ -60,14 +60,14 @@ def video(**tensors: Tensor) -> None:
     """Check that all `tensors` are `[B, C, T, H, W]`, in a dtype that ops compute in."""
     floats(**tensors)
     for name, tensor in tensors.items():
-        _five_dimensions(name, tensor)
+        _dimensions(name, tensor)
 
 
 def frames(**tensors: Tensor) -> None:
     """Check that all `tensors` are `[N, C, H, W]`, in a dtype that ops compute in."""
     floats(**tensors)
     for name, tensor in tensors.items():
-        _four_dimensions(name, tensor)
+        _dimensions(name, tensor, "[N, C, H, W]")
 
 
 def convolution(
@@ -107,7 +107,7 @@ def convolution(
     if len(padding) != 2 or min(padding) < 0:
         raise ValueError(f"padding is {padding}; expected 2 numbers from 0 on")
     if tail is not None:
-        _five_dimensions("tail", tail)
+        _dimensions("tail", tail)
         batch, channels, _, height, width = x.shape
         _same("tail", tail, (batch, channels, tail.shape[2], height, width), x)
     pads = (0, *padding) if x.ndim == 5 else padding
@@ -193,7 +193,7 @@ def window(
     if border < 0:
         raise ValueError(f"border is {border}; expected 0 or more")
     if tail is not None:
-        _five_dimensions("tail", tail)
+        _dimensions("tail", tail)
         batch, channels, _, height, width = x.shape
         _same("tail", tail, (batch, channels, tail.shape[2], height, width), x, dtype)
     if out is not None:
@@ -243,7 +243,7 @@ def code_convolution(
     """
     if x.dtype not in (torch.int8, torch.uint8):
         raise ValueError(f"x is {_name(x.dtype)}; expected int8 or uint8")
-    _five_dimensions("x", x)
+    _dimensions("x", x)
     if weight.dtype != torch.int8 or weight.ndim != 5 or weight.shape[1] != x.shape[1]:
         raise ValueError(
             f"weight is {list(weight.shape)} in {_name(weight.dtype)}; "
@@ -303,7 +303,7 @@ def phase_source(grid: Tensor, source: Tensor | None, times: int) -> None:
         raise ValueError(f"times is {times}; expected 1 or more")
     if source is None:
         return
-    _five_dimensions("source", source)
+    _dimensions("source", source)
     batch, channels, frames, height, width = grid.shape
     frames = 1 if frames == 1 else frames // times
     _same("source", source, (batch, source.shape[1], frames, height - 1, width - 1), grid)
@@ -374,14 +374,9 @@ def images(frames: Tensor, dtype: torch.dtype, patch: int, bits: int, out: Tenso
         raise ValueError(f"images are {_name(dtype)}; expected a float dtype, uint8 or uint16")
 
 
-def _four_dimensions(name: str, tensor: Tensor) -> None:
-    if tensor.ndim != 4:
-        raise ValueError(f"{name} is {list(tensor.shape)}; expected [N, C, H, W]")
-
-
-def _five_dimensions(name: str, tensor: Tensor) -> None:
-    if tensor.ndim != 5:
-        raise ValueError(f"{name} is {list(tensor.shape)}; expected [B, C, T, H, W]")
+def _dimensions(name: str, tensor: Tensor, expected: str = "[B, C, T, H, W]") -> None:
+    if tensor.ndim != expected.count(",") + 1:
+        raise ValueError(f"{name} is {list(tensor.shape)}; expected {expected}")
 
 
 def _same(

@@ -305,7 +305,6 @@ def whole_video(
         Relief(device, "a count"),
         single_frame=False,
         begins=True,
-        learns=False,
         full=False,
         graphs=False,
         skips=False,
