@@ -591,7 +591,8 @@ def conv2d(
         bias: `C_out` values, or None.
         stride: Steps in rows and columns.
         padding: Rows and columns of zeros around each frame, on both sides.
-        residual: `[N, C_out, H', W']`, channels-last, dtype of `x`, or None.
+        residual: `[N, C_out, H', W']`, channels-last, dtype of `x`, or None. If it is videos of one
+            frame, `[N, C_out, 1, H', W']`, so are `out` and the result.
         residual_bias: `C_out` values, or None.
         gamma: `C_out` scales, or None.
         out: `[N, C_out, H', W']`, channels-last, dtype of `x`; it can be `residual` itself.
@@ -604,6 +605,8 @@ def conv2d(
     check.frames(x=x)
     shape = check.convolution(x, weight, stride, padding)
     check.vectors(x, weight.shape[0], bias=bias, residual_bias=residual_bias, gamma=gamma)
+    if residual is not None and residual.ndim == 5:
+        shape = *shape[:2], 1, *shape[2:]
     check.results(x, shape, residual=residual, out=out)
     return run_convolution(
         "conv2d", route, x, weight, bias, stride=stride, padding=padding, residual=residual,

@@ -34,7 +34,7 @@ def composed(
         x: `[B, C, T, H, W]` or `[N, C, H, W]`.
         weight: `[C_out, C, ...]`.
         bias: `[C_out]`, or None.
-        residual: Shape of the result, or None.
+        residual: Shape of the result, or None. For frames also `[N, C_out, 1, H', W']`, as `out`.
         residual_bias: `[C_out]`, or None.
         gamma: `[C_out]`, or None.
         out: Shape of the result, or None.
@@ -43,6 +43,11 @@ def composed(
     Returns:
         `out`, or a new tensor.
     """
+    is_video = (x if residual is None else residual).ndim == 5
+    if residual is not None and is_video and x.ndim == 4 and fused.sums:
+        flat = {"residual": residual.squeeze(2), "out": None if out is None else out.squeeze(2)}
+        terms = flat | {"residual_bias": residual_bias, "gamma": gamma}
+        return composed(convolve, fused, run, x, weight, bias, **terms, **options).unsqueeze(2)
     if residual is None and residual_bias is not None:
         bias, residual_bias = sum_of(bias, residual_bias, x.dtype), None
     # A norm adds a bias at no cost, and so does a pass for the residual.
@@ -63,9 +68,8 @@ def composed(
         return y
     terms = bias, _as_video(residual), residual_bias, gamma, _as_video(out)
     result = _finished(run, _as_video(y), *terms)
-    if out is not None:
-        return out
-    return result if x.ndim == 5 else result.squeeze(2)
+    result = result if is_video else result.squeeze(2)
+    return result if out is None else out
 
 
 def sum_of(bias: Tensor | None, other: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -66,9 +66,10 @@ def key_of(op: str, args: Sequence[Any], kwargs: Mapping[str, Any], device: torc
         key.append(sample_inputs.coded_dtype(device, named))
     vectors = set()
     for name, value in named.items():
+        if value is None:
+            continue
         if not isinstance(value, Tensor):
-            if value is not None:
-                key.append((name, tuple(value) if isinstance(value, list) else value))
+            key.append((name, tuple(value) if isinstance(value, list) else value))
         elif name == "out":
             if op in sample_inputs.CONVERTING:
                 key.append((name, value.dtype, value.stride(1) == 1))
@@ -78,8 +79,7 @@ def key_of(op: str, args: Sequence[Any], kwargs: Mapping[str, Any], device: torc
                 key.append(name)
         elif name not in optional:
             key.append((name, value.dtype, _channels(value)))
-    dtypes = tuple(sorted(map(str, vectors or {x.dtype})))
-    return (*key, dtypes, *_size(op, x, named))
+    return (*key, frozenset(vectors or {x.dtype}), *_size(op, x, named))
 
 
 def in_dtype(key: Key, dtype: torch.dtype) -> Key:
@@ -98,7 +98,8 @@ def sizes_of(op: str, args: Sequence[Any]) -> list[Sequence[Any]]:
 
 def name_of(key: Key) -> str:
     """Return the name of the variant `key` in the store, without its device."""
-    return " ".join(str(each).removeprefix("torch.") for each in (key[0], *key[2:]))
+    parts = (sorted(map(str, each)) if isinstance(each, frozenset) else each for each in key)
+    return " ".join(str(each).removeprefix("torch.") for at, each in enumerate(parts) if at != 1)
 
 
 def samples_of(

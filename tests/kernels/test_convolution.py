@@ -235,6 +235,27 @@ def call_of(op):
 
 
 @each_candidate
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("norm", [False, True])
+def test_frames_can_have_a_residual_of_videos_of_one_frame(candidate, norm, in_place):
+    if refuses(candidate, (1, 1)):
+        return
+    tensors, options = call_of("conv2d")
+    tensors = tensors if norm else {name: x for name, x in tensors.items() if name != "gamma"}
+    taps, flat = kept(tensors.pop("weight")), tensors["residual"]
+    videos = flat.unsqueeze(2).clone(memory_format=torch.channels_last_3d)
+    with using(candidate):
+        expected = kernels.conv2d(weight=taps, **tensors, **options)
+        given = tensors | {"residual": videos, "out": videos if in_place else None}
+        y = kernels.conv2d(weight=taps, **given, **options)
+    assert (y is videos or y.data_ptr() == videos.data_ptr()) == in_place
+    assert torch.equal(y, expected.unsqueeze(2))
+    assert in_place or torch.equal(videos, flat.unsqueeze(2))
+    with pytest.raises(ValueError, match=r"residual is .*; expected \[3, 4, 1, 5, 4\]"):
+        kernels.conv2d(weight=taps, **given | {"residual": videos[:, :, :0]}, **options)
+
+
+@each_candidate
 @pytest.mark.parametrize("op", ["conv3d", "conv2d"])
 def test_what_is_fused_needs_no_other_op(candidate, op, monkeypatch):
     seen, run = [], dispatch.run

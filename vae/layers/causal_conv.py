@@ -294,8 +294,7 @@ class CausalConv3d(Conv, CausalLayer):
             before = functools.partial(self.tail, window, cache) if reads else None
             strides = (self.stride, 1, 1)
             return self.convolve(window, "volume", strides, pads, cache, terms, before)
-        frame, added = window.squeeze(2), terms.of(lambda residual: residual.squeeze(2))
-        return self.convolve(frame, self.first_form, (1, 1), pads, cache, added).unsqueeze(2)
+        return self.convolve(window, self.first_form, (1, 1), pads, cache, terms)
 
     def _border(self, cache: TemporalCache) -> int:
         """Return the rows and columns around each frame of the window, which are of codes."""

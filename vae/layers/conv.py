@@ -171,7 +171,8 @@ class Conv(nn.Module):
         """Convolve frames or a video.
 
         Args:
-            x: `[N, C_in, H, W]` or `[B, C_in, T, H, W]`, channels-last.
+            x: `[N, C_in, H, W]` or `[B, C_in, T, H, W]`, channels-last; or `[B, C_in, 1, H, W]` for
+                a form without taps in time.
             kind: Form of the weight, one of the kinds of `derive`.
             strides: Stride of each dimension of the form.
             padding: Zero padding of height and of width, on both sides.
@@ -181,7 +182,7 @@ class Conv(nn.Module):
                 attempt, because making room may move them. None: there are none.
 
         Returns:
-            The result, channels-last.
+            The result, channels-last, with the dimensions of `x`.
         """
         if not x.is_floating_point():
             return self._convolve_codes(x, kind, cache, terms)
@@ -189,42 +190,40 @@ class Conv(nn.Module):
         form, out = cache.attempt(functools.partial(self._form, kind, x.dtype)), None
         weight = form.weight
         route = self._route(x, kind, strides, padding, norm=gamma is not None)
+        frames = x if x.ndim == weight.ndim else x.squeeze(2)
         if route.fused.sums:
             out = residual
             if residual is None and gamma is None:
-                out = _reused(x, weight.shape, strides, padding, before, cache)
+                out = _reused(frames, weight.shape, strides, padding, before, cache)
         options = {"stride": strides, "padding": padding, "residual": residual, "out": out}
         options |= {"residual_bias": residual_bias, "gamma": gamma, "route": route}
 
         def product() -> Tensor:
             bias = self._bias(kind, form.offset) if biased else None
-            if x.ndim == 4:
-                return conv2d(x, weight, bias, **options)
+            if weight.ndim == 4:
+                return conv2d(frames, weight, bias, **options)
             return conv3d(x, weight, bias, tail=before and before(), **options)
 
-        return cache.attempt(product)
+        y = cache.attempt(product)
+        return y if y.ndim == x.ndim else y.unsqueeze(2)
 
     def _convolve_codes(self, x: Tensor, kind: str, cache: TemporalCache, terms: Terms) -> Tensor:
-        """Convolve codes with a border, `x` as for `convolve`; the result is in `terms.dtype`."""
+        """Convolve codes `[B, C_in, T, H, W]` with a border; the result is in `terms.dtype`."""
         form = cache.attempt(functools.partial(self._form, kind, torch.int8))
         assert isinstance(form, CodedForm)
-        flat = x.ndim == 4
         residual = terms.residual
-        dtype = terms.dtype if residual is None else residual.dtype
         options = {
-            "residual": residual.unsqueeze(2) if flat and residual is not None else residual,
+            "residual": residual,
+            "out": residual,
             "residual_bias": terms.residual_bias,
-            "dtype": dtype,
+            "dtype": terms.dtype if residual is None else residual.dtype,
         }
-        video = x.unsqueeze(2) if flat else x
 
         def product() -> Tensor:
             bias = self._bias(kind, None) if terms.biased else None
-            out = options["residual"]
-            return int8_conv3d(video, form.weight, form.scale, bias, out=out, **options)
+            return int8_conv3d(x, form.weight, form.scale, bias, **options)
 
-        y = cache.attempt(product)
-        return y.squeeze(2) if flat else y
+        return cache.attempt(product)
 
     def sources(self, *, coded: bool = False) -> tuple[Tensor, ...]:
         """Return the parameters `[C_out, ...]` that forms are derived from; `coded`: in int8."""

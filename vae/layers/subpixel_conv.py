@@ -142,9 +142,8 @@ class ShuffleConv(Conv):
         self, window: Tensor, kind: str, cache: TemporalCache, pads: tuple[int, int]
     ) -> Tensor:
         """Compute the spatial phases of one temporal phase, in the layout of `merge_phases`."""
-        if kind.endswith(_FIRST):
-            return self.convolve(window.squeeze(2), kind, (1, 1), pads, cache).unsqueeze(2)
-        return self.convolve(window, kind, (1, 1, 1), pads, cache)
+        strides = (1, 1) if kind.endswith(_FIRST) else (1, 1, 1)
+        return self.convolve(window, kind, strides, pads, cache)
 
     def _shape(self, kind: str) -> tuple[int, ...]:
         outputs, inputs = self.weight.shape[:2]

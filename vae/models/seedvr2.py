@@ -266,7 +266,7 @@ class ShrinkingConv3d(CausalConv3d):
         else:
             window = self._surrounded(x, known, cache, cache.shard)
         if cache.first:
-            return self.convolve(window.squeeze(2), "summed", (2, 2), (0, 0), cache).unsqueeze(2)
+            return self.convolve(window, "summed", (2, 2), (0, 0), cache)
         return self.convolve(window, "volume", (self.stride, 2, 2), (0, 0), cache)
 
     def _surrounded(self, x: Tensor, known: int, cache: TemporalCache, shard: FrameShard) -> Tensor:
