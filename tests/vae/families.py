@@ -41,7 +41,7 @@ def latent_for(vae, frames, height, width, batch=1):
 
 def prepared(vae):
     """The VAE, after the wait for the choice of its layers in int8."""
-    assert vae.wait_until_prepared(60)
+    assert vae.wait_until_prepared(300)  # at published widths it takes 90 s
     return vae
 
 
