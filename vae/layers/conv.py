@@ -122,8 +122,7 @@ class Conv(nn.Module):
         """Return what a call of `convolve` with these arguments does without another pass.
 
         Args:
-            x: `[N, C_in, H, W]` or `[B, C_in, T, H, W]`, with the frames before it or without; or
-                the first frame `[B, C_in, 1, H, W]`.
+            x: `[B, C_in, T, H, W]`, with the frames before it or without.
             kind: As for `convolve`.
             strides: As for `convolve`.
             padding: As for `convolve`.
@@ -153,7 +152,7 @@ class Conv(nn.Module):
         if route is None:
             # Without a derived weight, which would need memory.
             weight = self._weight(kind, x.dtype)
-            given = x if x.ndim == weight.ndim else x.squeeze(2)
+            given = x if x.ndim == weight.ndim else _as_frames(x)
             route = conv_route(given, weight, stride=strides, padding=padding, norm=norm)
             routes[key] = route
         return route
@@ -168,11 +167,10 @@ class Conv(nn.Module):
         terms: Terms = BIAS,
         before: Callable[[], Tensor] | None = None,
     ) -> Tensor:
-        """Convolve frames or a video.
+        """Convolve a video, with a form that has taps in time or frame by frame.
 
         Args:
-            x: `[N, C_in, H, W]` or `[B, C_in, T, H, W]`, channels-last; or `[B, C_in, 1, H, W]` for
-                a form without taps in time.
+            x: `[B, C_in, T, H, W]`, channels-last.
             kind: Form of the weight, one of the kinds of `derive`.
             strides: Stride of each dimension of the form.
             padding: Zero padding of height and of width, on both sides.
@@ -182,7 +180,7 @@ class Conv(nn.Module):
                 attempt, because making room may move them. None: there are none.
 
         Returns:
-            The result, channels-last, with the dimensions of `x`.
+            `[B, C_out, T', H', W']`, channels-last.
         """
         if not x.is_floating_point():
             return self._convolve_codes(x, kind, cache, terms)
@@ -190,7 +188,10 @@ class Conv(nn.Module):
         form, out = cache.attempt(functools.partial(self._form, kind, x.dtype)), None
         weight = form.weight
         route = self._route(x, kind, strides, padding, norm=gamma is not None)
-        frames = x if x.ndim == weight.ndim else x.squeeze(2)
+        frames = x
+        if weight.ndim == 4:
+            frames = _as_frames(x)
+            residual = residual if residual is None or x.shape[2] == 1 else _as_frames(residual)
         if route.fused.sums:
             out = residual
             if residual is None and gamma is None:
@@ -205,7 +206,7 @@ class Conv(nn.Module):
             return conv3d(x, weight, bias, tail=before and before(), **options)
 
         y = cache.attempt(product)
-        return y if y.ndim == x.ndim else y.unsqueeze(2)
+        return y if y.ndim == 5 else _as_video(y, x.shape[0])
 
     def _convolve_codes(self, x: Tensor, kind: str, cache: TemporalCache, terms: Terms) -> Tensor:
         """Convolve codes `[B, C_in, T, H, W]` with a border; the result is in `terms.dtype`."""
@@ -315,11 +316,27 @@ class PointwiseConv(nn.Module):
         """
 
         def product() -> Tensor:
-            weight = self.weight.flatten(1)[outputs].to(x.dtype)
-            bias = self.bias[outputs].to(x.dtype) if biased else None
+            weight, bias = self.weight.flatten(1), self.bias
+            if outputs != slice(None):
+                weight, bias = weight[outputs], bias[outputs]
+            weight, bias = weight.to(x.dtype), bias.to(x.dtype) if biased else None
             return F.linear(x.movedim(1, -1), weight, bias).movedim(-1, 1)
 
         return product() if cache is None else cache.attempt(product)
+
+
+def _as_frames(x: Tensor) -> Tensor:
+    """View `[B, C, T, H, W]` as `[B * T, C, H, W]`, channels-last."""
+    if x.shape[2] == 1:
+        return x.squeeze(2)
+    return x.permute(0, 2, 3, 4, 1).flatten(0, 1).permute(0, 3, 1, 2)
+
+
+def _as_video(frames: Tensor, batch: int) -> Tensor:
+    """View `[B * T, C, H, W]` as `[B, C, T, H, W]`, channels-last."""
+    if frames.shape[0] == batch:
+        return frames.unsqueeze(2)
+    return frames.permute(0, 2, 3, 1).unflatten(0, (batch, -1)).permute(0, 4, 1, 2, 3)
 
 
 def drop_stale_forms(convs: Iterable[Conv], attempt: Callable[[Callable[[], Any]], Any]) -> None:

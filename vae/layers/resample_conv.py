@@ -41,13 +41,12 @@ class UpsampleConv2d(Conv):
         pads = (1, 1)
         if cache.shard is not None:
             x, pads = halo.extended(x, cache)
-        call = _as_frames(x), "folded", (1, 1), pads
+        call = x, "folded", (1, 1), pads
         late = not self.fuses(*call).adds_bias
         grid = self.convolve(*call, cache, Terms(biased=not late))
         shape = (batch, grid.shape[1] // 4, frames, 2 * height, 2 * width)
         out = cache.reused(shape, x)
         bias = self.bias if late else None
-        grid = _as_video(grid, batch)
         return cache.attempt(
             functools.partial(merge_phases, grid, source, times, bias=bias, out=out)
         )
@@ -75,18 +74,7 @@ class StridedConv2d(Conv):
         Returns:
             `[B, C_out, T, H / 2, W / 2]`, channels-last.
         """
-        terms, pads = terms.of(_as_frames), (1, 1)
+        pads = (1, 1)
         if cache.shard is not None:
             x, pads = halo.extended(x, cache, before=False)
-        y = self.convolve(_as_frames(x), "shifted", (2, 2), pads, cache, terms)
-        return _as_video(y, x.shape[0])
-
-
-def _as_frames(x: Tensor) -> Tensor:
-    """View `[B, C, T, H, W]` as `[B * T, C, H, W]`, channels-last."""
-    return x.permute(0, 2, 3, 4, 1).flatten(0, 1).permute(0, 3, 1, 2)
-
-
-def _as_video(frames: Tensor, batch: int) -> Tensor:
-    """View `[B * T, C, H, W]` as `[B, C, T, H, W]`, channels-last."""
-    return frames.permute(0, 2, 3, 1).unflatten(0, (batch, -1)).permute(0, 4, 1, 2, 3)
+        return self.convolve(x, "shifted", (2, 2), pads, cache, terms)

@@ -130,9 +130,10 @@ def _count(block: Tensor) -> int:
 
 def _video_of(block: Tensor, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor:
     """View bytes as a channels-last `[B, C, T, H, W]`."""
-    batch, channels, frames, height, width = shape
-    pool = block[: prod(shape) * like.element_size()].view(like.dtype)
-    return pool.view(batch, frames, height, width, channels).permute(0, 4, 1, 2, 3)
+    _, channels, frames, height, width = shape
+    frame = channels * height * width
+    steps = frames * frame, 1, frame, channels * width, channels
+    return block[: prod(shape) * like.element_size()].view(like.dtype).as_strided(shape, steps)
 
 
 def uint16_as_int16(frames: Tensor) -> Tensor:
