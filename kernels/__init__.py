@@ -54,7 +54,7 @@ from .devices import (
     synchronize,
     tensor_limit,
 )
-from .devices.instructions import multiplies_bfloat16, slow_on_cpu
+from .devices.instructions import multiplies_bfloat16, processor, slow_on_cpu
 from .devices.int8 import int8_lacks
 from .dispatch import ask, run, run_convolution, run_kernel
 from .errors import BackendError, first_line, is_out_of_memory, log_once
@@ -134,6 +134,7 @@ __all__ = [
     "preparations",
     "prepare",
     "preparing",
+    "processor",
     "proving",
     "read_header",
     "release_cached",

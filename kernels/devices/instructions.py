@@ -1,4 +1,4 @@
-"""The instructions of the CPU that decide which dtypes have fast convolutions.
+"""The CPU: its name, and the instructions that decide which dtypes have fast convolutions.
 
 oneDNN multiplies bfloat16 with AVX512-BF16 or AMX, and float16 with AVX512-FP16 or AMX-FP16
 (oneDNN, "Data Types"). Without these it converts bfloat16 to float32 where there is AVX-512, which
@@ -6,12 +6,14 @@ costs little, and PyTorch's own loops take float16: 16 times as long as float32 
 """
 
 import functools
+import os
+import platform
 from pathlib import Path
 from typing import Any
 
 import torch
 
-# Where Linux lists the features of the processor, for versions of PyTorch without a query.
+# Where Linux names the processor, and lists its features for versions of PyTorch without a query.
 _CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -49,6 +51,17 @@ def cpu_features() -> frozenset[str]:
             return frozenset(next(listed, []))
     except OSError:
         return frozenset()
+
+
+def processor() -> str:
+    """Return the model of the processor; without one, the name of its architecture."""
+    # `platform.processor` starts another process on Linux and macOS.
+    try:
+        with _CPUINFO.open(encoding="utf-8", errors="replace") as lines:
+            named = (line.partition(":")[2].strip() for line in lines if "model name" in line)
+            return next(named, "") or platform.machine()
+    except OSError:
+        return os.environ.get("PROCESSOR_IDENTIFIER") or platform.machine()
 
 
 def _is_x86() -> bool:

@@ -9,8 +9,6 @@ import ctypes
 import functools
 import hashlib
 import json
-import os
-import platform
 import sys
 import threading
 from collections.abc import Mapping
@@ -22,6 +20,7 @@ import torch
 
 from .. import cache
 from ..devices import amd_chip, device_kind, device_name
+from ..devices.instructions import processor
 from ..errors import first_line, log_once
 
 # Layout of the file; another one is not read.
@@ -37,9 +36,6 @@ _SUFFIXES = (".py", ".cu", ".cuh")
 
 # Packages whose versions decide that too, under the names of their builds.
 _PACKAGES = ("triton", "triton-windows", "pytorch-triton", "pytorch-triton-rocm")
-
-# Where Linux describes the processor.
-_CPUINFO = Path("/proc/cpuinfo")
 
 _lock = threading.Lock()
 _opened: dict[Path, "Facts"] = {}
@@ -123,7 +119,7 @@ def of_kernels(device: torch.device) -> Facts:
     return _kept(
         {
             **_environment(device),
-            **({"processor": _processor()} if device.type == "cpu" else {}),
+            **({"processor": processor()} if device.type == "cpu" else {}),
             "cudnn": str(torch.backends.cudnn.version()),
             **{package: _version(package) for package in _PACKAGES},
             "sources": sources(),
@@ -177,14 +173,3 @@ def _driver() -> str:
     except (OSError, AttributeError):
         return ""
     return text.value.decode(errors="replace")
-
-
-def _processor() -> str:
-    """Return the model of the processor; without one, the name of its architecture."""
-    # `platform.processor` starts another process on Linux and macOS.
-    try:
-        with _CPUINFO.open(encoding="utf-8", errors="replace") as lines:
-            named = (line.partition(":")[2].strip() for line in lines if "model name" in line)
-            return next(named, "") or platform.machine()
-    except OSError:
-        return os.environ.get("PROCESSOR_IDENTIFIER") or platform.machine()

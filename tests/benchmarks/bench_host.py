@@ -73,9 +73,7 @@ class Launches(TorchDispatchMode):
 def _convolved(
     x: Tensor, weight: Tensor, _: object, stride: list[int], pads: list[int], *__: object
 ) -> Tensor:
-    order = torch.channels_last if x.ndim == 4 else torch.channels_last_3d  # as by cuDNN
-    shape = shapes.convolved(x, weight.shape, stride, pads)
-    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=order)
+    return shapes.new_video(x, shapes.convolved(x, weight.shape, stride, pads))
 
 
 def _stacked(each: list[Tensor], dim: int = 0) -> Tensor:
@@ -116,13 +114,25 @@ def play(launches: Launches) -> None:
                 setattr(module, name, new)
 
 
-def measure(vae: VideoVAE, launches: Launches, case: str) -> dict[str, Any]:
-    """Return the figures of a case, "decode 81 480 832"."""
+def meta_vae() -> VideoVAE:
+    """Return Wan 2.1 of the published widths in bfloat16, without numbers."""
+    config, dtype = count_bytes.configs()["wan2.1"], torch.bfloat16
+    with torch.device("meta"):
+        return VideoVAE(config, dtype, dtype).to(dtype).requires_grad_(False)
+
+
+def input_of(case: str) -> tuple[str, Tensor]:
+    """Return "decode" or "encode" and the input of a case, "decode 81 480 832"."""
     direction, (frames, height, width) = case.split()[0], map(int, case.split()[1:])
     shape = (1, 3, frames, height, width)
     if direction == "decode":
-        shape = (1, vae.config.latent_channels, frames // 4 + 1, height // 8, width // 8)
-    x, last, times = torch.empty(shape, dtype=vae.dtype, device="meta"), None, []
+        shape = (1, 16, frames // 4 + 1, height // 8, width // 8)
+    return direction, torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+
+def measure(vae: VideoVAE, launches: Launches, case: str) -> dict[str, Any]:
+    """Return the figures of a case."""
+    (direction, x), last, times = input_of(case), None, []
     for _ in range(14):
         launches.names, launches.waits = Counter(), 0
         launches.inside_s = launches.recording_s = 0.0
@@ -144,11 +154,7 @@ def main() -> None:
     """Print and save a row for each case."""
     parser = record.parser(__doc__)
     parser.add_argument("--case", nargs="+", default=_CASES, help='default: "decode 81 480 832" …')
-    args, config, launches = parser.parse_args(), count_bytes.configs()["wan2.1"], Launches()
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("meta"):
-        vae = VideoVAE(config, torch.bfloat16, torch.bfloat16).requires_grad_(False)
-    torch.set_default_dtype(torch.float32)
+    args, vae, launches = parser.parse_args(), meta_vae(), Launches()
     play(launches)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["FAST_VIDEO_VAE_CACHE"] = folder

@@ -25,7 +25,7 @@ from fast_video_vae.tests.kernels import launches
 from fast_video_vae.tests.vae.planning.live_bytes import LiveBytes
 from fast_video_vae.vae import VideoVAE
 
-_CASES = ("decode 480 832", "encode 480 832", "decode 720 1280", "encode 720 1280")
+_CASES = ("decode 81 480 832", "encode 81 480 832", "decode 81 720 1280", "encode 81 720 1280")
 _MIB = 1 << 20
 
 
@@ -54,11 +54,8 @@ def counted(traffic: Traffic, module: nn.Module, direction: str, x: Tensor) -> t
 
 
 def measure(vae: VideoVAE, other: nn.Module, traffic: Traffic, case: str) -> dict[str, float]:
-    """Return the figures of a case, "decode 480 832", of 81 frames."""
-    direction, (height, width) = case.split()[0], map(int, case.split()[1:])
-    shape = (1, 16, 21, height // 8, width // 8)
-    shape = shape if direction == "decode" else (1, 3, 81, height, width)
-    x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    """Return the figures of a case, as of `bench_host.py`."""
+    direction, x = bench_host.input_of(case)
     most, _ = counted(traffic, other, direction, x)
     counted(traffic, vae, direction, x)  # derives weights, which stay
     mib, moved = counted(traffic, vae, direction, x)
@@ -74,10 +71,8 @@ def measure(vae: VideoVAE, other: nn.Module, traffic: Traffic, case: str) -> dic
 def main() -> None:
     """Print and save a row for each case."""
     parser = record.parser(__doc__)
-    parser.add_argument("--case", nargs="+", default=_CASES, help='default: "decode 480 832" …')
-    args, config, traffic = parser.parse_args(), count_bytes.configs()["wan2.1"], Traffic()
-    with torch.device("meta"):
-        vae = VideoVAE(config, torch.bfloat16, torch.bfloat16).bfloat16().requires_grad_(False)
+    parser.add_argument("--case", nargs="+", default=_CASES, help='default: "decode 81 480 832" …')
+    args, vae, traffic = parser.parse_args(), bench_host.meta_vae(), Traffic()
     other = peers.comfyui_vae(vae.state_dict(), dtype=torch.bfloat16, device="meta").module
     from comfy.ldm.modules.diffusionmodules import model
 
@@ -90,7 +85,7 @@ def main() -> None:
         for case in args.case:
             values = measure(vae, other, traffic, case)
             record.append(args.out, "count_peaks", f"{case} bfloat16 wan2.1", **values)
-            print(f"{case:18}" + "".join(f"{key} {value:<10}" for key, value in values.items()))
+            print(f"{case:24}" + "".join(f"{key} {value:<10}" for key, value in values.items()))
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ def test_peaks_are_counted_next_to_those_of_comfyui(tmp_path):
         pytest.skip(reason)
     pytest.importorskip("triton", reason="the launches are Triton's")
     path = tmp_path / "rows.jsonl"
-    command = [sys.executable, HERE / "count_peaks.py", "--case", "decode 64 64", "--out", path]
+    command = [sys.executable, HERE / "count_peaks.py", "--case", "decode 81 64 64", "--out", path]
     subprocess.run(command, capture_output=True, check=True)
     row = json.loads(path.read_text(encoding="utf-8"))
     assert row["within_mib"] <= row["comfyui_mib"]

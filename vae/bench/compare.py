@@ -5,21 +5,17 @@ which kernels are selected and results compared, is not counted.
 """
 
 import math
-import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ...kernels import default_device, device_name, is_out_of_memory, release_cached
+from ...kernels import default_device, device_name, is_out_of_memory, processor, release_cached
 from .measure import Taken
 from .report import DECODE, Comparison, ContestantResult
 
 OUT_OF_MEMORY = "out of memory"
-
-_CPU_NAMES = Path("/proc/cpuinfo")
 
 Measure = Callable[[Callable[[], Tensor]], tuple[Tensor, Taken]]
 
@@ -176,11 +172,7 @@ def device_label(device: torch.device) -> str:
     """Return the name of `device`: "NVIDIA H200", or that of the CPU with its thread count."""
     if device.type != "cpu":
         return device_name(device)
-    name = platform.processor() or platform.machine() or "CPU"
-    if _CPU_NAMES.exists():
-        lines = _CPU_NAMES.read_text(encoding="utf-8", errors="replace").splitlines()
-        names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-        name = next(names, name)
+    name = processor() or "CPU"
     threads = torch.get_num_threads()
     return f"{name}, {threads} thread{'' if threads == 1 else 's'}"
 

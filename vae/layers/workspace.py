@@ -130,10 +130,15 @@ def _count(block: Tensor) -> int:
 
 def _video_of(block: Tensor, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor:
     """View bytes as a channels-last `[B, C, T, H, W]`."""
+    numbers = block[: prod(shape) * like.element_size()].view(like.dtype)
+    return numbers.as_strided(shape, _strides(shape))
+
+
+def _strides(shape: tuple[int, ...] | torch.Size) -> tuple[int, ...]:
+    """Return the strides of channels-last memory for a video `[B, C, T, H, W]`."""
     _, channels, frames, height, width = shape
     frame = channels * height * width
-    steps = frames * frame, 1, frame, channels * width, channels
-    return block[: prod(shape) * like.element_size()].view(like.dtype).as_strided(shape, steps)
+    return frames * frame, 1, frame, channels * width, channels
 
 
 def uint16_as_int16(frames: Tensor) -> Tensor:
@@ -178,9 +183,7 @@ def canonical(x: Tensor) -> Tensor:
     Returns:
         A view of `x`.
     """
-    _, channels, frames, height, width = x.shape
-    frame = channels * height * width
-    return x.as_strided(x.shape, (frames * frame, 1, frame, channels * width, channels))
+    return x.as_strided(x.shape, _strides(x.shape))
 
 
 class Handover:
