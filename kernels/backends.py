@@ -27,15 +27,7 @@ SLICED_ORDER = ("sliced", *CONVOLUTION_ORDER)
 
 
 def convolution_order(op: str, kind: str) -> tuple[str, ...]:
-    """Return the candidates of a convolution that is not ours.
-
-    Args:
-        op: `conv2d` or `conv3d`.
-        kind: Kind of the device.
-
-    Returns:
-        Names of candidates; the reference is last.
-    """
+    """Return the candidates of `conv2d` or `conv3d` other than ours; the reference is last."""
     return SLICED_ORDER if kind == "apple" and op == "conv3d" else CONVOLUTION_ORDER
 
 
@@ -44,17 +36,9 @@ _forced: ContextVar[str | None] = ContextVar("forced backend", default=None)
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Run ops on one backend in this thread, without fallback.
-
-    A backend without any convolution does not restrict the convolutions, and a candidate that has
-    only these does not restrict the other ops.
-
-    Args:
-        name: One of `ORDER` or `CONVOLUTIONS`.
-
-    Raises:
-        ValueError: There is no such backend.
-    """
+    """Run ops on one of `ORDER` or `CONVOLUTIONS` in this thread, without fallback."""
+    # A backend without any convolution does not restrict the convolutions, and a candidate that has
+    # only these does not restrict the other ops.
     known = tuple(dict.fromkeys((*ORDER, *CONVOLUTIONS)))
     if name not in known:
         raise ValueError(f"backend is {name!r}; expected one of {', '.join(known)}")

@@ -44,15 +44,7 @@ def _home() -> Path:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Write a file at once, so that no reader and no crash finds a part of it.
-
-    Args:
-        path: Path of the file; its folder is created.
-        content: All of its bytes.
-
-    Raises:
-        OSError: The folder or the file cannot be written; an older file is unchanged.
-    """
+    """Write a file at once, so that no reader and no crash finds a part of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _clear_stale(path.parent)
     handle, name = tempfile.mkstemp(prefix=f"{path.stem}-", suffix=".tmp", dir=path.parent)

@@ -19,14 +19,7 @@ _BITS = (10, 12, 16)
 
 
 def floats(**tensors: Tensor) -> None:
-    """Check that all `tensors`, such as `[B, C, T, H, W]`, have a dtype that ops compute in.
-
-    Args:
-        **tensors: Tensors by argument name.
-
-    Raises:
-        ValueError: A tensor has another dtype.
-    """
+    """Check that all `tensors` have a dtype that ops compute in."""
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
             raise ValueError(
@@ -35,16 +28,7 @@ def floats(**tensors: Tensor) -> None:
 
 
 def vectors(x: Tensor, channels: int, **tensors: Tensor | None) -> None:
-    """Check that all tensors have one value per channel, a float dtype and the device of `x`.
-
-    Args:
-        x: `[B, C, T, H, W]` or `[..., C]`.
-        channels: Expected number of elements.
-        **tensors: `[channels]`, in any shape and any float dtype (8 bits too); None is skipped.
-
-    Raises:
-        ValueError: A tensor has another number of elements, dtype or device.
-    """
+    """Check that all tensors have `channels` values, any float dtype and the device of `x`."""
     for name, tensor in tensors.items():
         if tensor is None:
             continue
@@ -77,21 +61,7 @@ def convolution(
     padding: tuple[int, int],
     tail: Tensor | None = None,
 ) -> shapes.Shape:
-    """Check the weight and the options of a convolution against its input.
-
-    Args:
-        x: `[B, C, T, H, W]` or `[N, C, H, W]`.
-        weight: `[C_out, C, ...]`, of the same number of dimensions.
-        stride: Stride of each dimension of the kernel.
-        padding: Padding of height and width.
-        tail: `[B, C, K, H, W]`, or None.
-
-    Returns:
-        Shape of the result.
-
-    Raises:
-        ValueError: Something does not fit, or the frames are smaller than the kernel.
-    """
+    """Check weight and options of a convolution against `x`, and return the result's shape."""
     if weight.ndim != x.ndim or weight.shape[1] != x.shape[1]:
         taps = "kt, kh, kw" if x.ndim == 5 else "kh, kw"
         raise ValueError(f"weight is {list(weight.shape)}; expected [C_out, {x.shape[1]}, {taps}]")
@@ -121,16 +91,7 @@ def convolution(
 
 
 def results(x: Tensor, shape: tuple[int, ...], **tensors: Tensor | None) -> None:
-    """Check that all tensors of the result's size have its shape, and dtype and device of `x`.
-
-    Args:
-        x: `[...]`, the input.
-        shape: Shape of the result.
-        **tensors: Tensors by argument name; None is skipped.
-
-    Raises:
-        ValueError: A tensor differs.
-    """
+    """Check that all tensors have `shape`, and dtype and device of `x`; None is skipped."""
     for name, tensor in tensors.items():
         if tensor is not None:
             _same(name, tensor, shape, x)
@@ -158,15 +119,7 @@ def result(x: Tensor, out: Tensor | None, shape: tuple[int, ...]) -> None:
 
 
 def target(out: Tensor | None, shape: tuple[int, ...]) -> None:
-    """Check that the buffer `out` of any dtype and device, if given, has a given shape.
-
-    Args:
-        out: `[...]`, or None.
-        shape: Expected shape.
-
-    Raises:
-        ValueError: The shape differs.
-    """
+    """Check that the buffer `out` of any dtype and device, if given, has `shape`."""
     if out is not None and tuple(out.shape) != shape:
         raise ValueError(f"out is {list(out.shape)}; expected {list(shape)}")
 
@@ -178,18 +131,7 @@ def window(
     border: int = 0,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Check that the tail, the buffer and the border of a norm fit `x`.
-
-    Args:
-        x: `[B, C, T, H, W]`.
-        tail: `[B, C, K, H, W]`, or None.
-        out: `[B, C, K + T, H + 2 * border, W + 2 * border]`, or None.
-        border: Pixels around each frame of `out`.
-        dtype: Dtype of tail and result; None: that of `x`.
-
-    Raises:
-        ValueError: One of them does not fit.
-    """
+    """Check tail, buffer and border of a norm against `x`; `dtype` of both, None: that of `x`."""
     if border < 0:
         raise ValueError(f"border is {border}; expected 0 or more")
     if tail is not None:
@@ -201,17 +143,7 @@ def window(
 
 
 def codes(x: Tensor, factors: Tensor | None, saturated: Tensor | None, out: Tensor | None) -> None:
-    """Check the codes of a norm.
-
-    Args:
-        x: `[B, C, T, H, W]`.
-        factors: `[C]`, or None.
-        saturated: `[2]`, or None.
-        out: `[...]`, or None.
-
-    Raises:
-        ValueError: Only one of the first two is given, or one of the three does not fit.
-    """
+    """Check the codes `[C]`, the counters `[2]` and the buffer of a norm."""
     if (factors is None) != (saturated is None):
         raise ValueError("only one of codes and saturated is given; expected both or none")
     if factors is None or saturated is None:
@@ -229,18 +161,7 @@ def code_convolution(
     dtype: torch.dtype,
     **terms: Tensor | None,
 ) -> None:
-    """Check the arguments of `int8_conv3d`.
-
-    Args:
-        x: `[B, C, T, H, W]`.
-        weight: `[C_out, C, kt, kh, kw]`.
-        scale: `[C_out]`, or None.
-        dtype: Dtype of the result.
-        **terms: `bias` and `residual_bias` `[C_out]`, `residual` and `out` of the result's shape.
-
-    Raises:
-        ValueError: Something does not fit.
-    """
+    """Check the arguments of `int8_conv3d`."""
     if x.dtype not in (torch.int8, torch.uint8):
         raise ValueError(f"x is {_name(x.dtype)}; expected int8 or uint8")
     _dimensions("x", x)
@@ -274,31 +195,13 @@ def statistics(x: Tensor, groups: int, given: Tensor | None) -> None:
 
 
 def divides(parts: int, whole: int, name: str) -> None:
-    """Check that `parts` divides `whole` channels.
-
-    Args:
-        parts: Number of parts.
-        whole: Number of channels.
-        name: Name of the argument for the message.
-
-    Raises:
-        ValueError: `parts` does not divide `whole`, or is less than 1.
-    """
+    """Check that `parts`, the argument `name`, divides `whole` channels."""
     if parts < 1 or whole % parts:
         raise ValueError(f"{name}: {parts} does not divide {whole} channels")
 
 
 def phase_source(grid: Tensor, source: Tensor | None, times: int) -> None:
-    """Check the `source` of `merge_phases` against the windows of its grid.
-
-    Args:
-        grid: `[B, 4 * C, T, H + 1, W + 1]`.
-        source: `[B, C_source, T / times, H, W]`, or None.
-        times: Frames of the result per frame of `source`.
-
-    Raises:
-        ValueError: Frames, pixels or channels do not fit.
-    """
+    """Check the `source` of `merge_phases` against the windows of its grid."""
     if times < 1:
         raise ValueError(f"times is {times}; expected 1 or more")
     if source is None:
@@ -313,16 +216,7 @@ def phase_source(grid: Tensor, source: Tensor | None, times: int) -> None:
 
 
 def shuffle(x: Tensor, size: tuple[int, int, int], order: str) -> None:
-    """Check the block size of a pixel shuffle.
-
-    Args:
-        x: `[B, C, T, H, W]`.
-        size: Frames, rows and columns per block.
-        order: The letters c, t, h, w in any order.
-
-    Raises:
-        ValueError: The size does not divide the channels, or `order` has other letters.
-    """
+    """Check the block size of a pixel shuffle, and the order of its indices."""
     if min(size) < 1:
         raise ValueError(f"size is {size}; expected 1 or more of each")
     if sorted(order) != sorted("cthw"):
@@ -331,17 +225,7 @@ def shuffle(x: Tensor, size: tuple[int, int, int], order: str) -> None:
 
 
 def averages(x: Tensor, channels: int, times: int, size: int) -> None:
-    """Check the block size of `average_down`.
-
-    Args:
-        x: `[B, C, T, H, W]`.
-        channels: Channels of the result.
-        times: Frames per block.
-        size: Rows and columns per block.
-
-    Raises:
-        ValueError: Size or channels do not fit.
-    """
+    """Check the block size of `average_down`."""
     if times < 1 or size < 1:
         raise ValueError(f"times is {times} and size {size}; expected 1 or more of each")
     if x.shape[3] % size or x.shape[4] % size:
@@ -350,18 +234,7 @@ def averages(x: Tensor, channels: int, times: int, size: int) -> None:
 
 
 def images(frames: Tensor, dtype: torch.dtype, patch: int, bits: int, out: Tensor | None) -> None:
-    """Check the dtype and the buffer of `frames_to_images`.
-
-    Args:
-        frames: `[B, C * patch^2, T, H, W]`.
-        dtype: Dtype of new images, without `out`.
-        patch: Rows and columns of pixels in the channels.
-        bits: Bits of a value in uint16.
-        out: `[B * T, H, W, C]` or `[B, T, H, W, C]`, or None.
-
-    Raises:
-        ValueError: The dtype or `bits` is not supported, or the shape of `out` differs.
-    """
+    """Check `bits`, dtype and buffer of `frames_to_images`; `dtype` is that of new images."""
     if bits not in _BITS:
         raise ValueError(f"bits is {bits}; expected 10, 12 or 16")
     if out is not None:

@@ -41,15 +41,7 @@ def zero_of(dtype: torch.dtype) -> int:
 
 
 def code_steps(gamma: Tensor, shift: Tensor | None = None) -> Tensor:
-    """Return the step between two codes of each channel, after norm and SiLU.
-
-    Args:
-        gamma: `C` scales of the norm, in any shape and float dtype.
-        shift: `C` values that the norm adds, in any shape and float dtype; None: zeros.
-
-    Returns:
-        `[C]`, float32, larger than 0.
-    """
+    """Return the step between two codes of each channel, after norm and SiLU: float32 `[C]`."""
     reach = _DEVIATIONS * gamma.detach().flatten().float().abs()
     center = torch.zeros_like(reach) if shift is None else shift.detach().flatten().float()
     low, high = center - reach, center + reach

@@ -18,46 +18,21 @@ IMAGE_DTYPES = (*DTYPES, torch.uint8, torch.uint16)
 
 
 def refuse_dtype(x: Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
-    """Refuse a dtype that the kernels do not support.
-
-    Args:
-        x: `[...]`, the activation.
-        dtypes: Those that they support.
-
-    Raises:
-        Refusal: The dtype is another one.
-    """
+    """Refuse a dtype that the kernels do not support."""
     if x.dtype not in dtypes:
         raise Refusal(f"there is no kernel for {str(x.dtype).removeprefix('torch.')}")
 
 
 def refuse_videos(**tensors: Tensor | None) -> None:
-    """Refuse videos whose frames are not dense channels-last memory.
-
-    Args:
-        **tensors: `[B, C, T, H, W]` by argument name; None is skipped.
-
-    Raises:
-        Refusal: A tensor is not channels-last.
-    """
+    """Refuse videos whose frames are not dense channels-last memory; None is skipped."""
     for name, x in tensors.items():
         if x is not None and not is_dense(x, 3, 4, 1):
             raise Refusal(f"{name} is not channels-last")
 
 
 def refuse_window(x: Tensor, tail: Tensor | None, out: Tensor | None, border: int = 0) -> None:
-    """Refuse a window that overlaps its inputs, and videos that are not channels-last.
-
-    Args:
-        x: `[B, C, T, H, W]`.
-        tail: `[B, C, K, H, W]`, or None.
-        out: `[B, C, K + T, H + 2 * border, W + 2 * border]`, or None.
-        border: Pixels around each frame of `out`; only without any, and in the dtype of `x`, it can
-            be `x`.
-
-    Raises:
-        Refusal: Memory overlaps or has another layout.
-    """
+    """Refuse a window that overlaps its inputs, and videos that are not channels-last."""
+    # Only without tail and border, and in the dtype of `x`, `out` can be `x`.
     refuse_videos(x=x, tail=tail, out=out)
     same = out is not None and tail is None and not border and out.dtype == x.dtype
     refuse_overlap(out, x=x, tail=tail, same=same)
@@ -65,41 +40,19 @@ def refuse_window(x: Tensor, tail: Tensor | None, out: Tensor | None, border: in
 
 
 def refuse_codes(saturated: Tensor | None) -> None:
-    """Refuse counters of values without a code that are not adjacent.
-
-    Args:
-        saturated: `[2]`, or None.
-
-    Raises:
-        Refusal: They are not adjacent.
-    """
+    """Refuse counters of values without a code that are not adjacent."""
     if saturated is not None and not saturated.is_contiguous():
         raise Refusal("the numbers of saturated are not adjacent")
 
 
 def refuse_subclass(x: Tensor) -> None:
-    """Refuse tensor subclasses, which may have no memory.
-
-    Args:
-        x: `[...]`.
-
-    Raises:
-        Refusal: It is neither a plain tensor nor a parameter.
-    """
+    """Refuse tensor subclasses, which may have no memory."""
     if type(x) not in (Tensor, torch.nn.Parameter):
         raise Refusal(f"x is a {type(x).__name__}, which may have no memory")
 
 
 def refuse_old_bfloat16(device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse bfloat16 on an NVIDIA GPU that does not compute in it.
-
-    Args:
-        device: Device of the activation.
-        dtype: Dtype of the activation.
-
-    Raises:
-        Refusal: The compute capability is below 8.0.
-    """
+    """Refuse bfloat16 on an NVIDIA GPU that does not compute in it."""
     if dtype == torch.bfloat16 and device_kind(device) == "nvidia":
         major, minor = torch.cuda.get_device_capability(device)
         if major < 8:
@@ -107,14 +60,7 @@ def refuse_old_bfloat16(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def refuse_rows(**tensors: Tensor | None) -> None:
-    """Refuse tensors whose rows do not have one common stride.
-
-    Args:
-        **tensors: `[..., C]` by argument name; None is skipped.
-
-    Raises:
-        Refusal: The rows of a tensor have no common stride, or its last dimension is not dense.
-    """
+    """Refuse tensors `[..., C]` whose rows do not have one common stride; None is skipped."""
     for name, x in tensors.items():
         if x is None or x.is_contiguous():
             continue
@@ -130,32 +76,15 @@ def refuse_rows(**tensors: Tensor | None) -> None:
 
 
 def refuse_overlap(target: Tensor | None, *, same: bool = False, **sources: Tensor | None) -> None:
-    """Refuse a target that shares memory with a tensor that is read.
-
-    Args:
-        target: `[...]`; None is skipped.
-        same: Allow a source that is the target itself.
-        **sources: `[...]` by argument name; None is skipped.
-
-    Raises:
-        Refusal: Their memory overlaps.
-    """
+    """Refuse a target over the memory of a source; `same` allows the target itself."""
     for name, source in sources.items():
         if overlaps(target, source, same=same):
             raise Refusal(f"out overlaps the memory of {name}")
 
 
 def overlaps(target: Tensor | None, source: Tensor | None, *, same: bool = False) -> bool:
-    """Return whether two tensors share memory.
-
-    Args:
-        target: `[...]`, or None.
-        source: `[...]`, or None.
-        same: Do not count a source that is the target itself.
-
-    Returns:
-        False too for subclasses, such as fake tensors, which may have no address.
-    """
+    """Return whether two tensors share memory; `same` does not count the target itself."""
+    # Subclasses, such as fake tensors, may have no address: they share nothing.
     if target is None or source is None or (same and source is target):
         return False
     if not _has_address(target) or not _has_address(source) or target.device != source.device:

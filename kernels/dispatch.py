@@ -30,20 +30,7 @@ _WITHOUT_NATIVE = ("triton", "cuda", "reference")
 
 
 def run(op: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, those of the op
-    """Run an op other than `conv2d` and `conv3d` on the first backend that supports the call.
-
-    Args:
-        op: Name of the op in `kernels/__init__.py`.
-        *args: Arguments of the op.
-        **kwargs: Keyword arguments of the op.
-
-    Returns:
-        The result of the op.
-
-    Raises:
-        ValueError: A tensor requires a gradient.
-        BackendError: No backend supports the call.
-    """
+    """Run an op other than `conv2d` and `conv3d` on the first backend that supports the call."""
     _refuse_gradients(op, args, kwargs)
     notes, reasons = serving.recorder(), dict[str, str]()
     if notes is not None:
@@ -58,17 +45,7 @@ def run(op: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, those of th
 
 
 def run_kernel(op: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, those of the op
-    """Run an op on a backend other than the reference.
-
-    Args:
-        op: Name of the op.
-        *args: Arguments of the op, already checked.
-        **kwargs: Keyword arguments of the op.
-
-    Returns:
-        The result of the op, or None if only the reference would run it or a tensor requires a
-        gradient.
-    """
+    """Run an op on a backend other than the reference; None if there is none, or for a gradient."""
     if _requires_gradient(args, kwargs):
         return None
     for name in _order(op, args, kwargs):
@@ -89,23 +66,7 @@ def run_convolution(
     *args: Any,  # noqa: ANN401, those of the op
     **kwargs: Any,  # noqa: ANN401, those of the op
 ) -> Tensor:
-    """Run `conv2d` or `conv3d` on the first candidate of a route that supports the call.
-
-    Args:
-        op: Name of the op.
-        route: The route of the layer; None: it is found for this call.
-        x: `[...]`, as for the op.
-        weight: As for the op.
-        *args: Other arguments of the op.
-        **kwargs: Keyword arguments of the op.
-
-    Returns:
-        The result of the op.
-
-    Raises:
-        ValueError: A tensor requires a gradient.
-        BackendError: No candidate supports the call.
-    """
+    """Run `conv2d` or `conv3d` on the first candidate of a route that supports the call."""
     given = x, weight, *args
     _refuse_gradients(op, given, kwargs)
     if route is None:
@@ -131,20 +92,7 @@ def run_convolution(
 
 
 def ask(backend: str, op: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, those of the op
-    """Run an op on one backend.
-
-    Args:
-        backend: Name of the backend.
-        op: Name of the op.
-        *args: Arguments of the op.
-        **kwargs: Keyword arguments of the op.
-
-    Returns:
-        The result of the op.
-
-    Raises:
-        Refusal: The backend does not support the call.
-    """
+    """Run an op on one backend, or raise its `Refusal`."""
     name, _, variant = backend.partition(":")
     if op not in ("conv2d", "conv3d"):
         return _run(name, op, args, kwargs)

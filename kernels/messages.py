@@ -21,30 +21,14 @@ _KEY = 80
 
 
 def shown(text: object, limit: int = _KEY) -> str:
-    r"""Escape a text from a file, and shorten it in the middle.
-
-    Args:
-        text: A key, a name or a value.
-        limit: Characters of the result at most.
-
-    Returns:
-        The text with escapes such as `\n` in place of unprintable characters and bidirectional
-        marks.
-    """
+    r"""Escape a text from a file as `\n` is, and shorten it in the middle to `limit` characters."""
     # Cut before escaping too: the text can be as long as the file.
     return _cut(_printable(_cut(str(text), limit)), limit)
 
 
 def line(name: str, text: str) -> str:
-    """Write a message about a file.
-
-    Args:
-        name: The file's name or path. A path that is too long is reduced to the name.
-        text: The message. It may start with `name` or with "it".
-
-    Returns:
-        One line of at most `LINE` characters that starts with the name.
-    """
+    """Return a message of at most `LINE` characters that starts with a file's name."""
+    # The text may start with the name or with "it". A path that is too long is reduced to the name.
     rest = f": {text}"
     if text.startswith(name):
         rest = text[len(name) :]
@@ -59,17 +43,9 @@ def line(name: str, text: str) -> str:
 
 @contextmanager
 def guarded(name: str, keep: tuple[type[ValueError], ...] = ()) -> Iterator[None]:
-    """Turn every error of a block that reads a file into one line with the file's name.
-
-    Args:
-        name: The file's name or path.
-        keep: Subclasses of `ValueError` that keep their type.
-
-    Raises:
-        OSError: The file cannot be opened or read.
-        MemoryError: Memory ran out; PyTorch raises a `RuntimeError` for it.
-        ValueError: Any other error.
-    """
+    """Turn every error of a block that reads a file into one line with the file's name."""
+    # `OSError`, errors of memory and the classes in `keep` keep their type; all others become a
+    # `ValueError`.
     try:
         yield
     except MemoryError:
@@ -107,16 +83,7 @@ def _printable(text: str) -> str:
 
 
 def padded(rows: Sequence[Sequence[str]], words: int | None = None) -> list[list[str]]:
-    """Pad every cell of a table to the width of its column.
-
-    Args:
-        rows: Rows of equal length.
-        words: Number of leading columns that are left-aligned; the others are right-aligned.
-            None: all columns are left-aligned.
-
-    Returns:
-        The padded cells, row by row.
-    """
+    """Pad the cells of a table to its columns: the first `words` to the left, None: all of them."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     words = len(widths) if words is None else words
     return [

@@ -17,14 +17,7 @@ _loaded: dict[str, ModuleType] = {}
 
 
 def module_of(name: str) -> Any:  # noqa: ANN401, a module
-    """Return the module with the functions of a backend, imported when it is first needed.
-
-    Args:
-        name: Name of the backend; a variant such as "triton:2" has the functions of its backend.
-
-    Returns:
-        The module.
-    """
+    """Return the module of a backend, imported when first needed; "triton:2" is in triton's."""
     module = _loaded.get(name)
     if module is None:
         path = _MODULES[name.partition(":")[0]]

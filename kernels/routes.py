@@ -36,34 +36,21 @@ _PROOF = "proof: "
 
 @dataclass(frozen=True)
 class Route:
-    """What runs the calls of a layer at a size.
+    """What runs the calls of a layer at a size."""
 
-    Attributes:
-        candidates: Names of candidates in order: the next one runs what one refuses.
-        tile: Number of the tile of `triton`; None: the first that fits.
-        fused: What the first candidate does in its own pass.
-        proves: What a tile would be proved for on this chip; None: nothing.
-    """
-
-    candidates: tuple[str, ...]
-    tile: int | None
-    fused: Fused
-    proves: "ProofKey | None" = None
+    candidates: tuple[str, ...]  # in order: the next one runs what one refuses
+    tile: int | None  # number of the tile of `triton`; None: the first that fits
+    fused: Fused  # what the first candidate does in its own pass
+    proves: "ProofKey | None" = None  # what a tile would be proved for on this chip
 
 
 @dataclass(frozen=True)
 class ProofKey:
-    """A kind of convolutions on a device without an entry in the table.
-
-    Attributes:
-        device: The device.
-        kind: The convolutions.
-        dtype: Dtype of the tile; float16 where it may replace bfloat16.
-    """
+    """A kind of convolutions on a device without an entry in the table."""
 
     device: torch.device
     kind: Kind
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the tile; float16 where it may replace bfloat16
 
     def name(self) -> str:
         """Return the name in the store."""
@@ -75,17 +62,11 @@ class ProofKey:
 
 @dataclass(frozen=True)
 class Proof:
-    """What a proof has shown.
+    """What a proof has shown."""
 
-    Attributes:
-        plain_ms: Milliseconds of the library's call.
-        ms: Those of the tile's.
-        right: Their results are equal but for rounding.
-    """
-
-    plain_ms: float
-    ms: float
-    right: bool
+    plain_ms: float  # of the library's call
+    ms: float  # of the tile's
+    right: bool  # the results are equal but for rounding
 
 
 # Proofs of this process with their number; those of the disk have the number 0.
@@ -105,19 +86,7 @@ def route_of(
     *,
     norm: bool,
 ) -> Route:
-    """Return the route of a layer at a size.
-
-    Args:
-        x: `[B, C, T, H, W]` or `[N, C, H, W]`, with the frames before it or without. Only its
-            shape, dtype and device matter.
-        weight: `[C_out, C, ...]`.
-        stride: Stride of each dimension of the kernel.
-        padding: Padding of height and width.
-        norm: The calls have a `gamma`.
-
-    Returns:
-        The route.
-    """
+    """Return the route of a layer at the size of `x`, with the frames before it or without."""
     op, note = f"conv{x.ndim - 2}d", serving.recorder()
     device = x.device if note is None else note.device
     chosen = forced()
@@ -196,14 +165,8 @@ def keep_proof(key: ProofKey, proof: Proof) -> None:
 
 
 def fp16_pays(device: torch.device) -> bool:
-    """Return whether a decode in float16 is enough faster than in bfloat16 on `device`.
-
-    Args:
-        device: The device.
-
-    Returns:
-        False on chips that sum in float16 no faster, and until that is proved.
-    """
+    """Return whether a decode in float16 is enough faster than in bfloat16 on `device`."""
+    # Not on chips that sum in float16 no faster, and not until that is proved.
     if device_kind(device) != "nvidia" or chip_of(device) not in SUMS_IN_HALF:
         return False
     known = [

@@ -12,15 +12,7 @@ Shape = tuple[int, ...]
 
 
 def new_video(like: Tensor, shape: Shape) -> Tensor:
-    """Return uninitialised channels-last memory for a video or for frames.
-
-    Args:
-        like: `[...]`; its dtype and device are those of the memory.
-        shape: Shape of the memory.
-
-    Returns:
-        `[B, C, T, H, W]` or `[N, C, H, W]`.
-    """
+    """Return uninitialised channels-last memory in dtype and on the device of `like`."""
     order = channels_last_order(len(shape))
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=order)
 
@@ -31,14 +23,7 @@ def channels_last_order(ndim: int) -> torch.memory_format:
 
 
 def as_video(frames: Tensor) -> Tensor:
-    """View frames as those of one video.
-
-    Args:
-        frames: `[N, C, H, W]`.
-
-    Returns:
-        `[1, C, N, H, W]`.
-    """
+    """View frames `[N, C, H, W]` as those of one video, `[1, C, N, H, W]`."""
     return frames.transpose(0, 1).unsqueeze(0)
 
 
@@ -49,16 +34,7 @@ def new_window(x: Tensor, tail: Tensor | None, border: int = 0, *, coded: bool =
 
 
 def window(x: Tensor, tail: Tensor | None, border: int = 0) -> Shape:
-    """Return the shape of the frames of `tail` followed by those of `x`.
-
-    Args:
-        x: `[B, C, T, H, W]`.
-        tail: `[B, C, K, H, W]`, or None.
-        border: Pixels around each frame.
-
-    Returns:
-        `[B, C, K + T, H + 2 * border, W + 2 * border]`.
-    """
+    """Return `[B, C, K + T, H + 2 * border, W + 2 * border]`, the shape of tail and `x`."""
     batch, channels, frames, height, width = x.shape
     known = 0 if tail is None else tail.shape[2]
     return batch, channels, known + frames, height + 2 * border, width + 2 * border
@@ -114,18 +90,7 @@ def convolved(
     padding: Sequence[int],
     tail: Tensor | None = None,
 ) -> Shape:
-    """Return the shape of a convolution's result, such as `[B, C_out, T, H, W]`.
-
-    Args:
-        x: `[B, C, T, H, W]` or `[N, C, H, W]`.
-        weight_shape: Shape of the weight.
-        stride: Stride of each dimension of the kernel.
-        padding: Padding of each, on both sides.
-        tail: `[B, C, K, H, W]`: frames before `x`, or None.
-
-    Returns:
-        The shape; a length is negative or 0 if `x` is smaller than the kernel.
-    """
+    """Return the shape of a convolution's result; a length is below 1 if `x` is too small."""
     lengths = list(x.shape[2:])
     lengths[0] += 0 if tail is None else tail.shape[2]
     return convolved_size((x.shape[0], x.shape[1], *lengths), weight_shape, stride, padding)
@@ -137,7 +102,7 @@ def convolved_size(
     stride: Sequence[int],
     padding: Sequence[int],
 ) -> Shape:
-    """Return what `convolved` does; the arguments are `shape, weight_shape, stride, padding`."""
+    """Return what `convolved` does for the shape of an input."""
     axes = zip(shape[2:], weight_shape[2:], stride, padding, strict=True)
     sizes = ((length + 2 * pad - taps) // step + 1 for length, taps, step, pad in axes)
     return shape[0], weight_shape[0], *sizes

@@ -33,49 +33,30 @@ _CHANNELS = 96
 
 @dataclass(frozen=True)
 class Support:
-    """Support of an op by a backend.
-
-    Attributes:
-        op: Name of the op.
-        backend: Name of the backend, or of the candidate of a convolution.
-        device: Type of the device, such as "cpu" or "cuda".
-        dtype: Dtype of the activations.
-        reason: Why the backend does not support the call; None: it does.
-        exact: The result is bit-identical to the reference's.
-    """
+    """Support of an op by a backend, or by a candidate of a convolution."""
 
     op: str
     backend: str
-    device: str
+    device: str  # type, such as "cpu" or "cuda"
     dtype: torch.dtype
-    reason: str | None
-    exact: bool
+    reason: str | None  # why the backend does not support the call; None: it does
+    exact: bool  # the result is bit-identical to the reference's
 
 
 @dataclass(frozen=True)
 class NativeLibrary:
-    """State of the compiled library.
+    """State of the compiled library."""
 
-    Attributes:
-        path: Path of the library; None: it is not built or could not be saved.
-        instructions: Instruction set of its kernels; None: it is not loaded.
-        missing: Why it is not loaded; None: it is.
-    """
-
-    path: Path | None
-    instructions: str | None
-    missing: str | None
+    path: Path | None  # None: it is not built or could not be saved
+    instructions: str | None  # instruction set of its kernels; None: it is not loaded
+    missing: str | None  # why it is not loaded; None: it is
 
 
 def backend_matrix() -> list[Support]:
-    """Run every op on every backend and every kind of device of this machine.
-
-    Libraries are built or loaded for it, which can take a minute the first time.
-
-    Returns:
-        An entry for each op, device, backend (fastest first) and dtype, in this order. The
-        convolutions come last; they have other backends.
-    """
+    """Run every op on every backend and every kind of device of this machine."""
+    # Libraries are built or loaded for it, which can take a minute the first time. Entries are in
+    # the order of op, device, backend (fastest first) and dtype; the convolutions come last,
+    # because they have other backends.
     devices = list(dict.fromkeys(("cpu", default_device().type)))
     ops = [*((op, ORDER) for op in sample_inputs.OPS), *((op, CONVOLUTIONS) for op in _DIMENSIONS)]
     return [

@@ -13,21 +13,13 @@ Chip = tuple[int, int] | str
 
 
 class Kind(NamedTuple):
-    """Convolutions that a chip runs in the same way, at any size.
-
-    Attributes:
-        inputs: Input channels.
-        outputs: Output channels.
-        taps: Taps in time, height and width; 1 in time for a convolution of frames.
-        strides: Stride in time, height and width.
-        video: They see several frames; otherwise a picture.
-    """
+    """Convolutions that a chip runs in the same way, at any size."""
 
     inputs: int
     outputs: int
-    taps: tuple[int, ...]
-    strides: tuple[int, ...]
-    video: bool
+    taps: tuple[int, ...]  # in time, height and width; 1 in time for a convolution of frames
+    strides: tuple[int, ...]  # in time, height and width
+    video: bool  # They see several frames; otherwise a picture.
 
 
 _CUBE, _ONE = (3, 3, 3), (1, 1, 1)

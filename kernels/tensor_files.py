@@ -51,17 +51,11 @@ _BEGINNINGS = (
 
 
 class Place(NamedTuple):
-    """Entry of a tensor in the header of a safetensors file.
+    """Entry of a tensor in the header of a safetensors file."""
 
-    Attributes:
-        dtype: The format's name of the dtype.
-        shape: Shape of the tensor.
-        offsets: First byte and the byte after the last, counted from the start of the data.
-    """
-
-    dtype: str
+    dtype: str  # the format's name
     shape: tuple[int, ...]
-    offsets: tuple[int, int]
+    offsets: tuple[int, int]  # first byte and the one after the last, from the start of the data
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
@@ -70,29 +64,15 @@ class Place(NamedTuple):
 
 
 class Header(NamedTuple):
-    """Header of a safetensors file.
+    """Header of a safetensors file."""
 
-    Attributes:
-        start: Offset of the data in bytes.
-        places: Entries by the names of the tensors.
-        metadata: Texts by name.
-    """
-
-    start: int
-    places: dict[str, Place]
+    start: int  # offset of the data in bytes
+    places: dict[str, Place]  # by the names of the tensors
     metadata: dict[str, str]
 
 
 def kind_of(file: BinaryIO, size: int) -> str:
-    """Return the kind of a file as a phrase after "it is".
-
-    Args:
-        file: The file; it is left at its beginning.
-        size: Its size in bytes.
-
-    Returns:
-        `SAFETENSORS`, `ZIP`, `PICKLE`, or a text such as "an HTML page".
-    """
+    """Return the kind of a file of `size` bytes as a phrase after "it is"; it is rewound."""
     file.seek(0)
     head = file.read(4096)
     file.seek(0)
@@ -114,21 +94,9 @@ def kind_of(file: BinaryIO, size: int) -> str:
 
 
 def read_header(file: BinaryIO, size: int) -> Header:
-    """Read the header of a safetensors file and compare it with the file.
-
-    Each tensor must have the size of its dtype and shape and start where the one before ends; the
-    last one must end with the file.
-
-    Args:
-        file: The file.
-        size: Its size in bytes.
-
-    Returns:
-        The header.
-
-    Raises:
-        ValueError: The file is of another kind, or incomplete.
-    """
+    """Read the header of a safetensors file of `size` bytes and compare it with the file."""
+    # Each tensor must have the size of its dtype and shape and start where the one before ends; the
+    # last one must end with the file.
     try:
         return _checked(file, size)
     except (ValueError, RecursionError) as error:

@@ -15,21 +15,13 @@ _MOST = 1000
 
 
 class Preparation(NamedTuple):
-    """One-time work; `start` and `end` are seconds of `time.perf_counter`.
+    """One-time work; `start` and `end` are seconds of `time.perf_counter`."""
 
-    Attributes:
-        kind: `kernel build`, `graph capture`, `compile`.
-        label: What was built or tried.
-        start: When it started.
-        end: When it ended, also by an error.
-        thread: Identifier of its thread, from `threading.get_ident`.
-    """
-
-    kind: str
+    kind: str  # `kernel build`, `graph capture`, `compile`
     label: str
     start: float
     end: float
-    thread: int
+    thread: int  # identifier from `threading.get_ident`
 
 
 _done: deque[Preparation] = deque(maxlen=_MOST)

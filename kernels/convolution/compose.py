@@ -24,25 +24,10 @@ def composed(
     out: Tensor | None = None,
     **options: Any,  # noqa: ANN401, those of the op
 ) -> Tensor:
-    """Run a candidate with the terms that it adds, and add the others.
-
-    Args:
-        convolve: `conv2d` or `conv3d` of the candidate. It gets no `out`, `residual`,
-            `residual_bias` or `gamma` unless it has `sums`, and then it returns new memory.
-        fused: What the candidate adds.
-        run: Runs another op: `dispatch.run`.
-        x: `[B, C, T, H, W]` or `[N, C, H, W]`.
-        weight: `[C_out, C, ...]`.
-        bias: `[C_out]`, or None.
-        residual: Shape of the result, or None. For frames also `[N, C_out, 1, H', W']`, as `out`.
-        residual_bias: `[C_out]`, or None.
-        gamma: `[C_out]`, or None.
-        out: Shape of the result, or None.
-        **options: The other arguments of the op.
-
-    Returns:
-        `out`, or a new tensor.
-    """
+    """Run a candidate with the terms that it adds, and add the others by `run`."""
+    # The candidate gets no `out`, `residual`, `residual_bias` or `gamma` unless it has `sums`;
+    # without them it returns new memory. For frames, `residual` and `out` can also be `[N, C_out,
+    # 1, H', W']`.
     is_video = (x if residual is None else residual).ndim == 5
     if residual is not None and is_video and x.ndim == 4 and fused.sums:
         flat = {"residual": residual.squeeze(2), "out": None if out is None else out.squeeze(2)}
@@ -73,16 +58,7 @@ def composed(
 
 
 def sum_of(bias: Tensor | None, other: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Add two biases.
-
-    Args:
-        bias: `C` values, in any shape and float dtype, or None.
-        other: `C` values, or None.
-        dtype: Dtype of the activations.
-
-    Returns:
-        A bias that is given alone, as it is; the sum `[C]` in float32 or wider; or None.
-    """
+    """Return the sum of two biases `[C]` in float32 or wider; one that is given alone, as it is."""
     if bias is None or other is None:
         return other if bias is None else bias
     wide = torch.promote_types(dtype, torch.float32)

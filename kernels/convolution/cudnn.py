@@ -37,18 +37,7 @@ def convolve(
     stride: tuple[int, ...],
     padding: tuple[int, ...],
 ) -> Tensor:
-    """Convolve frames or a video, in several calls if it is too large for one.
-
-    Args:
-        x: `[N, C_in, H, W]` or `[B, C_in, T, H, W]`, channels-last.
-        weight: `[C_out, C_in, ...]`, dtype of `x`.
-        bias: `[C_out]`, dtype of `x`; None: zeros.
-        stride: Stride of each dimension of the kernel.
-        padding: Zero padding of each, on both sides.
-
-    Returns:
-        `[N, C_out, H', W']` or `[B, C_out, T', H', W']`, channels-last.
-    """
+    """Convolve frames or a video, in several calls if it is too large for one."""
     regions = parts(x.shape, weight.shape, stride, padding)
     if len(regions) == 1:
         return _call(x, weight, bias, stride, padding)
@@ -66,19 +55,8 @@ def parts(
     stride: tuple[int, ...],
     padding: tuple[int, ...],
 ) -> list[Region]:
-    """Divide an output so that each part and its input have fewer than `_LIMIT` elements.
-
-    It is halved by frames while there are several, then by rows. A row is not divided.
-
-    Args:
-        shape: Shape of the input.
-        weight_shape: Shape of the weight.
-        stride: Stride of each dimension.
-        padding: Padding of each dimension.
-
-    Returns:
-        The regions of the output.
-    """
+    """Divide an output so that each part and its input have fewer than `_LIMIT` elements."""
+    # It is halved by frames while there are several, then by rows. A row is not divided.
     size = convolved_size(shape, weight_shape, stride, padding)
     whole = tuple((0, length) for length in (size[0], *size[2:]))
     if max(prod(shape), prod(size)) < _LIMIT:
@@ -159,11 +137,9 @@ def _window(
     stride: tuple[int, ...],
     padding: tuple[int, ...],
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-    """Return the slices of the input that a region reads, and of their result that it keeps.
-
-    A convolution pads both ends. Within the input that would be wrong, so enough is read to keep
-    the wrong positions out of the region.
-    """
+    """Return the slices of the input that a region reads, and of their result that it keeps."""
+    # A convolution pads both ends. Within the input that would be wrong, so enough is read to keep
+    # the wrong positions out of the region.
     frames, *ends = region
     reads, keeps = [slice(*frames), slice(0, shape[1])], [slice(None), slice(None)]
     axes = zip(ends, shape[2:], weight_shape[2:], stride, padding, strict=True)

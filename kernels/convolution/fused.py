@@ -4,21 +4,15 @@ from typing import NamedTuple
 
 
 class Fused(NamedTuple):
-    """What the convolution that runs some calls does without another pass.
+    """What the convolution that runs some calls does without another pass."""
 
-    Attributes:
-        tail: It reads the tail where it is. Otherwise it copies tail and new frames into one block,
-            so the caller should write them there in the first place, and pass no tail.
-        sums: It adds bias and residual, and writes into `out`.
-        norm: It writes norm and SiLU of the result for a `gamma`; then it has `sums` too.
-        bias: It adds a bias, even without `sums`. Otherwise a bias costs a pass, which the caller
-            can save if the next op adds one too.
-    """
-
+    # It reads the tail where it is. Otherwise it copies tail and new frames into one block, so the
+    # caller should write them there in the first place, and pass no tail.
     tail: bool = False
-    sums: bool = False
+    sums: bool = False  # It adds bias and residual, and writes into `out`.
+    # It writes norm and SiLU of the result for a `gamma`; then it has `sums` too.
     norm: bool = False
-    bias: bool = False
+    bias: bool = False  # It adds a bias, even without `sums`.
 
     @property
     def adds_bias(self) -> bool:

@@ -38,23 +38,7 @@ def convolve(
     residual: Tensor | None,
     out: Tensor | None,
 ) -> Tensor:
-    """Convolve, and add bias and residual while writing.
-
-    Args:
-        x: `[N, C, H, W]` or `[B, C, T, H, W]`, channels-last.
-        weight: `[C_out, C, ...]`, which keeps the blocked layouts.
-        bias: `[C_out]`, dtype of `x`, or None.
-        stride: Stride of each dimension.
-        pads: Padding of each dimension.
-        residual: Shape of the result, or None.
-        out: Memory for the result, channels-last; it can be `residual`. None: new memory.
-
-    Returns:
-        `out`, or a new tensor.
-
-    Raises:
-        Refusal: `out` overlaps the memory of `x`, or a part of that of `residual`.
-    """
+    """Convolve with kept blocked weights, and add bias and residual while writing."""
     refuse_overlap(out, x=x)
     refuse_overlap(out, residual=residual, same=True)
     given, out = out, out if _is_whole(out) else None

@@ -28,24 +28,7 @@ def int8_conv3d(
     dtype: torch.dtype,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Run the op `int8_conv3d`; the residual is added after the first rounding.
-
-    Args:
-        x: `[B, C, T, H, W]`, uint8.
-        weight: `[C_out, C, kt, kh, kw]`, int8.
-        scale: `[C_out]`.
-        bias: `[C_out]`, or None.
-        residual: `[B, C_out, T', H', W']`, or None.
-        residual_bias: `[C_out]`, or None.
-        dtype: Dtype of the result, float32 or bfloat16.
-        out: `[B, C_out, T', H', W']`, or None.
-
-    Returns:
-        `[B, C_out, T', H', W']`.
-
-    Raises:
-        Refusal: The device, a dtype or the CPU is not supported.
-    """
+    """Run the op for codes in uint8; the residual is added after the first rounding."""
     if scale is None or dtype not in WRITES or x.dtype != torch.uint8:
         raise Refusal("oneDNN reads uint8, and writes float32 and bfloat16")
     if reason := missing(x.device):
@@ -70,11 +53,9 @@ def missing(device: torch.device) -> str:
 
 @functools.cache
 def _is_exact() -> bool:
-    """Return whether the largest products are summed exactly.
-
-    Without VNNI (AVX-512 VNNI or AVX-VNNI) oneDNN sums pairs of products with VPMADDUBSW, which
-    saturates at 16 bits (oneDNN, "Nuances of int8 computations").
-    """
+    """Return whether the largest products are summed exactly."""
+    # Without VNNI (AVX-512 VNNI or AVX-VNNI) oneDNN sums pairs of products with VPMADDUBSW, which
+    # saturates at 16 bits (oneDNN, "Nuances of int8 computations").
     shape = (1, 64, 3, 4, 4)
     x = new_video(torch.empty(0, dtype=torch.uint8), shape).fill_(255)
     weight = ConvWeight.of(torch.full((64, 64, 3, 3, 3), 127, dtype=torch.int8))

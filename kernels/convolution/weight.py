@@ -9,20 +9,10 @@ from ..shapes import channels_last_order
 
 
 class ConvWeight:
-    """A weight that is derived when it is first used, and kept in the layouts that were asked for.
+    """A weight that `derive` returns when it is first used, in the layouts that were asked for."""
 
-    The caller drops it when the parameters that it is derived from change.
-
-    Args:
-        shape: `[C_out, C_in, kh, kw]` or `[C_out, C_in, kt, kh, kw]`.
-        dtype: Dtype of the weight.
-        device: Device of the weight.
-        derive: Returns the weight in channels-last memory; called again where it is not kept.
-        keeps: Keep the layouts; otherwise each call derives what it needs.
-
-    Attributes:
-        requires_grad: It wraps a tensor that requires a gradient.
-    """
+    # `derive` returns channels-last memory; it is called again where `keeps` is False. The caller
+    # drops the weight when the parameters that it is derived from change.
 
     requires_grad = False
 
@@ -41,14 +31,7 @@ class ConvWeight:
 
     @classmethod
     def of(cls, weight: "Tensor | ConvWeight") -> "ConvWeight":
-        """Return a `ConvWeight` itself, or wrap a tensor for one call.
-
-        Args:
-            weight: `[C_out, C_in, ...]`.
-
-        Returns:
-            The weight.
-        """
+        """Return a `ConvWeight` itself, or wrap a tensor for one call."""
         if isinstance(weight, ConvWeight):
             return weight
         kind = weight.shape, weight.dtype, weight.device
@@ -71,15 +54,7 @@ class ConvWeight:
         return self.laid_out("plain", lambda weight: weight)
 
     def laid_out(self, layout: Hashable, arrange: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the weight in a layout.
-
-        Args:
-            layout: Name of the layout; equal names have equal results.
-            arrange: Converts the plain weight `[C_out, C_in, ...]`.
-
-        Returns:
-            The weight `[...]` in this layout.
-        """
+        """Return the weight in a layout that `arrange` makes of the plain one, kept by its name."""
         kept = self._layouts.get(layout)
         if kept is None:
             # Outside inference mode, so that the weight can be used in both modes.
@@ -92,12 +67,5 @@ class ConvWeight:
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """Return a tensor in channels-last memory; itself if it is there.
-
-    Args:
-        x: A weight, frames or a video, `[N, C, ...]`.
-
-    Returns:
-        `[N, C, ...]`.
-    """
+    """Return `x` `[N, C, ...]` in channels-last memory; itself if it is there."""
     return x.contiguous(memory_format=channels_last_order(x.ndim))

@@ -25,14 +25,7 @@ _PACK_BYTES = 16
 
 
 def packed(*fields: Fields) -> bytes:
-    """Return the memory of a structure, padded to its alignment of 8 bytes.
-
-    Args:
-        *fields: Its fields in their order.
-
-    Returns:
-        The bytes.
-    """
+    """Return the memory of a structure, padded to its alignment of 8 bytes."""
     return _struct(_forms(fields)).pack(*_values(fields))
 
 
@@ -55,17 +48,9 @@ def pointer(x: Tensor | None) -> Fields:
 
 
 def video(x: Tensor | None) -> Fields:
-    """Return `Video`: the address, and the strides of batch and time.
-
-    The stride of a dimension of one is arbitrary, and an odd one would prevent wide loads, so it is
-    0.
-
-    Args:
-        x: `[B, C, T, H, W]`, or None.
-
-    Returns:
-        The fields; a null address for None.
-    """
+    """Return `Video`: the address, null for None, and the strides of batch and time."""
+    # The stride of a dimension of one is arbitrary, and an odd one would prevent wide loads, so it
+    # is 0.
     if x is None:
         return "Pqq", (0, 0, 0)
     batch = x.stride(0) if x.shape[0] > 1 else 0
@@ -82,17 +67,7 @@ def vector(values: Tensor | None) -> Fields:
 
 @functools.lru_cache(maxsize=4096)
 def divisor(by: int) -> Fields:
-    """Return `Divisor`: `n / by` is `(high word of n * magic + n) >> shift` for `n` below 2^31.
-
-    Args:
-        by: The divisor, from 1 to 2^31 - 1.
-
-    Returns:
-        The fields.
-
-    Raises:
-        Refusal: It is larger.
-    """
+    """Return `Divisor`: `n / by` is `(high word of n * magic + n) >> shift` for `n` below 2^31."""
     refuse_counts(by)
     shift = (by - 1).bit_length()
     magic = ((1 << 32) * ((1 << shift) - by)) // by + 1
@@ -100,31 +75,14 @@ def divisor(by: int) -> Fields:
 
 
 class Items(NamedTuple):
-    """The items of work of a launch.
-
-    Attributes:
-        count: Their number.
-        fields: `Items` of the sources.
-    """
+    """The items of work of a launch: their number, and `Items` of the sources."""
 
     count: int
     fields: Fields
 
 
 def items(parts: int, frames: int, videos: int) -> Items:
-    """Return the items of a launch.
-
-    Args:
-        parts: Items of a frame.
-        frames: Frames of a video.
-        videos: Number of videos.
-
-    Returns:
-        The items.
-
-    Raises:
-        Refusal: There are too many.
-    """
+    """Return the items of `videos` with `frames` of some `parts` each, or refuse too many."""
     count = parts * frames * videos
     refuse_counts(count)
     fields = ("I", (count,)), divisor(parts), divisor(frames)
@@ -134,17 +92,9 @@ def items(parts: int, frames: int, videos: int) -> Items:
 def pack_of(
     dtype: torch.dtype, channels: int, *fields: Fields, codes: Sequence[Fields] = ()
 ) -> int:
-    """Return the numbers that a thread reads at once.
-
-    Args:
-        dtype: Dtype of the activations.
-        channels: Adjacent numbers of all tensors.
-        *fields: `Video`s and `Vector`s.
-        codes: `Video`s of single bytes.
-
-    Returns:
-        Those of 16 bytes, or 1 if a tensor is not aligned.
-    """
+    """Return how many numbers a thread reads at once: those of 16 bytes, or 1."""
+    # `fields` are `Video`s and `Vector`s, `codes` are `Video`s of single bytes; one that is not
+    # aligned makes it 1.
     count = _PACK_BYTES // dtype.itemsize
     if channels % count:
         return 1

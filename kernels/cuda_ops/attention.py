@@ -14,20 +14,7 @@ from .runtime import launch, refuse_counts
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute `attention(q, k, v)`.
-
-    Args:
-        q: `[B, N, d]`, float16 or bfloat16.
-        k: `[B, M, d]`, as `q`.
-        v: `[B, M, d]`, as `q`.
-
-    Returns:
-        `[B, N, d]`.
-
-    Raises:
-        Refusal: The tensors do not have three dimensions, the head is small, or PyTorch has no
-            products of the dtype with sums in float32.
-    """
+    """Compute attention in blocks of queries, with the kernel below for their softmax."""
     if q.ndim != 3:
         raise Refusal(f"q is {list(q.shape)}; expected [B, N, d]")
     if q.shape[-1] <= FLASH_HEAD:
@@ -39,15 +26,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def softmax(scores: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute the softmax of rows in float32, times `LIFT`, rounded once.
-
-    Args:
-        scores: `[B, rows, N]`, float32, contiguous.
-        dtype: Dtype of the result: float16 or bfloat16.
-
-    Returns:
-        `[B, rows, N]`.
-    """
+    """Return `LIFT` times the softmax of float32 rows `[B, rows, N]`, rounded once to `dtype`."""
     weights = torch.empty_like(scores, dtype=dtype)
     columns = scores.shape[-1]
     rows = scores.numel() // columns

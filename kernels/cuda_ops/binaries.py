@@ -28,20 +28,7 @@ _HASH_BYTES = hashlib.sha256().digest_size
 def binary(
     compiler: Compiler, source: str, constants: Mapping[str, object], architecture: str
 ) -> bytes:
-    """Return the compiled kernels of a source, from the disk or from the compiler.
-
-    Args:
-        compiler: The compiler.
-        source: Name of the file in `csrc/cuda` without its suffix.
-        constants: Macros by name.
-        architecture: The option that selects the chip.
-
-    Returns:
-        The binary.
-
-    Raises:
-        CompileError: The compiler refuses the source or the chip.
-    """
+    """Return the compiled kernels of `source`, from the disk or from the compiler."""
     given = options(constants, architecture)
     path = cache.folder("cuda") / f"{source}-{key(source, (*given, compiler.version))}.bin"
     found = _read(path)
@@ -59,15 +46,7 @@ def options(constants: Mapping[str, object], architecture: str) -> list[str]:
 
 
 def key(source: str, options: tuple[str, ...]) -> str:
-    """Return the hash of all that a binary is made from.
-
-    Args:
-        source: Name of the file in `csrc/cuda` without its suffix; it can include all headers.
-        options: Options and version of the compiler.
-
-    Returns:
-        The hash in hexadecimal.
-    """
+    """Return the hash of all that a binary is made from; a source can include all headers."""
     digest = hashlib.sha256()
     for text in ((SOURCES / f"{source}.cu").read_text(encoding="utf-8"), *options):
         digest.update(text.encode() + b"\0")

@@ -44,24 +44,14 @@ class CompileError(RuntimeError):
 
 @dataclass(frozen=True)
 class Binary:
-    """Compiled kernels.
-
-    Attributes:
-        code: A cubin, or a code object of an AMD GPU.
-        log: What the compiler has printed.
-    """
+    """Compiled kernels: a cubin, or a code object of an AMD GPU, and what the compiler printed."""
 
     code: bytes
     log: str
 
 
 class Compiler:
-    """A library with the interface of NVRTC.
-
-    Args:
-        library: The loaded library.
-        prefix: "nvrtc" or "hiprtc", which its functions begin with.
-    """
+    """A library with the interface of NVRTC; `prefix` is "nvrtc" or "hiprtc"."""
 
     def __init__(self, library: ctypes.CDLL, prefix: str = "nvrtc") -> None:
         self._library, self._prefix = library, prefix
@@ -82,20 +72,7 @@ class Compiler:
     def compile(
         self, source: str, headers: Mapping[str, str], options: Sequence[str], name: str
     ) -> Binary:
-        """Compile kernels; no GPU is needed.
-
-        Args:
-            source: Text of the source.
-            headers: Texts that it can include, by name.
-            options: Options of the compiler.
-            name: Name of the source in messages.
-
-        Returns:
-            The binary.
-
-        Raises:
-            CompileError: The source or an option is refused.
-        """
+        """Compile a source with the texts that it can include by name; no GPU is needed."""
         program = ctypes.c_void_p()
         texts, names = _array(headers.values()), _array(headers)
         self._call(
@@ -130,14 +107,7 @@ class Compiler:
 
 
 def compiler() -> Compiler:
-    """Load the compiler of this PyTorch, once per process.
-
-    Returns:
-        The compiler.
-
-    Raises:
-        Refusal: It is missing or does not load. Later calls raise the same reason.
-    """
+    """Load the compiler of this PyTorch, or refuse with the same reason each time."""
     global _found
     with _lock:
         if _found is None:
@@ -148,21 +118,9 @@ def compiler() -> Compiler:
 
 
 def architecture(found: Compiler, device: torch.device) -> str:
-    """Return the option that selects the chip of a device.
-
-    A chip that is newer than the compiler runs what is compiled for the last one of its generation
-    that the compiler knows, such as 12.0 for 12.1.
-
-    Args:
-        found: The compiler.
-        device: The device.
-
-    Returns:
-        The option.
-
-    Raises:
-        Refusal: The compiler knows no such chip.
-    """
+    """Return the option that selects the chip of a device."""
+    # A chip that is newer than the compiler runs what is compiled for the last one of its
+    # generation that the compiler knows, such as 12.0 for 12.1.
     if is_rocm():
         return f"--offload-arch={torch.cuda.get_device_properties(device).gcnArchName}"
     major, minor = torch.cuda.get_device_capability(device)
@@ -195,14 +153,7 @@ def _load() -> Compiler | str:
 
 
 def opened(names: Iterable[str]) -> ctypes.CDLL | None:
-    """Open the first library that exists and loads.
-
-    Args:
-        names: File names of the library.
-
-    Returns:
-        The library that comes with PyTorch, otherwise the system's; None: there is none.
-    """
+    """Open the first library that loads: one that comes with PyTorch, otherwise the system's."""
     root, names = Path(torch.__file__).parents[1], list(names)
     for name, folder in itertools.product(names, _FOLDERS):
         for path in _listed(root, f"{folder}/{name}"):

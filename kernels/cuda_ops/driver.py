@@ -26,12 +26,7 @@ _INVALID_CONTEXT = 201
 
 
 class Driver:
-    """The library of the driver.
-
-    Args:
-        library: The loaded library.
-        hip: It is AMD's.
-    """
+    """The library of the driver, NVIDIA's or AMD's (`hip`)."""
 
     def __init__(self, library: Any, *, hip: bool) -> None:  # noqa: ANN401, a library
         self._hip, self._library = hip, library
@@ -43,22 +38,9 @@ class Driver:
         self._launch.argtypes = [pointer, *(word,) * 7, pointer, pointer, pointer]
 
     def load(self, code: bytes, names: Iterable[str], device: int) -> "Module":
-        """Load a binary on a device, which is current.
-
-        The functions are looked up now, because that can load their code, which a captured CUDA
-        graph does not allow.
-
-        Args:
-            code: The binary.
-            names: Names of its kernels.
-            device: Number of the device.
-
-        Returns:
-            The kernels of the binary.
-
-        Raises:
-            RuntimeError: The driver refuses the binary, or memory ran out.
-        """
+        """Load a binary on a device, which is current."""
+        # The functions are looked up at once, because that can load their code, which a captured
+        # CUDA graph does not allow.
         handle, kernels = ctypes.c_void_p(), {}
         self._run(device, self._load, ctypes.byref(handle), code)
         for name in names:
@@ -103,18 +85,7 @@ class Module:
     def launch(
         self, kernel: str, blocks: int, threads: tuple[int, int], arguments: bytes, stream: int
     ) -> None:
-        """Launch a kernel; its device is current.
-
-        Args:
-            kernel: Name of the kernel.
-            blocks: Number of blocks.
-            threads: Threads of a block along both axes.
-            arguments: The one argument of the kernel, a structure.
-            stream: Handle of the stream.
-
-        Raises:
-            RuntimeError: The kernel did not start.
-        """
+        """Launch a kernel, whose argument is one structure; its device is current."""
         memory = ctypes.create_string_buffer(arguments, len(arguments))
         places = (ctypes.c_void_p * 1)(ctypes.addressof(memory))
         grid = blocks, 1, 1, *threads, 1
@@ -123,14 +94,9 @@ class Module:
 
 @contextmanager
 def relaxed_captures(device: torch.device) -> Iterator[None]:
-    """Keep the calls of this thread from ending a capture of a CUDA graph in another one.
-
-    A capture in PyTorch's mode forbids calls such as an allocation to all threads but those that
-    are relaxed ("CUDA driver API", `cuThreadExchangeStreamCaptureMode`; HIP has the same).
-
-    Args:
-        device: Device of the calls; others than CUDA's have no captures.
-    """
+    """Keep the calls of this thread from ending a capture of a CUDA graph in another one."""
+    # A capture in PyTorch's mode forbids calls such as an allocation to all threads but those that
+    # are relaxed ("CUDA driver API", `cuThreadExchangeStreamCaptureMode`; HIP has the same).
     mode = ctypes.c_int(_RELAXED)
     try:
         exchange = driver().exchange if device.type == "cuda" else None
@@ -148,14 +114,7 @@ def relaxed_captures(device: torch.device) -> Iterator[None]:
 
 @functools.cache
 def driver() -> Driver:
-    """Load the driver's library.
-
-    Returns:
-        The driver.
-
-    Raises:
-        Refusal: There is none.
-    """
+    """Load the driver's library, or refuse."""
     names = _names(torch.version.hip)
     library = opened(names)
     if library is None:

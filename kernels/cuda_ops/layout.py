@@ -15,7 +15,7 @@ _SPREAD = 4 * THREADS
 
 
 def interleave_time(x: Tensor, phases: int, *, out: Tensor | None = None) -> Tensor:
-    """Compute `interleave_time(x, phases, out)` for `x` `[B, C, T, H, W]`, as a shuffle."""
+    """Interleave as a shuffle."""
     refuse_videos(x=x, out=out)
     refuse_overlap(out, x=x)
     out = shapes.new_video(x, shapes.interleaved(x, phases)) if out is None else out
@@ -31,21 +31,7 @@ def merge_phases(
     bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Merge the four phases of a folded upsampling convolution into one picture.
-
-    Args:
-        grid: `[B, 4 * C, T, H + 1, W + 1]`, channels-last.
-        source: `[B, C_source, T / times, H, W]`, or None.
-        times: Result frames per frame of `source`.
-        bias: `[C]`, or None.
-        out: `[B, C, T, 2 H, 2 W]`, or None.
-
-    Returns:
-        `[B, C, T, 2 H, 2 W]`.
-
-    Raises:
-        Refusal: A tensor has another layout, or the picture is empty.
-    """
+    """Write two packs of the picture per thread."""
     refuse_videos(grid=grid, source=source, out=out)
     refuse_overlap(out, grid=grid, source=source)
     if 1 in grid.shape[3:]:
@@ -73,20 +59,7 @@ def merge_phases(
 def pixel_shuffle_3d(
     x: Tensor, size: tuple[int, int, int], order: str = "cthw", *, out: Tensor | None = None
 ) -> Tensor:
-    """Compute `pixel_shuffle_3d(x, size, order, out)` for `x` `[B, C, T, H, W]`.
-
-    Args:
-        x: `[B, C * t * h * w, T, H, W]`, channels-last.
-        size: `t`, `h` and `w`.
-        order: Order of the channels' indices.
-        out: `[B, C, t * T, h * H, w * W]` on the device of `x`, any strides, or None.
-
-    Returns:
-        `out`, or a new tensor.
-
-    Raises:
-        Refusal: A tensor has another device, dtype or layout.
-    """
+    """Move packs of channels, or single values, to `out` of any strides."""
     refuse_videos(x=x)
     _refuse_target(out, x, DTYPES)
     out = shapes.new_video(x, shapes.shuffled(x, size)) if out is None else out
@@ -103,22 +76,7 @@ def frames_to_images(
     bits: int = 16,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Convert decoded frames to images.
-
-    Args:
-        frames: `[B, C, T, H, W]`, channels-last.
-        dtype: Dtype of a new result.
-        patch: Rows and columns of pixels in the channels.
-        order: Order of the channels' indices.
-        bits: Bits of a value in uint16.
-        out: `[B * T, H, W, C]` or `[B, T, H, W, C]`, any strides, or None.
-
-    Returns:
-        `out`, or `[B * T, H, W, C]`.
-
-    Raises:
-        Refusal: A tensor has another device, dtype or layout.
-    """
+    """Convert the values that a shuffle moves."""
     refuse_videos(frames=frames)
     _refuse_target(out, frames, IMAGE_DTYPES)
     if out is None:
@@ -131,7 +89,7 @@ def frames_to_images(
 
 
 def average_down(x: Tensor, channels: int, *, times: int, size: int) -> Tensor:
-    """Compute `average_down(x, channels, times, size)` for `x` `[B, C, T, H, W]`."""
+    """Average the values of a pack per thread."""
     refuse_videos(x=x)
     out = shapes.new_video(x, shapes.averaged(x, channels, times, size))
     batch, _, frames, height, width = out.shape
@@ -149,11 +107,7 @@ def average_down(x: Tensor, channels: int, *, times: int, size: int) -> Tensor:
 
 
 def _spread(x: Tensor, size: tuple[int, int, int], order: str, out: Tensor, white: int = 0) -> None:
-    """Write blocks of channels as frames, rows and columns, in any dtype and strides.
-
-    Arguments as for `pixel_shuffle_3d`; `out` is `[B, C, times * T, high * H, wide * W]`. With
-    `white`, [-1, 1] becomes 0 to `white`.
-    """
+    """Write blocks of `size` to `out` `[B, C, T, H, W]`; `white`: [-1, 1] becomes 0 to `white`."""
     batch, channels, frames, height, width = out.shape
     parts = dict(zip("cthw", (channels, *size), strict=True))
     steps, step = {}, 1

@@ -49,22 +49,7 @@ def rms_norm_silu(
     codes: Tensor | None = None,
     saturated: Tensor | None = None,
 ) -> Tensor:
-    """Run `rms_norm_silu(x, gamma, silu, bias, tail, out, border, codes, saturated)`.
-
-    Args:
-        x: `[B, C, T, H, W]`, channels-last.
-        gamma: `[C]`.
-        silu: Apply SiLU.
-        bias: `[C]`, or None.
-        tail: `[B, C, K, H, W]`, or None.
-        out: `[B, C, K + T, H + 2 * border, W + 2 * border]`, or None.
-        border: Pixels of zeros around each frame.
-        codes: `[C]`, or None.
-        saturated: `[2]`, or None.
-
-    Returns:
-        `[B, C, K + T, H + 2 * border, W + 2 * border]`.
-    """
+    """Normalise each pixel by a team of up to 32 lanes."""
     refuse_window(x, tail, out, border)
     out = _target(x, tail, out, border, codes, saturated)
     channels = x.shape[1]
@@ -100,25 +85,7 @@ def group_norm_silu(
     codes: Tensor | None = None,
     saturated: Tensor | None = None,
 ) -> Tensor:
-    """Measure the frames unless `statistics` are given, and write some pixels of `out` per block.
-
-    Args:
-        x: `[B, C, T, H, W]`, channels-last.
-        weight: `[C]`.
-        bias: `[C]`.
-        groups: Number of groups.
-        eps: Added to the variance.
-        silu: Apply SiLU.
-        statistics: `[B, T, 2, groups]`, or None.
-        tail: `[B, C, K, H, W]`, or None.
-        out: `[B, C, K + T, H + 2 * border, W + 2 * border]`, or None.
-        border: Pixels of zeros around each frame.
-        codes: `[C]`, or None.
-        saturated: `[2]`, or None.
-
-    Returns:
-        `[B, C, K + T, H + 2 * border, W + 2 * border]`.
-    """
+    """Measure the frames unless `statistics` are given, and write some pixels per block."""
     refuse_window(x, tail, out, border)
     out = _target(x, tail, out, border, codes, saturated)
     if statistics is None:
@@ -141,18 +108,8 @@ def group_norm_silu(
 
 
 def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
-    """Compute `group_norm_statistics(x, groups, eps)` for `x` `[B, C, T, H, W]`.
-
-    The division into chunks depends on the size only, so two calls are bit-identical.
-
-    Args:
-        x: `[B, C, T, H, W]`, channels-last.
-        groups: Number of groups.
-        eps: Added to the variance.
-
-    Returns:
-        `[B, T, 2, groups]`.
-    """
+    """Measure chunks of the frames, and combine them."""
+    # The division into chunks depends on the size only, so two calls are bit-identical.
     refuse_videos(x=x)
     batch, channels, frames, height, width = x.shape
     pixels = height * width
@@ -193,22 +150,7 @@ def _target(
     codes: Tensor | None,
     saturated: Tensor | None,
 ) -> Tensor:
-    """Return memory for the result of a norm.
-
-    Args:
-        x: `[B, C, T, H, W]`.
-        tail: `[B, C, K, H, W]`, or None.
-        out: `[B, C, K + T, H + 2 * border, W + 2 * border]`, or None.
-        border: Pixels around each frame of `out`.
-        codes: `[C]`, or None.
-        saturated: `[2]`, or None.
-
-    Returns:
-        `out`, or a new tensor of its shape.
-
-    Raises:
-        Refusal: The codes are not int8, or their counters are not adjacent.
-    """
+    """Return memory for the result of a norm, or refuse what the kernels cannot write."""
     refuse_codes(saturated)
     out = shapes.new_window(x, tail, border, coded=codes is not None) if out is None else out
     if codes is not None and out.dtype != torch.int8:
@@ -219,7 +161,7 @@ def _target(
 def _pack(
     x: Tensor, tail: Tensor | None, out: Tensor, codes: Tensor | None, *vectors: Fields
 ) -> int:
-    """Return the numbers that a thread reads at once; the arguments are those of a norm."""
+    """Return the numbers that a thread of a norm reads at once."""
     if codes is None:
         return pack_of(x.dtype, x.shape[1], video(x), video(tail), video(out), *vectors)
     steps = vector(codes)
@@ -238,24 +180,7 @@ def _window(
     codes: Tensor | None,
     saturated: Tensor | None,
 ) -> tuple[tuple[Fields, ...], int]:
-    """Return `Window` for items of some pixels, and the number of items.
-
-    Args:
-        x: `[B, C, T, H, W]`.
-        tail: `[B, C, K, H, W]`, or None.
-        out: `[B, C, K + T, H + 2 * border, W + 2 * border]`.
-        border: Pixels around each frame of `out`.
-        each: Pixels of an item.
-        silu: Apply SiLU.
-        codes: `[C]`, dense, or None.
-        saturated: `[2]`, or None.
-
-    Returns:
-        The fields, and the number.
-
-    Raises:
-        Refusal: There are too many pixels or items.
-    """
+    """Return `Window` for items of `each` pixels, and the number of items."""
     batch, channels, frames, height, width = x.shape
     pixels = out.shape[3] * out.shape[4]
     refuse_counts(pixels + each, channels * 2)

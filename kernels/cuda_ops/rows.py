@@ -12,7 +12,7 @@ _ITEM = 2 * THREADS
 
 
 def silu_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Compute `silu_mul(x, gate, out)` for `x` `[..., C]`."""
+    """Gate two packs per thread."""
     refuse_rows(x=x, gate=gate, out=out)
     refuse_overlap(out, x=x, gate=gate, same=True)
     out = x.new_empty(x.shape) if out is None else out
@@ -41,7 +41,7 @@ def bias_residual(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute `bias_residual(x, bias, residual, residual_bias, out)` for `x` `[B, C, T, H, W]`."""
+    """Add the terms to two packs per thread."""
     refuse_videos(x=x, residual=residual, out=out)
     refuse_overlap(out, x=x, residual=residual, same=True)
     out = shapes.new_video(x, x.shape) if out is None else out

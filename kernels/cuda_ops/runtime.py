@@ -47,14 +47,7 @@ _lock = threading.Lock()
 
 
 def refuse_device(device: torch.device) -> None:
-    """Refuse devices other than GPUs, before anything is loaded.
-
-    Args:
-        device: Device of the activation.
-
-    Raises:
-        Refusal: The device is not supported, or the backend is disabled.
-    """
+    """Refuse devices other than GPUs, before anything is loaded."""
     if device.type != "cuda":
         raise Refusal(f"the tensors are on {device.type}; cuda needs an NVIDIA or AMD GPU")
     if forced() != "cuda" and os.environ.get("FAST_VIDEO_VAE_CUDA") == "0":
@@ -62,14 +55,7 @@ def refuse_device(device: torch.device) -> None:
 
 
 def refuse_counts(*counts: int) -> None:
-    """Refuse counts that do not fit into 31 bits.
-
-    Args:
-        *counts: Numbers of items, pixels or values.
-
-    Raises:
-        Refusal: One is too large.
-    """
+    """Refuse counts that do not fit into 31 bits."""
     if max(counts) >= _COUNT_LIMIT:
         raise Refusal("more items than 31 bits count")
 
@@ -83,22 +69,9 @@ def launch(
     arguments: bytes,
     **constants: object,
 ) -> None:
-    """Launch a kernel on PyTorch's current stream of a device.
-
-    Args:
-        source: Name of its file in `csrc/cuda` without the suffix.
-        kernel: Name of the kernel.
-        like: `[...]`, a tensor with the dtype of the activations, on the device.
-        items: Items of work; a block does one or more.
-        threads: Threads of a block along both axes.
-        arguments: The structure that the kernel reads.
-        **constants: Other macros of the source than the dtype.
-
-    Raises:
-        Refusal: The kernel is not compiled and cannot be, or the driver does not load it. Nothing
-            was written.
-        RuntimeError: The kernel did not start.
-    """
+    """Launch a kernel of `source` on PyTorch's current stream of the device of `like`."""
+    # A block does one or more items. `constants` are macros of the source other than the dtype,
+    # which is that of `like`. A `Refusal` comes before anything is written.
     device = like.device
     with here(device):
         module = loaded(source, {"DTYPE": _NAMES[like.dtype], **constants}, device)
@@ -115,20 +88,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def loaded(source: str, constants: Mapping[str, object], device: torch.device) -> Module:
-    """Return the kernels of a source on a device, which is current.
-
-    Args:
-        source: Name of the file.
-        constants: Its macros by name.
-        device: The device.
-
-    Returns:
-        The loaded kernels.
-
-    Raises:
-        Refusal: They are not compiled and cannot be, or the driver does not load them.
-        Exception: Memory ran out; a later call may have enough.
-    """
+    """Return the kernels of a source on a device, which is current, or refuse."""
     key = device.index or 0, source, frozenset(constants.items())
     found = _modules.get(key)
     if found is None:

@@ -18,11 +18,8 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 
 def multiplies_bfloat16() -> bool:
-    """Return whether convolutions in bfloat16 are faster than in float32 on this CPU.
-
-    Returns:
-        False on ARM, where oneDNN's own are plain loops, whatever the processor has.
-    """
+    """Return whether convolutions in bfloat16 are faster than in float32 on this CPU."""
+    # Never on ARM, where oneDNN's own are plain loops, whatever the processor has.
     known = {"avx512_bf16", "amx_bf16", "amx_tile"} & cpu_features()
     return bool(known) and not slow_on_cpu(torch.bfloat16)
 

@@ -10,15 +10,7 @@ from . import device_kind, device_name, has_bfloat16
 
 
 def int8_lacks(device: torch.device, dtype: torch.dtype) -> str:
-    """Return why convolutions in int8 do not pay on a device; empty: they do.
-
-    Args:
-        device: The device.
-        dtype: Dtype of the other layers.
-
-    Returns:
-        The reason, without a full stop.
-    """
+    """Return why convolutions in int8 do not pay next to layers in `dtype`; "": they do."""
     kind = device_kind(device)
     if kind == "cpu":
         # With VNNI or AMX four products of int8 take one instruction: bfloat16 takes 1.38 times as

@@ -93,17 +93,9 @@ def has_bfloat16(device: torch.device) -> bool:
 
 
 def searches_shapes(device: torch.device) -> bool:
-    """Return whether the library of a device looks for an algorithm at each new shape.
-
-    MIOpen takes 7.6 to 83 s for the first convolution of a shape (ROCm/TheRock#2591). So a video
-    has few shapes there: the first frame, and steps of one length.
-
-    Args:
-        device: The device.
-
-    Returns:
-        True on AMD GPUs.
-    """
+    """Return whether the library of `device` looks for an algorithm at each new shape."""
+    # MIOpen takes 7.6 to 83 s for the first convolution of a shape (ROCm/TheRock#2591). So a video
+    # has few shapes there: the first frame, and steps of one length.
     return device_kind(device) == "amd"
 
 

@@ -27,14 +27,7 @@ def tensor_limit(device: torch.device, itemsize: int) -> int:
 
 
 def memory_bytes(device: torch.device) -> tuple[int, int] | None:
-    """Return the free memory of a GPU, PyTorch's unused blocks included, and all of it.
-
-    Args:
-        device: The device.
-
-    Returns:
-        Bytes that tensors can take, and bytes that this process may use; None: unknown.
-    """
+    """Return the bytes that tensors can take on a GPU, and all that this process may use."""
     try:
         kind = device_kind(device)
         if kind == "apple":

@@ -20,11 +20,9 @@ _before: list[tuple[Any, str, bool]] = []
 
 @contextmanager
 def unsearched() -> Iterator[None]:
-    """Let MIOpen search nothing within the block.
-
-    The switches are global. The first thread that enters sets them, and the last one that leaves
-    restores them.
-    """
+    """Let MIOpen search nothing within the block."""
+    # The switches are global. The first thread that enters sets them, and the last one that leaves
+    # restores them.
     global _holders
     with _lock:
         if _holders == 0:

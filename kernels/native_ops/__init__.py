@@ -35,25 +35,7 @@ def rms_norm_silu(
     codes: Tensor | None = None,
     saturated: Tensor | None = None,
 ) -> Tensor:
-    """Run `rms_norm_silu(x, gamma, silu, bias, tail, out, border, codes, saturated)`.
-
-    Args:
-        x: `[B, C, T, H, W]`, channels-last.
-        gamma: `[C]`.
-        silu: Apply SiLU.
-        bias: `[C]`, or None.
-        tail: `[B, C, K, H, W]`, or None.
-        out: `[B, C, K + T, H + 2 * border, W + 2 * border]`, or None.
-        border: Pixels of zeros around each frame.
-        codes: `[C]`, or None.
-        saturated: `[2]`, or None.
-
-    Returns:
-        `[B, C, K + T, H + 2 * border, W + 2 * border]`.
-
-    Raises:
-        Refusal: The kernels do not support the call.
-    """
+    """Normalise rows of pixels."""
     _check(x)
     _refuse_window(x, tail, out, border, saturated)
     CPU.require()
@@ -79,28 +61,7 @@ def group_norm_silu(
     codes: Tensor | None = None,
     saturated: Tensor | None = None,
 ) -> Tensor:
-    """Normalise each frame, measured first without `statistics`, and write rows of `out`.
-
-    Args:
-        x: `[B, C, T, H, W]`, channels-last.
-        weight: `[C]`.
-        bias: `[C]`.
-        groups: Number of groups.
-        eps: Added to the variance.
-        silu: Apply SiLU.
-        statistics: `[B, T, 2, groups]`, or None.
-        tail: `[B, C, K, H, W]`, or None.
-        out: `[B, C, K + T, H + 2 * border, W + 2 * border]`, or None.
-        border: Pixels of zeros around each frame.
-        codes: `[C]`, or None.
-        saturated: `[2]`, or None.
-
-    Returns:
-        `[B, C, K + T, H + 2 * border, W + 2 * border]`.
-
-    Raises:
-        Refusal: The kernels do not support the call.
-    """
+    """Normalise each frame, measured first without `statistics`, row by row."""
     _check(x)
     _refuse_window(x, tail, out, border, saturated)
     CPU.require()
@@ -114,7 +75,7 @@ def group_norm_silu(
 
 
 def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
-    """Compute `group_norm_statistics(x, groups, eps)` for `x` `[B, C, T, H, W]`."""
+    """Measure each frame."""
     _check(x)
     refuse_videos(x=x)
     CPU.require()
@@ -124,7 +85,7 @@ def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
 
 
 def silu_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Compute `silu_mul(x, gate, out)` for `x` `[..., C]`."""
+    """Gate rows."""
     _check(x)
     refuse_rows(x=x, gate=gate, out=out)
     refuse_overlap(out, x=x, gate=gate, same=True)
@@ -142,7 +103,7 @@ def bias_residual(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute `bias_residual(x, bias, residual, residual_bias, out)` for `x` `[B, C, T, H, W]`."""
+    """Add the terms to rows."""
     _check(x)
     refuse_videos(x=x, residual=residual, out=out)
     refuse_overlap(out, x=x, residual=residual, same=True)
@@ -155,21 +116,12 @@ def bias_residual(
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> NoReturn:
-    """Refuse `attention(q, k, v)` of `[B, N, d]`: the CPU uses PyTorch's fused kernel.
-
-    Args:
-        q: `[B, N, d]`.
-        k: `[B, N, d]`.
-        v: `[B, N, d]`.
-
-    Raises:
-        Refusal: Always.
-    """
+    """Refuse: the CPU uses PyTorch's fused kernel."""
     raise Refusal("PyTorch's fused kernel runs on the CPU")
 
 
 def interleave_time(x: Tensor, phases: int, *, out: Tensor | None = None) -> Tensor:
-    """Compute `interleave_time(x, phases, out)` for `x` `[B, C, T, H, W]`."""
+    """Copy the phases of each frame."""
     _check(x)
     refuse_videos(x=x, out=out)
     refuse_overlap(out, x=x)
@@ -187,7 +139,7 @@ def merge_phases(
     bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute `merge_phases(grid, source, times, bias, out)` for `grid` `[B, 4 * C, T, H, W]`."""
+    """Write rows of the picture from rows of windows."""
     _check(grid)
     refuse_videos(grid=grid, source=source, out=out)
     refuse_overlap(out, grid=grid, source=source)
@@ -200,20 +152,7 @@ def merge_phases(
 def pixel_shuffle_3d(
     x: Tensor, size: tuple[int, int, int], order: str = "cthw", *, out: Tensor | None = None
 ) -> Tensor:
-    """Move channels of `x` `[B, C, T, H, W]` to blocks of `size`.
-
-    Args:
-        x: `[B, C, T, H, W]`, channels-last.
-        size: Frames, rows and columns per block.
-        order: Order of the channels' indices.
-        out: `[B, C, t * T, h * H, w * W]`, channels-last, or None.
-
-    Returns:
-        `[B, C, t * T, h * H, w * W]`.
-
-    Raises:
-        Refusal: `out` has another dtype or device, or a tensor another layout.
-    """
+    """Move parts of the channels."""
     _check(x)
     if out is not None and (out.dtype != x.dtype or out.device != x.device):
         raise Refusal("out has another dtype or device")
@@ -226,7 +165,7 @@ def pixel_shuffle_3d(
 
 
 def average_down(x: Tensor, channels: int, *, times: int, size: int) -> Tensor:
-    """Compute `average_down(x, channels, times, size)` for `x` `[B, C, T, H, W]`."""
+    """Average block by block."""
     _check(x)
     refuse_videos(x=x)
     CPU.require()
@@ -244,22 +183,7 @@ def frames_to_images(
     bits: int = 16,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Convert decoded frames to images.
-
-    Args:
-        frames: `[B, C, T, H, W]`, channels-last.
-        dtype: float32, uint8 or uint16, without `out`.
-        patch: Rows and columns of pixels in the channels.
-        order: Order of the channels' indices.
-        bits: Bits of a value in uint16.
-        out: `[B * T, H, W, C]` or `[B, T, H, W, C]`, dense pixels, or None.
-
-    Returns:
-        `out`, or `[B * T, H, W, C]`.
-
-    Raises:
-        Refusal: The images have another dtype, device or layout.
-    """
+    """Convert and clamp rows of pixels."""
     _check(frames)
     if out is not None:
         dtype = out.dtype
@@ -290,18 +214,7 @@ def _check(x: Tensor) -> None:
 def _refuse_window(
     x: Tensor, tail: Tensor | None, out: Tensor | None, border: int, saturated: Tensor | None
 ) -> None:
-    """Refuse memory that the norms cannot write.
-
-    Args:
-        x: `[B, C, T, H, W]`.
-        tail: `[B, C, K, H, W]`, or None.
-        out: `[B, C, K + T, H + 2 * border, W + 2 * border]`, or None.
-        border: Pixels around each frame of `out`.
-        saturated: `[2]`, or None.
-
-    Raises:
-        Refusal: Memory overlaps or has another layout, or frames without pixels have a border.
-    """
+    """Refuse memory that the norms cannot write, and a border of frames without pixels."""
     refuse_window(x, tail, out, border)
     refuse_codes(saturated)
     if border and not x.numel():

@@ -38,14 +38,7 @@ _lock = threading.Lock()
 
 
 class Library:
-    """A library of PyTorch ops that is built from sources; subclasses define its inputs.
-
-    Attributes:
-        namespace: Its ops are `torch.ops.<namespace>`; the op `key` returns the hash of its inputs.
-        title: Name in messages.
-        minutes: Duration of the build in messages.
-        sources: Folder of the sources.
-    """
+    """A library of PyTorch ops that is built from sources; subclasses define its inputs."""
 
     namespace: str
     title: str
@@ -62,13 +55,8 @@ class Library:
         return self._outcome == ""
 
     def require(self) -> None:
-        """Refuse a call while the library is not loaded; a build begins in the background.
-
-        A caller that has selected this backend waits for the build.
-
-        Raises:
-            Refusal: It is being built, or cannot be loaded, always with the same reason.
-        """
+        """Refuse a call while the library is not loaded; a build begins in the background."""
+        # A caller that has selected this backend waits for the build.
         if self._outcome is None and forced() == "native":
             self.load()
         elif self._outcome is None and not self.prepare().is_done:
@@ -89,11 +77,7 @@ class Library:
         return self._job
 
     def load(self) -> None:
-        """Load the library, or build it first and wait for that; once per process.
-
-        Raises:
-            Refusal: It cannot be loaded. Later calls raise the same reason.
-        """
+        """Load the library, or build it first and wait for that; refuse always with one reason."""
         self._settle()
         if self._outcome:
             raise Refusal(self._outcome)
@@ -167,11 +151,9 @@ class Library:
                 self._build(self.folder(), key)
 
     def _build(self, place: Path, key: str) -> None:
-        """Build the library, move it to its folder and load it.
-
-        The build runs in a new folder on the same disk. So a killed build leaves no file that looks
-        complete, and of two builds the later one replaces an equal file.
-        """
+        """Build the library, move it to its folder and load it."""
+        # The build runs in a new folder on the same disk. So a killed build leaves no file that
+        # looks complete, and of two builds the later one replaces an equal file.
         command = compiler.command()
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -202,10 +184,8 @@ class Library:
 
 
 def _loads(place: Path) -> bool:
-    """Load the library in `place` if it is complete and for this machine.
-
-    The file is named after its hash, because mapping a truncated file can kill the process.
-    """
+    """Load the library in `place` if it is complete and for this machine."""
+    # The file is named after its hash, because mapping a truncated file can kill the process.
     for path in place.glob("*.so"):
         try:
             if path.stem == _digest(path):

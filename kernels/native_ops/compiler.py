@@ -58,14 +58,7 @@ def flags() -> list[str]:
 
 
 def command() -> list[str]:
-    """Return the compiler with its flags.
-
-    Returns:
-        Path of the compiler, its arguments from CXX, and `flags()`.
-
-    Raises:
-        Failure: It is not installed.
-    """
+    """Return the path of the compiler, its arguments from CXX, and `flags()`."""
     folders, chosen = [os.environ.get("PATH", os.defpath)], ["clang-cl"]
     if sys.platform == "win32":
         for variable in ("ProgramFiles", "ProgramFiles(x86)"):
@@ -81,20 +74,8 @@ def command() -> list[str]:
 
 
 def build(compiler: Sequence[str], sources: Sequence[Path], folder: Path, key: str) -> Path:
-    """Compile and link a library of PyTorch ops.
-
-    Args:
-        compiler: What `command` returns.
-        sources: The C++ files.
-        folder: Folder for all outputs.
-        key: Value of the macro FVV_KEY.
-
-    Returns:
-        Path of the library. It is named .so on every platform; none requires another name.
-
-    Raises:
-        Failure: The compiler fails.
-    """
+    """Compile and link a library of PyTorch ops with the macro FVV_KEY, and return its path."""
+    # It is named .so on every platform; none requires another name.
     package = Path(torch.__file__).parent
     abi = int(torch.compiled_with_cxx11_abi())
     macros = (f"-DFVV_KEY={key}", f"-D_GLIBCXX_USE_CXX11_ABI={abi}")
@@ -168,13 +149,8 @@ def _run(commands: Sequence[list[str]], folder: Path) -> None:
 
 
 def _output_of(process: subprocess.Popen[bytes]) -> bytes:
-    """Return the output of a compiler when it has ended.
-
-    A signal that arrives just before a wait begins does not end it, so no wait is long.
-
-    Raises:
-        Ended: The process ends, and this is the thread that builds kernels.
-    """
+    """Return the output of a compiler when it has ended."""
+    # A signal that arrives just before a wait begins does not end it, so no wait is long.
     while True:
         background.check()
         with suppress(subprocess.TimeoutExpired):

@@ -30,12 +30,7 @@ class Ended(Exception):  # noqa: N818, not an error
 
 
 class Job:
-    """Work for the thread.
-
-    Attributes:
-        name: What it prepares, for messages.
-        failed: It ended by an error.
-    """
+    """Work for the thread, with a name for messages; `failed`: it ended by an error."""
 
     def __init__(self, name: str, work: Callable[[], object]) -> None:
         self.name, self.work, self.failed = name, work, False
@@ -80,15 +75,8 @@ _ends = False
 
 
 def submit(name: str, work: Callable[[], object]) -> Job:
-    """Let the thread do some work after all that was submitted before.
-
-    Args:
-        name: What it prepares, for messages.
-        work: Called once without gradients; again later where it raises that memory is short.
-
-    Returns:
-        The job.
-    """
+    """Let the thread do some work after all that was submitted before."""
+    # It is called once without gradients; again later where it raises that memory is short.
     global _thread
     job = Job(name, work)
     with _changed:
@@ -108,11 +96,7 @@ def wait(jobs: Iterable[Job], timeout_s: float | None = None) -> bool:
 
 
 def check() -> None:
-    """Give work up that waits for a long time.
-
-    Raises:
-        Ended: The process ends.
-    """
+    """Raise `Ended` in work that waits for a long time, if the process ends."""
     if _ends:
         raise Ended
 

@@ -42,12 +42,7 @@ _opened: dict[Path, "Facts"] = {}
 
 
 class Facts:
-    """Facts by name, in memory and on disk.
-
-    Args:
-        path: Path of the file.
-        made_on: Description of device and versions, which the file repeats.
-    """
+    """Facts by name, in memory and in a file, which repeats `made_on`: device and versions."""
 
     def __init__(self, path: Path, made_on: Mapping[str, str]) -> None:
         self.path, self._made_on = path, dict(made_on)

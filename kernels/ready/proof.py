@@ -45,30 +45,19 @@ _begun: set[routes.ProofKey] = set()
 
 
 class _Pending(NamedTuple):
-    """A proof whose numbers are on the device.
-
-    Attributes:
-        key: What is proved.
-        events: Before and after the tile, and before and after the library.
-        difference: Root mean square of the difference over that of the library's result.
-    """
+    """A proof whose numbers are on the device."""
 
     key: routes.ProofKey
-    events: list[Any]
-    difference: Tensor
+    events: list[Any]  # before and after the tile, before and after the library
+    difference: Tensor  # root mean square of the difference over that of the library's result
 
 
 @dataclass
 class Proofs:
-    """The proofs of one video.
+    """The proofs of one video."""
 
-    Attributes:
-        room_bytes: Memory that the video leaves.
-        most: Proofs that may happen.
-    """
-
-    room_bytes: int
-    most: int
+    room_bytes: int  # memory that the video leaves
+    most: int  # proofs that may happen
 
     def __post_init__(self) -> None:
         self._pending: list[_Pending] = []
@@ -82,19 +71,7 @@ class Proofs:
         kwargs: dict[str, Any],
         plain: Callable[[], Tensor],
     ) -> Tensor:
-        """Run a call of the library, and perhaps a tile next to it.
-
-        Args:
-            ask: Runs an op on a candidate.
-            key: What would be proved.
-            op: `conv2d` or `conv3d`.
-            args: Arguments of the call.
-            kwargs: Its keyword arguments.
-            plain: Runs the call.
-
-        Returns:
-            `[...]`, the result of `plain`.
-        """
+        """Run a call of the library, `plain`, and perhaps a tile next to it; return its result."""
         x, weight = args[:2]
         products = x.shape[-2] * x.shape[-1] * math.prod(weight.shape)
         if key in _begun or products < _PRODUCTS or len(self._pending) >= self.most:

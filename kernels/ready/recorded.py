@@ -14,16 +14,7 @@ from ..convolution.weight import ConvWeight
 
 
 def result_of(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """Return memory for the result `[...]` of a call.
-
-    Args:
-        op: Name of the op.
-        args: Its arguments; the first is on `meta`.
-        kwargs: Its keyword arguments.
-
-    Returns:
-        `out`, or new memory.
-    """
+    """Return `out`, or memory for the result of a call on `meta`."""
     out = kwargs.get("out")
     return out if out is not None else _RESULTS[op](*args, **kwargs)
 
@@ -37,18 +28,7 @@ def convolution(
     tail: Tensor | None = None,
     **__: object,
 ) -> Tensor:
-    """Return memory for the result of a convolution.
-
-    Args:
-        x: `[B, C, T, H, W]` or `[N, C, H, W]`.
-        weight: `[C_out, C, ...]`.
-        stride: Stride of each dimension of the kernel.
-        padding: Padding of height and width.
-        tail: `[B, C, K, H, W]`, or None.
-
-    Returns:
-        `[B, C_out, T', H', W']` or `[N, C_out, H', W']`.
-    """
+    """Return memory for the result of a convolution."""
     pads = padding if x.ndim == 4 else (0, *padding)
     return shapes.new_video(x, shapes.convolved(x, weight.shape, stride, pads, tail))
 

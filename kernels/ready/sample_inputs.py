@@ -73,22 +73,10 @@ def call(
     device: torch.device,
     given: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Generate the arguments of an op, from a fixed seed.
-
-    Activations are normally distributed and channels-last.
-
-    Args:
-        op: One of `OPS`.
-        size: Frames, height and width of the activations.
-        dtype: Dtype of the activations.
-        device: Device of all tensors.
-        given: Arguments of a call to imitate, such as `[B, C, T, H, W]` tensors: their channels,
-            the frames of a tail and all other values are used, their sizes are not. None: the most
-            frequent call.
-
-    Returns:
-        The arguments by name. Vectors have the dtype of the given ones.
-    """
+    """Generate the arguments of an op, normally distributed, from a fixed seed."""
+    # `given` is a call to imitate: its channels, the frames of its tail, the dtypes of vectors and
+    # all other values are used, sizes are not. None: the most frequent call. `size` has frames,
+    # height and width.
     given = _USUAL[op] if given is None else given
     frames, height, width = size
     times = given.get("times", 1)
@@ -128,20 +116,10 @@ def call(
 
 
 def convolution(op: str, given: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Generate the arguments of a convolution, from a fixed seed.
-
-    Frames are `silu` of normally distributed numbers, as after the norms of the VAEs, and weights
-    have the deviation that keeps the size of the results.
-
-    Args:
-        op: `conv2d`, `conv3d` or `int8_conv3d`.
-        given: Arguments of a call to imitate, such as `[B, C, T, H, W]` tensors: channels, dtypes,
-            stride and padding are used, sizes are not.
-        device: Device of all tensors.
-
-    Returns:
-        The arguments by name: a call with a tail, and with a residual whose memory is the result.
-    """
+    """Generate the arguments of a convolution like `given`, from a fixed seed."""
+    # Frames are `silu` of normally distributed numbers, as after the norms of the VAEs, and weights
+    # have the deviation that keeps the size of the results. The call has a tail, and a residual
+    # whose memory is the result.
     x, taps = given["x"], given["weight"]
     outputs, inputs, *kernel = taps.shape
     generator = torch.Generator(device).manual_seed(0)
@@ -190,25 +168,15 @@ def convolution(op: str, given: Mapping[str, Any], device: torch.device) -> dict
 
 
 def coded_dtype(device: torch.device, given: Mapping[str, Any]) -> torch.dtype:
-    """Return the dtype of the codes that a call with `codes` writes.
-
-    Args:
-        device: Device of the call.
-        given: Arguments of the call by name, such as `out` `[B, C, T, H, W]`.
-
-    Returns:
-        That of `out`, if it is given.
-    """
+    """Return the dtype of the codes that a call with `codes` writes: that of `out`, if given."""
     out: Tensor | None = given.get("out")
     return code_dtype(device) if out is None else out.dtype
 
 
 def _coded(made: dict[str, Any], dtype: torch.dtype, generator: torch.Generator) -> dict[str, Any]:
-    """Return the arguments of a norm for codes of `dtype`.
-
-    Large values of every eighth channel have no code, so that they are counted. The result is
-    memory of a code that few values have, because all of it must be written.
-    """
+    """Return the arguments of a norm for codes of `dtype`."""
+    # Large values of every eighth channel have no code, so that they are counted. The result is
+    # memory of a code that few values have, because all of it must be written.
     x, info = made["x"], torch.iinfo(dtype)
     scales = (made["weight"], made["bias"]) if "weight" in made else (made["gamma"],)
     codes = code_steps(*scales).reciprocal()
@@ -226,10 +194,8 @@ def _coded(made: dict[str, Any], dtype: torch.dtype, generator: torch.Generator)
 def _target(
     op: str, made: dict[str, Any], given: Mapping[str, Any], generator: torch.Generator
 ) -> dict[str, Any]:
-    """Return the arguments for a result with the dtype and layout of that of `given`, if any.
-
-    A result with a border is memory of NaN, because all of it must be written.
-    """
+    """Return the arguments for a result with the dtype and layout of that of `given`, if any."""
+    # A result with a border is memory of NaN, because all of it must be written.
     out: Tensor | None = given.get("out")
     if given.get("codes") is not None:
         return _coded(made, coded_dtype(generator.device, given), generator)
@@ -248,15 +214,7 @@ def _target(
 
 
 def forms(op: str, given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return a call with all optional tensors, and as it is if it lacks some.
-
-    Args:
-        op: One of `OPS`.
-        given: Arguments of the call by name.
-
-    Returns:
-        The arguments of the calls by name.
-    """
+    """Return a call with all optional tensors, and as it is if it lacks some."""
     missing = [name for name in OPTIONAL.get(op, ()) if given.get(name) is None]
     if not missing:
         return [given]
@@ -271,18 +229,9 @@ def forms(op: str, given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def moved_bytes(arguments: Mapping[str, Any], result: Tensor) -> int:
-    """Return the bytes that a call must move: each argument read once, the result written once.
-
-    A tail is read and written. The second read of `x` for the statistics of a norm over frames is
-    not counted.
-
-    Args:
-        arguments: Arguments by name.
-        result: `[...]`, the result of the call.
-
-    Returns:
-        The number of bytes.
-    """
+    """Return the bytes that a call must move: each argument read once, the result written once."""
+    # A tail is read and written. The second read of `x` for the statistics of a norm over frames is
+    # not counted.
     tail = arguments.get("tail")
     tensors = [x for name, x in arguments.items() if name != "out" and isinstance(x, Tensor)]
     tensors += [result] if tail is None else [result, tail]

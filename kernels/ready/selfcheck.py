@@ -47,20 +47,10 @@ Ask = Callable[..., Tensor]
 
 
 def is_right(result: Tensor, plain: Tensor, exact: Tensor) -> bool:
-    """Return whether a result may replace that of the plain op.
-
-    Copies must be exact. Otherwise, in each block of 128 rows, the root mean square of the error
-    is at most 1.025 times that of the plain op (2.0 times in float32), or every value is within two
-    half steps of its dtype.
-
-    Args:
-        result: `[rows, C]`, a result of a kernel.
-        plain: `[rows, C]`: the plain op of the same inputs, in 16 bits or in float32.
-        exact: `[rows, C]`: the formula in float64 of the same inputs.
-
-    Returns:
-        False for NaN.
-    """
+    """Return whether a result `[rows, C]` may replace that of the plain op; not with a NaN."""
+    # Copies must be exact. Otherwise, in each block of 128 rows, the root mean square of the error
+    # is at most 1.025 times that of the plain op (2.0 times in float32), or every value is within
+    # two half steps of its dtype.
     wide, nearby, exact = (each.cpu().double() for each in (result, plain, exact))
     if torch.equal(nearby, exact):
         return torch.equal(wide, exact)
@@ -77,35 +67,13 @@ def is_right(result: Tensor, plain: Tensor, exact: Tensor) -> bool:
 
 
 def are_codes_right(codes: Tensor, exact: Tensor, lowest: int, highest: int) -> bool:
-    """Return whether integers are those to which exact numbers round, to nearest.
-
-    Args:
-        codes: `[...]`, integers.
-        exact: `[...]`, float64, before the rounding.
-        lowest: The smallest integer.
-        highest: The largest integer.
-
-    Returns:
-        False if one is wrong.
-    """
+    """Return whether integers are those to which `exact`, clamped, rounds to nearest."""
     distance = (codes.cpu().double() - exact.clamp(lowest, highest)).abs()
     return bool((distance <= 0.5 + _BEFORE_ROUNDING * (highest - lowest)).all())
 
 
 def checked(ask: Ask, op: str, samples: list[Callable[[], dict[str, Any]]]) -> tuple[str, ...]:
-    """Return the backends that run a variant rightly, fastest first.
-
-    Args:
-        ask: Runs an op on a backend.
-        op: Name of the op.
-        samples: Functions that generate its calls.
-
-    Returns:
-        The first backend of `triton` and `cuda` that is right; empty: none is.
-
-    Raises:
-        Exception: Memory ran out.
-    """
+    """Return the first backend of `CHECKED` that computes all samples rightly; empty: none does."""
     cases = [_Case(ask, op, sample) for sample in samples]
     for name in CHECKED:
 
@@ -120,17 +88,7 @@ def checked(ask: Ask, op: str, samples: list[Callable[[], dict[str, Any]]]) -> t
 def running(
     ask: Ask, name: str, op: str, samples: list[Callable[[], dict[str, Any]]]
 ) -> tuple[str, ...]:
-    """Return the backend `name` if it runs the samples of `op`, without a comparison.
-
-    Args:
-        ask: Runs an op on a backend.
-        name: The backend.
-        op: Name of the op.
-        samples: As for `checked`.
-
-    Returns:
-        `name`, or nothing.
-    """
+    """Return the backend `name` if it runs the samples of `op`, without a comparison."""
 
     def runs() -> bool:
         for sample in samples:
@@ -262,10 +220,8 @@ def _rows(x: Tensor) -> Tensor:
 def _moved(
     given: dict[str, Any], device: torch.device, dtype: torch.dtype | None
 ) -> dict[str, Any]:
-    """Return the arguments on another device, with numbers in another dtype, if one is given.
-
-    A result in the memory of the residual stays so.
-    """
+    """Return the arguments on another device, with numbers in another dtype, if one is given."""
+    # A result in the memory of the residual stays so.
     moved: dict[str, Any] = {}
     for name, value in given.items():
         if isinstance(value, ConvWeight):

@@ -46,25 +46,15 @@ _tiled: dict[tuple[Any, ...], int] = {}
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a video sees of what is found.
+    """What a video sees of what is found."""
 
-    Attributes:
-        kernels: Number of the last kernel; 0: the library alone.
-        proofs: Number of the last proof.
-        native: The C++ kernels of the CPU are loaded.
-    """
-
-    kernels: int
-    proofs: int
-    native: bool
+    kernels: int  # number of the last kernel; 0: the library alone
+    proofs: int  # number of the last proof
+    native: bool  # the C++ kernels of the CPU are loaded
 
 
 class Recorder:
-    """The calls of a network on `meta`, as of a device.
-
-    Args:
-        device: The device that the calls would be on.
-    """
+    """The calls of a network on `meta`, as of `device`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.wanted = device, dict[variants.Key, Callable[[], None]]()
@@ -118,19 +108,7 @@ def recording(device: torch.device) -> Iterator[Recorder]:
 def backends_of(
     ask: selfcheck.Ask, op: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    """Return the backends that run a call on a GPU, in order; the reference is last.
-
-    A variant that is not there yet is asked for.
-
-    Args:
-        ask: Runs an op on a backend.
-        op: Name of the op.
-        args: Its arguments; the first is a tensor `[...]` on the device.
-        kwargs: Its keyword arguments.
-
-    Returns:
-        Names of backends.
-    """
+    """Return the backends that run a call on a GPU; ask for a variant that is not there yet."""
     x: Tensor = args[0]
     if not x.numel():
         return LIBRARY
@@ -142,17 +120,7 @@ def backends_of(
 def kernel_of(
     ask: selfcheck.Ask, key: variants.Key, op: str, samples_of: Callable[[], variants.Samples]
 ) -> tuple[str, ...]:
-    """Return the backend of a variant, as the thread sees it.
-
-    Args:
-        ask: Runs an op on a backend.
-        key: The variant.
-        op: Name of the op.
-        samples_of: Returns the samples of the variant; called if it has not been asked for.
-
-    Returns:
-        One name; empty: no kernel is there.
-    """
+    """Return the backend of a variant, as the thread sees it; without any, let it be built."""
     found, seen = _found.get(key), _snapshot.get()
     if found is None:
         if key not in _asked and not background.is_here():
@@ -169,15 +137,7 @@ def kernel_of(
 def note(
     ask: selfcheck.Ask, made: Recorder, op: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Note a call on `meta`.
-
-    Args:
-        ask: Runs an op on a backend.
-        made: What notes it.
-        op: Name of the op.
-        args: Arguments of the call, the first of them `[...]`.
-        kwargs: Its keyword arguments.
-    """
+    """Note a call on `meta`."""
     for given in variants.sizes_of(op, args):
         key = variants.key_of(op, given, kwargs, made.device)
         if key not in _found and key not in made.wanted:
@@ -186,19 +146,8 @@ def note(
 
 
 def build(ask: selfcheck.Ask, key: variants.Key, op: str, samples: variants.Samples) -> None:
-    """Build the kernels of a variant on its device, and check them unless that was done before.
-
-    The check runs the kernels, which compiles and loads them. It is on a stream of its own.
-
-    Args:
-        ask: Runs an op on a backend.
-        key: The variant.
-        op: Name of the op.
-        samples: Functions that generate its calls.
-
-    Raises:
-        Exception: Memory ran out.
-    """
+    """Build the kernels of a variant on its device, and check them unless that was done before."""
+    # The check runs the kernels, which compiles and loads them. It is on a stream of its own.
     device: torch.device = key[1]
     if key in _found:
         return
@@ -228,17 +177,7 @@ def _tile_key(key: variants.Key) -> tuple[Any, ...]:
 
 
 def has_tile(op: str, x: Tensor, weight: ConvWeight, stride: tuple[int, ...]) -> bool:
-    """Return whether a convolution has a tile that serves.
-
-    Args:
-        op: `conv2d` or `conv3d`.
-        x: `[B, C, T, H, W]` or `[N, C, H, W]`.
-        weight: `[C_out, C, ...]`.
-        stride: Stride of each dimension of the kernel.
-
-    Returns:
-        True while calls are noted, because it will be built.
-    """
+    """Return whether a convolution has a tile that serves, or will have one (calls are noted)."""
     if _recorder.get() is not None:
         return True
     since = _tiled.get((op, x.device, x.dtype, weight.shape, tuple(stride)))
@@ -261,17 +200,7 @@ def _apart(device: torch.device) -> Iterator[None]:
 
 
 class Prepared:
-    """What a network needs on a device, built in the background.
-
-    Args:
-        ask: Runs an op on a backend.
-        device: The device.
-        record: Runs the network on `meta`.
-
-    Attributes:
-        job: The build.
-        is_ready: All was built once.
-    """
+    """What a network needs on a device, built in the background; `record` runs it on `meta`."""
 
     def __init__(
         self, ask: selfcheck.Ask, device: torch.device, record: Callable[[], object]

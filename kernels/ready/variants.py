@@ -45,17 +45,7 @@ Samples = list[Callable[[], dict[str, Any]]]
 
 
 def key_of(op: str, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> Key:
-    """Return what the kernels of a call are compiled for.
-
-    Args:
-        op: Name of the op.
-        args: Its arguments; the first is a tensor `[...]`.
-        kwargs: Its keyword arguments.
-        device: The device, which can be another one than that of the tensors.
-
-    Returns:
-        Op, device, dtypes, channels and values.
-    """
+    """Return what the kernels of a call are compiled for: device, dtypes, channels, values."""
     x: Tensor = args[0]
     named = _named(op, args, kwargs)
     if op in CONVOLUTIONS_OPS:
@@ -105,20 +95,9 @@ def name_of(key: Key) -> str:
 def samples_of(
     op: str, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
 ) -> Samples:
-    """Return functions that generate the calls by which a variant is checked.
-
-    They hold no memory of the given call.
-
-    Args:
-        op: Name of the op.
-        args: The arguments of a call of the variant.
-        kwargs: Its keyword arguments.
-        device: Device of the generated tensors.
-
-    Returns:
-        One function for each form of the call, such as without a tail. Each call of one returns the
-        same numbers in new memory.
-    """
+    """Return functions that generate the calls by which a variant is checked."""
+    # One for each form of the call, such as without a tail. Each call of one returns the same
+    # numbers in new memory. They hold no memory of the given call.
     given = {name: _placeholder(value) for name, value in _named(op, args, kwargs).items()}
     x = given["x" if "x" in given else next(iter(given))]
     if op in CONVOLUTIONS_OPS:
@@ -178,10 +157,9 @@ def _channels(x: Tensor) -> int:
 
 
 def _size(op: str, x: Tensor, given: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Return frames, height and width of a check.
-
-    Sizes are odd, which also tests partial tiles, unless a kernel is compiled for multiples of 16.
-    """
+    """Return frames, height and width of a check."""
+    # Sizes are odd, which also tests partial tiles, unless a kernel is compiled for multiples of
+    # 16.
     if op == "attention":
         return 1, 1, _PIXELS.get(x.shape[1] % 32, _ODD_PIXELS)
     channels = _channels(x)

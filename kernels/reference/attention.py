@@ -28,22 +28,9 @@ _MANY_PIXELS = 4096
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute `attention(q, k, v)` by a fused kernel or in blocks of queries.
-
-    The fused kernels only need memory for the result: the flash kernel on a CPU, the flash and the
-    memory-efficient kernel on CUDA.
-
-    Args:
-        q: `[B, N, d]`.
-        k: `[B, M, d]`.
-        v: `[B, M, d]`.
-
-    Returns:
-        `[B, N, d]`.
-
-    Raises:
-        Refusal: The tensors do not have three dimensions.
-    """
+    """Compute attention by a fused kernel or in blocks of queries."""
+    # The fused kernels only need memory for the result: the flash kernel on a CPU, the flash and
+    # the memory-efficient kernel on CUDA.
     if q.ndim != 3:
         raise Refusal(f"q is {list(q.shape)}; expected [B, N, d]")
     if not q.numel():
@@ -68,17 +55,8 @@ def _weights(scores: Tensor, dtype: torch.dtype) -> Tensor:
 def in_blocks(
     q: Tensor, k: Tensor, v: Tensor, *, weigh: Callable[[Tensor, torch.dtype], Tensor] = _weights
 ) -> Tensor:
-    """Compute whole frames at a time if `_SCORE_ELEMENTS` allows, otherwise rows of one frame.
-
-    Args:
-        q: `[B, N, d]`.
-        k: `[B, M, d]`.
-        v: `[B, M, d]`.
-        weigh: Returns `LIFT * softmax(scores)` in a dtype, where `multiplies_mixed`.
-
-    Returns:
-        `[B, N, d]`.
-    """
+    """Compute whole frames at a time if `_SCORE_ELEMENTS` allows, otherwise rows of one frame."""
+    # `weigh` returns `LIFT * softmax(scores)` in a dtype, where `multiplies_mixed`.
     batch, length, channels = q.shape
     count = k.shape[1]
     frames = max(1, _SCORE_ELEMENTS // (length * count))
@@ -131,11 +109,9 @@ def _has_mixed_products(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _blocks_are_faster(q: Tensor, k: Tensor) -> bool:
-    """Return whether blocks of products are expected to be faster than PyTorch's fused kernel.
-
-    Not in float32: the fused kernel reads each value once, and products without tensor cores wait
-    for arithmetic in both.
-    """
+    """Return whether blocks of products are expected to be faster than PyTorch's fused kernel."""
+    # Not in float32: the fused kernel reads each value once, and products without tensor cores wait
+    # for arithmetic in both.
     if q.device.type != "cuda" or q.shape[2] <= FLASH_HEAD or k.shape[1] < _MANY_PIXELS:
         return False
     return multiplies_mixed(q)

@@ -19,7 +19,7 @@ _EXACT = 512
 def fuses(
     x: Tensor, weight: ConvWeight, stride: tuple[int, ...], padding: tuple[int, int], *, norm: bool
 ) -> Fused:
-    """Return what is fused for `x` `[B, C, ...]`, `weight`, `stride`, `padding` and `norm`."""
+    """Return what is fused: nothing."""
     return Fused()
 
 
@@ -31,7 +31,7 @@ def conv3d(
     padding: tuple[int, int] = (0, 0),
     tail: Tensor | None = None,
 ) -> Tensor:
-    """Run `conv3d(x, weight, stride, padding, tail)`; `x` is `[B, C, T, H, W]`."""
+    """Convolve the joined frames."""
     window = x if tail is None else torch.cat([tail, x], dim=2)
     y = F.conv3d(window, weight.plain(), None, stride, (0, *padding))
     return channels_last(y)
@@ -44,7 +44,7 @@ def conv2d(
     stride: tuple[int, ...] = (1, 1),
     padding: tuple[int, int] = (0, 0),
 ) -> Tensor:
-    """Run `conv2d(x, weight, stride, padding)`; `x` is `[N, C, H, W]`."""
+    """Convolve frames."""
     y = F.conv2d(x, weight.plain(), None, stride, padding)
     return channels_last(y)
 
@@ -60,21 +60,7 @@ def int8_conv3d(
     dtype: torch.dtype,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Sum the products tap by tap in float32, which is exact, and the taps in int32.
-
-    Args:
-        x: `[B, C, T, H, W]`.
-        weight: `[C_out, C, kt, kh, kw]`.
-        scale: `[C_out]`, or None.
-        bias: `[C_out]`, or None.
-        residual: `[B, C_out, T', H', W']`, or None.
-        residual_bias: `[C_out]`, or None.
-        dtype: Dtype of the result.
-        out: `[B, C_out, T', H', W']`, or None.
-
-    Returns:
-        `[B, C_out, T', H', W']`.
-    """
+    """Sum the products tap by tap in float32, which is exact, and the taps in int32."""
     taps = weight.plain()
     shape = convolved(x, taps.shape, (1, 1, 1), (0, 0, 0))
     out = new_video(x.new_empty(0, dtype=dtype), shape) if out is None else out

@@ -9,7 +9,7 @@ from .memory import map_blocks, widened
 
 
 def interleave_time(x: Tensor, phases: int, *, out: Tensor | None = None) -> Tensor:
-    """Compute `interleave_time(x, phases, out)` for `x` `[B, C, T, H, W]` as one strided copy."""
+    """Interleave as one strided copy."""
     out = shapes.new_video(x, shapes.interleaved(x, phases)) if out is None else out
     target = out.unflatten(2, (x.shape[2], phases))
     # No `rearrange`, which imports TorchDynamo before PyTorch 2.8: seconds in a first decode.
@@ -25,18 +25,7 @@ def merge_phases(
     bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute `merge_phases(grid, source, times, bias, out)` as a strided copy or sum per phase.
-
-    Args:
-        grid: `[B, 4 * C, T, H + 1, W + 1]`.
-        source: `[B, C_source, T / times, H, W]`, or None.
-        times: Result frames per frame of `source`.
-        bias: `[C]`, or None.
-        out: `[B, C, T, 2 H, 2 W]`, or None.
-
-    Returns:
-        `[B, C, T, 2 H, 2 W]`.
-    """
+    """Merge as a strided copy or sum per phase."""
     _, channels, frames, height, width = grid.shape
     channels, height, width = channels // 4, height - 1, width - 1
     out = shapes.new_video(grid, shapes.merged(grid)) if out is None else out
@@ -64,7 +53,7 @@ def merge_phases(
 def pixel_shuffle_3d(
     x: Tensor, size: tuple[int, int, int], order: str = "cthw", *, out: Tensor | None = None
 ) -> Tensor:
-    """Compute `pixel_shuffle_3d(x, size, order, out)` for `x` `[B, C, T, H, W]` as a copy."""
+    """Shuffle as a copy."""
     _, _, frames, height, width = x.shape
     times, high, wide = size
     out = shapes.new_video(x, shapes.shuffled(x, size)) if out is None else out
@@ -74,7 +63,7 @@ def pixel_shuffle_3d(
 
 
 def average_down(x: Tensor, channels: int, *, times: int, size: int) -> Tensor:
-    """Compute `average_down(x, channels, times, size)` for `[B, C, T, H, W]`, pixels first."""
+    """Average the pixels of each block, then its frames and channels."""
     batch, before, frames, height, width = x.shape
     group = before * times * size * size // channels
     blocks = x.movedim(1, -1).unflatten(3, (width // size, size))
@@ -113,19 +102,7 @@ def frames_to_images(
     bits: int = 16,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Convert some rows at a time, so that the whole video is never held in float32.
-
-    Args:
-        frames: `[B, C, T, H, W]`.
-        dtype: Dtype of a new result.
-        patch: Rows and columns of pixels in the channels.
-        order: Order of the channels' indices.
-        bits: Bits of a value in uint16.
-        out: `[B * T, H, W, C]` or `[B, T, H, W, C]`, or None.
-
-    Returns:
-        `out`, or `[B * T, H, W, C]`.
-    """
+    """Convert some rows at a time, so that the whole video is never held in float32."""
     batch, _, length, height, width = frames.shape
     pixels = _blocks_of_pixels(frames, (1, patch, patch), order)[:, :, :, 0].movedim(1, -1)
     if out is None:

@@ -38,17 +38,10 @@ def map_blocks(
     *others: Tensor,
     wide: torch.dtype | None = None,
 ) -> None:
-    """Compute `out` from `x` block by block, and round once.
-
-    Args:
-        step: Called with a copy of a block of `x` in the dtype `wide`, which it overwrites with the
-            result, and with the blocks of `others`.
-        x: `[..., C]`, any strides. The last dimension is never split.
-        out: Shape of `x`, any dtype, strides and device; it can be `x` or one of `others`. Those
-            that it overlaps otherwise are copied.
-        others: Shape of `x`.
-        wide: Dtype of the computation; None: `widened(x)`.
-    """
+    """Compute `out` from `x` `[..., C]` block by block in the dtype `wide`, and round once."""
+    # `step` gets a copy of a block of `x`, which it overwrites with the result, and the blocks of
+    # `others`. The last dimension is never split. `out` can have any dtype, strides and device, and
+    # be `x` or one of `others`; those that it overlaps otherwise are copied.
     wide = wide or widened(x)
     x, *rest = (each.clone() if overlaps(out, each, same=True) else each for each in (x, *others))
     others = tuple(rest)

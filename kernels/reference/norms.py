@@ -29,22 +29,7 @@ def rms_norm_silu(
     codes: Tensor | None = None,
     saturated: Tensor | None = None,
 ) -> Tensor:
-    """Multiply by the inverse norm of each pixel and by `sqrt(C) * gamma`.
-
-    Args:
-        x: `[B, C, T, H, W]`.
-        gamma: `[C]`.
-        silu: Apply SiLU.
-        bias: `[C]`, or None.
-        tail: `[B, C, K, H, W]`, or None.
-        out: `[B, C, K + T, H + 2 * border, W + 2 * border]`, or None.
-        border: Pixels of zeros around each frame.
-        codes: `[C]`, or None.
-        saturated: `[2]`, or None.
-
-    Returns:
-        `[B, C, K + T, H + 2 * border, W + 2 * border]`.
-    """
+    """Multiply by the inverse norm of each pixel and by `sqrt(C) * gamma`."""
     wide = widened(x)
     scale = gamma.flatten().to(wide) * math.sqrt(x.shape[1])
     bias = None if bias is None else bias.flatten().to(wide)
@@ -80,25 +65,7 @@ def group_norm_silu(
     codes: Tensor | None = None,
     saturated: Tensor | None = None,
 ) -> Tensor:
-    """Normalise each frame in three passes over its cached blocks: means, centred squares, result.
-
-    Args:
-        x: `[B, C, T, H, W]`.
-        weight: `[C]`.
-        bias: `[C]`.
-        groups: Number of groups.
-        eps: Added to the variance.
-        silu: Apply SiLU.
-        statistics: `[B, T, 2, groups]`, or None.
-        tail: `[B, C, K, H, W]`, or None.
-        out: `[B, C, K + T, H + 2 * border, W + 2 * border]`, or None.
-        border: Pixels of zeros around each frame.
-        codes: `[C]`, or None.
-        saturated: `[2]`, or None.
-
-    Returns:
-        `[B, C, K + T, H + 2 * border, W + 2 * border]`.
-    """
+    """Normalise each frame in three passes over cached blocks: means, squares, result."""
     wide = widened(x)
     weight, bias = weight.flatten().to(wide), bias.flatten().to(wide)
     out = shapes.new_window(x, tail, border, coded=codes is not None) if out is None else out
@@ -113,7 +80,7 @@ def group_norm_silu(
 
 
 def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
-    """Compute `group_norm_statistics(x, groups, eps)` for `x` `[B, C, T, H, W]` in two passes."""
+    """Measure each frame in two passes."""
     wide = widened(x)
     shape = shapes.statistics(x, groups)
     statistics = torch.full(shape, math.nan, dtype=wide, device=x.device)
@@ -123,7 +90,7 @@ def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
 
 
 def silu_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Compute `silu_mul(x, gate, out)` for `x` `[..., C]`."""
+    """Gate in blocks of rows."""
     out = x.new_empty(x.shape) if out is None else out
     map_blocks(lambda rows, gates: F.silu(rows, inplace=True).mul_(gates), x, out, gate)
     return out
@@ -137,7 +104,7 @@ def bias_residual(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute `bias_residual(x, bias, residual, residual_bias, out)` for `x` `[B, C, T, H, W]`."""
+    """Add the terms in blocks of rows."""
     wide = widened(x)
     bias, residual_bias = (
         None if numbers is None else numbers.flatten().to(wide) for numbers in (bias, residual_bias)
@@ -197,12 +164,10 @@ def _roll(tail: Tensor | None, out: Tensor) -> None:
 
 
 def _measure(frame: Tensor, wide: torch.dtype, groups: int, eps: float) -> Tensor:
-    """Return mean and `1 / sqrt(var + eps)` of each group of a frame `[H, W, C]`: `[2, groups]`.
-
-    A sum of many values has more rounding errors than its quotient, which would show in the
-    deviations where the mean is large. So the second pass measures the error of the mean and
-    corrects mean and variance with it.
-    """
+    """Return mean and `1 / sqrt(var + eps)` of each group of a frame `[H, W, C]`: `[2, groups]`."""
+    # A sum of many values has more rounding errors than its quotient, which would show in the
+    # deviations where the mean is large. So the second pass measures the error of the mean and
+    # corrects mean and variance with it.
     count, size = frame.numel() // groups, frame.shape[-1] // groups
 
     def means(sums: list[Tensor]) -> Tensor:  # of blocks and channels, to [groups]

@@ -35,19 +35,12 @@ _MOST_PARTS = 3
 
 @dataclass(frozen=True)
 class AttentionTile:
-    """Block sizes of a program.
+    """Block sizes of a program."""
 
-    Attributes:
-        queries: Rows of queries that a program holds.
-        keys: Rows of keys and values per iteration.
-        warps: Warps of 32 threads; of 64 on AMD's data center GPUs.
-        stages: Blocks of keys and values that are loaded ahead.
-    """
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
+    queries: int  # rows of queries that a program holds
+    keys: int  # rows of keys and values per iteration
+    warps: int  # of 32 threads; of 64 on AMD's data center GPUs
+    stages: int  # blocks of keys and values that are loaded ahead
 
 
 # Widest head by tile. These tiles compile without spills into the shared memory of the chips (163,
@@ -77,19 +70,7 @@ _TILES_OF_AMD = {
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute `attention(q, k, v)`.
-
-    Args:
-        q: `[B, N, d]`, the last dimension dense.
-        k: `[B, M, d]`, as `q`.
-        v: `[B, M, d]`, as `q`.
-
-    Returns:
-        `[B, N, d]`.
-
-    Raises:
-        Refusal: Device, dtype, layout or head size are not supported.
-    """
+    """Compute flash attention for heads that PyTorch's flash kernels do not take."""
     if device_kind(q.device) not in ("nvidia", "amd", "cpu"):
         raise Refusal("its tiles are for NVIDIA and AMD chips only")
     if q.dtype not in (torch.float16, torch.bfloat16):
@@ -131,17 +112,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def head_parts(channels: int) -> tuple[int, int, int]:
-    """Split a head into powers of two.
-
-    Args:
-        channels: Size of the head.
-
-    Returns:
-        Three parts, the largest first; unused ones are 0.
-
-    Raises:
-        Refusal: The head is no sum of three parts.
-    """
+    """Split a head into three powers of two, the largest first and unused ones 0, or refuse it."""
     parts, rest = [], channels
     while rest:
         parts.append(min(_LARGEST_PART, 1 << rest.bit_length() - 1))
@@ -156,17 +127,7 @@ def head_parts(channels: int) -> tuple[int, int, int]:
 
 
 def tiles_of(chip: Chip) -> dict[int, AttentionTile]:
-    """Return the tiles of a chip by the widest head that each takes.
-
-    Args:
-        chip: Compute capability or AMD architecture.
-
-    Returns:
-        The tiles, the narrowest head first.
-
-    Raises:
-        Refusal: The chip is too old, or unknown.
-    """
+    """Return the tiles of a chip by the widest head that each takes, the narrowest first."""
     if isinstance(chip, str):
         found = (tiles for start, tiles in _TILES_OF_AMD.items() if chip.startswith(start))
         if (tiles := next(found, None)) is None:
@@ -178,18 +139,7 @@ def tiles_of(chip: Chip) -> dict[int, AttentionTile]:
 
 
 def tile_of(chip: Chip, channels: int) -> AttentionTile:
-    """Return the tile for a chip and a head.
-
-    Args:
-        chip: Compute capability or AMD architecture.
-        channels: Size of the head.
-
-    Returns:
-        The tile.
-
-    Raises:
-        Refusal: The chip has no tiles, or the head is too wide for them.
-    """
+    """Return the tile for a chip and a head, or refuse."""
     tiles = tiles_of(chip)
     for widest, tile in tiles.items():
         if channels <= widest:
@@ -233,11 +183,9 @@ def _flash(
     KEYS: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Compute one block of the `length` queries of one frame, with its `count` keys.
-
-    `scale` is `log2(e) / sqrt(d)`, because `exp2` replaces `exp`. Offsets within a block fit into
-    32 bits; those of frames and blocks do not.
-    """
+    """Compute one block of the `length` queries of one frame, with its `count` keys."""
+    # `scale` is `log2(e) / sqrt(d)`, because `exp2` replaces `exp`. Offsets within a block fit into
+    # 32 bits; those of frames and blocks do not.
     blocks = tl.cdiv(length, QUERIES)
     frame = (tl.program_id(0) // blocks).to(tl.int64)
     first = tl.program_id(0) % blocks

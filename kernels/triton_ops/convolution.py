@@ -51,24 +51,7 @@ def conv3d(
     out: Tensor | None = None,
     variant: int | None = None,
 ) -> Tensor:
-    """Run the op `conv3d`.
-
-    Args:
-        x: `[B, C, T, H, W]`.
-        weight: As for the op.
-        bias: As for the op.
-        stride: As for the op.
-        padding: As for the op.
-        tail: As for the op.
-        residual: As for the op.
-        residual_bias: As for the op.
-        gamma: As for the op.
-        out: As for the op.
-        variant: Number of the tile; None: the first that fits.
-
-    Returns:
-        `[B, C_out, T', H', W']`.
-    """
+    """Convolve with the tile number `variant`; None: the first that fits."""
     tail = tail if tail is not None and tail.shape[2] else None
     tiles, taps = _tiles(x, weight, stride, gamma, variant), weight.plain()
     tile = _first_fit(tiles, x, tail, taps)
@@ -93,23 +76,7 @@ def conv2d(
     out: Tensor | None = None,
     variant: int | None = None,
 ) -> Tensor:
-    """Run the op `conv2d`.
-
-    Args:
-        x: `[N, C, H, W]`.
-        weight: As for the op.
-        bias: As for the op.
-        stride: As for the op.
-        padding: As for the op.
-        residual: As for the op.
-        residual_bias: As for the op.
-        gamma: As for the op.
-        out: As for the op.
-        variant: Number of the tile; None: the first that fits.
-
-    Returns:
-        `[N, C_out, H', W']`.
-    """
+    """Convolve frames as those of one video."""
     tiles, taps = _tiles(x, weight, stride, gamma, variant), weight.plain()
     video = shapes.as_video(x)
     tile = _first_fit(tiles, video, None, taps)
@@ -157,11 +124,9 @@ def _first_fit(
 
 
 def _is_described(x: Tensor, taps: Tensor) -> bool:
-    """Return whether descriptors can describe `x` `[B, C, T, H, W]` and `taps` `[C_out, ...]`.
-
-    Addresses are multiples of 16 bytes, and each stride is a multiple of the next one ("CUDA driver
-    API", `cuTensorMapEncodeTiled`).
-    """
+    """Return whether descriptors can describe `x` `[B, C, T, H, W]` and `taps` `[C_out, ...]`."""
+    # Addresses are multiples of 16 bytes, and each stride is a multiple of the next one ("CUDA
+    # driver API", `cuTensorMapEncodeTiled`).
     batch, frame, *_ = _steps(x)
     plane = math.prod(x.shape[3:]) * x.shape[1]
     whole = frame >= plane and frame % plane == 0 and batch >= frame and batch % frame == 0

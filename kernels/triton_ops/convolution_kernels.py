@@ -78,10 +78,8 @@ def finish(
     C_OUT: tl.constexpr, ROOT: tl.constexpr, NORM: tl.constexpr,
     N0: tl.constexpr, N1: tl.constexpr,
 ):  # fmt: skip
-    """Add the terms, apply norm and SiLU, round once, and write a tile.
-
-    Each value of the residual is read before the same one of `out` is written, by one program.
-    """
+    """Add the terms, apply norm and SiLU, round once, and write a tile."""
+    # Each value of the residual is read before the same one of `out` is written, by one program.
     channel_0 = channel + tl.arange(0, N0)
     at_0 = pixel[:, None] * C_OUT + channel_0[None, :]
     total_0 = with_terms(
@@ -130,13 +128,11 @@ def convolve(
     ROOT: tl.constexpr, NORM: tl.constexpr, HALF: tl.constexpr, CACHE: tl.constexpr,
     M: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Compute `M` adjacent pixels of a frame for `N0 + N1` output channels.
-
-    Programs of the same pixels are adjacent, for all their output channels, then for all frames:
-    they find their inputs in the L2 cache. Strides count units of `IN_UNIT` or `OUT_UNIT` values,
-    so that the compiler knows the alignment. Offsets of frames and of the first row of a tile are
-    64 bits wide, those from there 32.
-    """
+    """Compute `M` adjacent pixels of a frame for `N0 + N1` output channels."""
+    # Programs of the same pixels are adjacent, for all their output channels, then for all frames:
+    # they find their inputs in the L2 cache. Strides count units of `IN_UNIT` or `OUT_UNIT` values,
+    # so that the compiler knows the alignment. Offsets of frames and of the first row of a tile are
+    # 64 bits wide, those from there 32.
     SUMMED: tl.constexpr = KT * KH * KW * C_IN
     ROW: tl.constexpr = KW * C_IN
     # The constant first: Triton 3.2 has no operators of a plain integer and a constant.

@@ -50,12 +50,10 @@ def convolve_patches(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     N0: tl.constexpr, N1: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Compute `ROWS` x `COLUMNS` pixels of a frame for `N0 + N1` output channels.
-
-    `x` and `tail` describe `[B, T, H, W, C]`, `weight_0` and `weight_1` describe
-    `[C_out, (kt, kh, kw, C_in)]`. `height` and `width` are those of the result. Programs have the
-    order of those of `convolve`.
-    """
+    """Compute `ROWS` x `COLUMNS` pixels of a frame for `N0 + N1` output channels."""
+    # `x` and `tail` describe `[B, T, H, W, C]`, `weight_0` and `weight_1` describe `[C_out, (kt,
+    # kh, kw, C_in)]`. `height` and `width` are those of the result. Programs have the order of
+    # those of `convolve`.
     TILES: tl.constexpr = (C_OUT + N0 + N1 - 1) // (N0 + N1)
     STEPS: tl.constexpr = KH * KW * (C_IN // K)
     program = tl.program_id(0)

@@ -41,27 +41,16 @@ _MOST, _BEFORE = 6, 1
 
 @dataclass(frozen=True)
 class ConvTile:
-    """What a program computes, and how.
+    """What a program computes, and how."""
 
-    Attributes:
-        pixels: Adjacent pixels of a frame.
-        depth: Products per iteration.
-        warps: Warps of a program.
-        stages: Iterations whose values are loaded or used at a time.
-        half: Sum the products of an iteration in float16, and the iterations in float32.
-        cached: Keep pixels in the L1 cache for the other taps.
-        columns: Columns of a patch that descriptors load; 0: each pixel is loaded by its address.
-        outputs: Output channels, in two blocks; the second is 0 if one block is enough.
-    """
-
-    pixels: int
-    depth: int
-    warps: int
-    stages: int
-    half: bool = False
-    cached: bool = False
-    columns: int = 0
-    outputs: tuple[int, int] = (0, 0)
+    pixels: int  # adjacent pixels of a frame
+    depth: int  # products per iteration
+    warps: int  # of a program
+    stages: int  # iterations whose values are loaded or used at a time
+    half: bool = False  # sum the products of an iteration in float16, and the iterations in float32
+    cached: bool = False  # keep pixels in the L1 cache for the other taps
+    columns: int = 0  # of a patch that descriptors load; 0: each pixel is loaded by its address
+    outputs: tuple[int, int] = (0, 0)  # in two blocks; the second is 0 if one is enough
 
     @property
     def width(self) -> int:
@@ -70,21 +59,17 @@ class ConvTile:
 
 
 class _Family(NamedTuple):
-    """Tiles for some chips.
+    """Tiles for some chips."""
 
-    Attributes:
-        tiles: Tiles by channels: those of the first key that is large enough.
-        shared: Shared memory of a program, in KiB.
-        direct: The tensor cores read shared memory, not registers. A stage in use has a buffer of
-            its own then, and the larger block of channels comes first. Otherwise the smaller one
-            does. The other order takes 5 to 40 registers more, by the cubins of Triton 3.9.
-        patches: Tiles with descriptors by channels, which follow the first of the others. They
-            have a stage more where they add 32 products per iteration instead of 64.
-    """
-
+    # by channels: those of the first key that is large enough
     tiles: dict[int, tuple[ConvTile, ...]]
-    shared: int
+    shared: int  # memory of a program, in KiB
+    # The tensor cores read shared memory, not registers. A stage in use has a buffer of its own
+    # then, and the larger block of channels comes first. Otherwise the smaller one does. The other
+    # order takes 5 to 40 registers more, by the cubins of Triton 3.9.
     direct: bool = False
+    # Tiles with descriptors by channels, which follow the first of the others. They have a stage
+    # more where they add 32 products per iteration instead of 64.
     patches: Mapping[int, tuple[ConvTile, ...]] = MappingProxyType({})
 
 
@@ -172,7 +157,7 @@ _FAMILIES = {
 def fuses(
     x: Tensor, weight: ConvWeight, stride: tuple[int, ...], padding: tuple[int, int], *, norm: bool
 ) -> Fused:
-    """Return what is fused for `x` `[B, C, ...]`, `weight`, `stride`, `padding` and `norm`."""
+    """Return what is fused: everything, the norm up to `WIDEST` channels."""
     return Fused(tail=True, sums=True, bias=True, norm=norm and weight.shape[0] <= WIDEST)
 
 
@@ -192,17 +177,7 @@ def tiles_for(x: Tensor, weight: ConvWeight, stride: tuple[int, ...]) -> tuple[C
 
 @functools.cache
 def tiles_of(chip: Chip, dtype: torch.dtype, outputs: int, inputs: int = 0) -> tuple[ConvTile, ...]:
-    """Return the tiles for a shape class, the fastest first as far as is known.
-
-    Args:
-        chip: Compute capability or AMD architecture.
-        dtype: Dtype of the activation.
-        outputs: Output channels.
-        inputs: Input channels of patches that descriptors can load; 0: none can.
-
-    Returns:
-        Tiles that fit into the shared memory of the chip; none for other chips and dtypes.
-    """
+    """Return the tiles that fit a chip, fastest first; `inputs`: channels for descriptors, 0: none."""
     family = _family(chip)
     if family is None or dtype not in (torch.float16, torch.bfloat16):
         return ()
@@ -225,21 +200,7 @@ def tiles_of(chip: Chip, dtype: torch.dtype, outputs: int, inputs: int = 0) -> t
 def grid_of(
     tile: ConvTile, x: Tensor, out: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...]
 ) -> tuple[int, int]:
-    """Return the programs of tiles of adjacent pixels.
-
-    Args:
-        tile: What a program computes.
-        x: `[B, C, T, H, W]`.
-        out: `[B, C_out, T', H', W']`.
-        kernel: Taps in time, height and width.
-        stride: Stride in time, height and width.
-
-    Returns:
-        Programs of a video, and videos.
-
-    Raises:
-        Refusal: 32 bits cannot count them, or the values of a tile.
-    """
+    """Return programs of a video and videos for tiles of adjacent pixels, or refuse 32 bits."""
     outputs, frames, height, width = out.shape[1:]
     inputs, columns = x.shape[1], x.shape[4]
     programs = blocks(outputs, tile.width) * frames * blocks(height * width, tile.pixels)
@@ -255,17 +216,7 @@ def grid_of(
 
 
 def videos_of(out: Tensor) -> int:
-    """Return the number of videos, or refuse too many.
-
-    Args:
-        out: `[B, C_out, T, H, W]`.
-
-    Returns:
-        Programs along the second axis of a grid.
-
-    Raises:
-        Refusal: A grid cannot count them.
-    """
+    """Return the videos of `out`, programs along the second axis of a grid, or refuse too many."""
     if out.shape[0] > GRID_LIMIT:
         raise Refusal(f"more than {GRID_LIMIT} videos")
     return out.shape[0]
@@ -315,15 +266,7 @@ def widths_of(outputs: int) -> tuple[int, ...]:
 
 
 def split_of(width: int, *, large_first: bool) -> tuple[int, int]:
-    """Return channels as two powers of two; the second is 0 for a power of two.
-
-    Args:
-        width: Channels of a tile.
-        large_first: Return the larger one first.
-
-    Returns:
-        Two numbers of channels.
-    """
+    """Return channels as two powers of two; the second is 0 for a power of two."""
     large = 1 << width.bit_length() - 1
     small = width - large
     return (large, small) if large_first or not small else (small, large)

@@ -41,25 +41,7 @@ def group_norm_silu(
     codes: Tensor | None = None,
     saturated: Tensor | None = None,
 ) -> Tensor:
-    """Measure the frames unless `statistics` are given, and write a tile of `out` per program.
-
-    Args:
-        x: `[B, C, T, H, W]`, channels-last.
-        weight: `[C]`.
-        bias: `[C]`.
-        groups: Number of groups.
-        eps: Added to the variance.
-        silu: Apply SiLU.
-        statistics: `[B, T, 2, groups]`, or None.
-        tail: `[B, C, K, H, W]`, or None.
-        out: `[B, C, K + T, H + 2 * border, W + 2 * border]`, or None.
-        border: Pixels of zeros around each frame.
-        codes: `[C]`, or None.
-        saturated: `[2]`, or None.
-
-    Returns:
-        `[B, C, K + T, H + 2 * border, W + 2 * border]`.
-    """
+    """Measure the frames unless `statistics` are given, and write a tile of `out` per program."""
     refuse_sizes(x)
     refuse_window(x, tail, out, border)
     out = shapes.new_window(x, tail, border, coded=codes is not None) if out is None else out
@@ -83,7 +65,7 @@ def group_norm_silu(
 
 
 def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
-    """Compute `group_norm_statistics(x, groups, eps)` for `x` `[B, C, T, H, W]`."""
+    """Sum blocks of rows, and combine their means and squares."""
     refuse_videos(x=x)
     refuse_sizes(x)
     batch, channels, frames, height, width = x.shape

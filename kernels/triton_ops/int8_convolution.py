@@ -32,15 +32,11 @@ _MOST = (1 << 17) - 1
 
 
 class _Family(NamedTuple):
-    """Tiles for some chips.
+    """Tiles for some chips."""
 
-    Attributes:
-        tiles: Tiles by their output channels: the one of the first key that is large enough.
-        widths: Channels of tiles for more than 96 channels; of those that waste the least, the
-            first.
-    """
-
+    # by their output channels: the one of the first key that is large enough
     tiles: dict[int, ConvTile]
+    # Channels of tiles for more than 96 channels; of those that waste the least, the first.
     widths: tuple[int, ...] = (96, 160, 128)
 
 
@@ -132,24 +128,7 @@ def int8_conv3d(
     dtype: torch.dtype,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Run the op `int8_conv3d`.
-
-    Args:
-        x: `[B, C, T, H, W]`, int8.
-        weight: `[C_out, C, kt, kh, kw]`.
-        scale: `[C_out]`, or None.
-        bias: As for the op.
-        residual: As for the op.
-        residual_bias: As for the op.
-        dtype: As for the op.
-        out: `[B, C_out, T', H', W']`, or None.
-
-    Returns:
-        `[B, C_out, T', H', W']`.
-
-    Raises:
-        Refusal: The kernel cannot run on this chip, or cannot read a tensor.
-    """
+    """Convolve codes in int8."""
     chip, summed = chip_of(x.device), math.prod(weight.shape[1:])
     tile = tile_of(chip, weight.shape[0], weight.shape[1], summed)
     if tile is None:
@@ -163,17 +142,7 @@ def int8_conv3d(
 
 @functools.cache
 def tile_of(chip: Chip, outputs: int, inputs: int, summed: int) -> ConvTile | None:
-    """Return the tile for a shape class.
-
-    Args:
-        chip: Compute capability or AMD architecture.
-        outputs: Output channels.
-        inputs: Input channels.
-        summed: Products of a sum.
-
-    Returns:
-        The tile; None for other chips.
-    """
+    """Return the tile for `outputs`, `inputs` and products of a sum; None for other chips."""
     family = None if isinstance(chip, str) else _FAMILIES.get(chip)
     if family is None:
         return None
@@ -195,11 +164,9 @@ def _width(outputs: int, family: _Family) -> int:
 
 
 def _split(width: int) -> tuple[int, int]:
-    """Return `width` channels as two blocks, each a power of two.
-
-    A loop with one product keeps parts of it in registers, and Triton 3.9 takes these apart into
-    bytes: 181 `PRMT` instead of 8 for 32 products. With two products it does not.
-    """
+    """Return `width` channels as two blocks, each a power of two."""
+    # A loop with one product keeps parts of it in registers, and Triton 3.9 takes these apart into
+    # bytes: 181 `PRMT` instead of 8 for 32 products. With two products it does not.
     small, large = split_of(width, large_first=False)
     return (small, large) if large else (width // 2, width // 2)
 

@@ -20,10 +20,8 @@ def _finish(
     total, channel, pixel, there, sums, scale, bias, residual, residual_bias, out, given,
     ZERO: tl.constexpr, C_OUT: tl.constexpr,
 ):  # fmt: skip
-    """Subtract the zero, scale, add the terms, round once, and write; int32 is not scaled.
-
-    A block of channels is written before the next one, so that its values leave the registers.
-    """
+    """Subtract the zero, scale, add the terms, round once, and write; int32 is not scaled."""
+    # A block of channels is written before the next one, so that its values leave the registers.
     wanted = channel < C_OUT
     total -= tl.load(sums + channel, mask=wanted, other=0)[None, :] * ZERO
     at = pixel[:, None] * C_OUT + channel[None, :]
@@ -54,13 +52,12 @@ def convolve_codes(
     IN_UNIT: tl.constexpr, OUT_UNIT: tl.constexpr, CACHE: tl.constexpr,
     M: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Compute `M` adjacent pixels of a frame for `N0 + N1` output channels.
-
-    Programs have the order of those of `convolve`, and strides the same units. If `K` divides the
-    channels, an iteration has one tap and its place is computed once per program. The taps of a
-    kernel row follow each other then for one part of the channels: two of three pixels are in the
-    L1 cache. Otherwise an iteration crosses taps, and each group of `IN_UNIT` values has its place.
-    """
+    """Compute `M` adjacent pixels of a frame for `N0 + N1` output channels."""
+    # Programs have the order of those of `convolve`, and strides the same units. If `K` divides the
+    # channels, an iteration has one tap and its place is computed once per program. The taps of a
+    # kernel row follow each other then for one part of the channels: two of three pixels are in the
+    # L1 cache. Otherwise an iteration crosses taps, and each group of `IN_UNIT` values has its
+    # place.
     SUMMED: tl.constexpr = KT * KH * KW * C_IN
     ROW: tl.constexpr = KW * C_IN
     # An iteration with one tap; the constant first, as in `convolve`.

@@ -29,7 +29,7 @@ _RUN = ELEMENTS // 2
 
 
 def interleave_time(x: Tensor, phases: int, *, out: Tensor | None = None) -> Tensor:
-    """Compute `interleave_time(x, phases, out)` for `x` `[B, C, T, H, W]`, as a shuffle."""
+    """Interleave as a shuffle."""
     refuse_videos(x=x, out=out)
     refuse_overlap(out, x=x)
     out = shapes.new_video(x, shapes.interleaved(x, phases)) if out is None else out
@@ -45,21 +45,7 @@ def merge_phases(
     bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Merge the four phases of a folded upsampling convolution into one picture.
-
-    Args:
-        grid: `[B, 4 * C, T, H + 1, W + 1]`, channels-last.
-        source: `[B, C_source, T / times, H, W]`, or None.
-        times: Result frames per frame of `source`.
-        bias: `[C]`, or None.
-        out: `[B, C, T, 2 H, 2 W]`, or None.
-
-    Returns:
-        `[B, C, T, 2 H, 2 W]`.
-
-    Raises:
-        Refusal: A tensor has another layout, or the picture is empty.
-    """
+    """Write the four pixels of each window of a part of a row per program."""
     refuse_videos(grid=grid, source=source, out=out)
     refuse_overlap(out, grid=grid, source=source)
     if 1 in grid.shape[3:]:
@@ -101,20 +87,7 @@ def merge_phases(
 def pixel_shuffle_3d(
     x: Tensor, size: tuple[int, int, int], order: str = "cthw", *, out: Tensor | None = None
 ) -> Tensor:
-    """Move parts of the channels to frames, rows and columns.
-
-    Args:
-        x: `[B, C, T, H, W]`, channels-last.
-        size: Frames, rows and columns per block.
-        order: Order of the channels' indices.
-        out: `[B, C, t * T, h * H, w * W]`, any strides, or None.
-
-    Returns:
-        `[B, C, t * T, h * H, w * W]`.
-
-    Raises:
-        Refusal: A tensor has another device, dtype or layout.
-    """
+    """Write runs of values to `out` of any strides."""
     refuse_videos(x=x)
     if out is not None:
         if out.device != x.device:
@@ -136,22 +109,7 @@ def frames_to_images(
     bits: int = 16,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Convert decoded frames to images.
-
-    Args:
-        frames: `[B, C, T, H, W]`, channels-last.
-        dtype: Dtype of a new result.
-        patch: Rows and columns of pixels in the channels.
-        order: Order of the channels' indices.
-        bits: Bits of a value in uint16.
-        out: `[B * T, H, W, C]` or `[B, T, H, W, C]`, any strides, or None.
-
-    Returns:
-        `out`, or `[B * T, H, W, C]`.
-
-    Raises:
-        Refusal: A tensor has another device, dtype or layout.
-    """
+    """Convert the values that a shuffle moves."""
     if out is not None:
         dtype = out.dtype
         if out.device != frames.device:
@@ -171,11 +129,7 @@ def frames_to_images(
 def _write_blocks(
     x: Tensor, size: tuple[int, int, int], order: str, out: Tensor, white: int = 0
 ) -> None:
-    """Write blocks of channels as frames, rows and columns, in any dtype and strides.
-
-    Arguments as for `pixel_shuffle_3d`; `out` is `[B, C, times * T, high * H, wide * W]`. With
-    `white`, [-1, 1] becomes 0 to `white`.
-    """
+    """Write blocks of `size` to `out` `[B, C, T, H, W]`; `white`: [-1, 1] becomes 0 to `white`."""
     refuse_sizes(out)
     before, height, width = x.shape[1], x.shape[3], x.shape[4]
     batch, channels, frames = out.shape[:3]
@@ -221,7 +175,7 @@ def _write_blocks(
 
 
 def average_down(x: Tensor, channels: int, *, times: int, size: int) -> Tensor:
-    """Compute `average_down(x, channels, times, size)` for `x` `[B, C, T, H, W]`."""
+    """Average the values of a part of a row per program."""
     refuse_videos(x=x)
     refuse_sizes(x)
     out = shapes.new_video(x, shapes.averaged(x, channels, times, size))

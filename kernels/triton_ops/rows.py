@@ -32,22 +32,7 @@ def rms_norm_silu(
     codes: Tensor | None = None,
     saturated: Tensor | None = None,
 ) -> Tensor:
-    """Normalise the pixels of a tile per program, each in one pass over its channels.
-
-    Args:
-        x: `[B, C, T, H, W]`, channels-last.
-        gamma: `[C]`.
-        silu: Apply SiLU.
-        bias: `[C]`, or None.
-        tail: `[B, C, K, H, W]`, or None.
-        out: `[B, C, K + T, H + 2 * border, W + 2 * border]`, or None.
-        border: Pixels of zeros around each frame.
-        codes: `[C]`, or None.
-        saturated: `[2]`, or None.
-
-    Returns:
-        `[B, C, K + T, H + 2 * border, W + 2 * border]`.
-    """
+    """Normalise the pixels of a tile per program, each in one pass over its channels."""
     refuse_sizes(x)
     refuse_window(x, tail, out, border)
     out = shapes.new_window(x, tail, border, coded=codes is not None) if out is None else out
@@ -70,7 +55,7 @@ def rms_norm_silu(
 
 
 def silu_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Compute `silu_mul(x, gate, out)` for `x` `[..., C]`, with blocks of rows and channels."""
+    """Gate a block of rows and channels per program."""
     refuse_rows(x=x, gate=gate, out=out)
     refuse_overlap(out, x=x, gate=gate, same=True)
     out = x.new_empty(x.shape) if out is None else out
@@ -103,7 +88,7 @@ def bias_residual(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute `bias_residual(x, bias, residual, residual_bias, out)` for `x` `[B, C, T, H, W]`."""
+    """Add the terms to a tile per program."""
     refuse_videos(x=x, residual=residual, out=out)
     refuse_sizes(x)
     refuse_overlap(out, x=x, residual=residual, same=True)
@@ -135,19 +120,10 @@ def bias_residual(
 
 @triton.jit
 def interior(first, row, pixels, width, BORDER: tl.constexpr):
-    """Find the pixels of a tile of `out` in frames without its border.
-
-    Args:
-        first: The tile's first pixel in a frame of `out`.
-        row: `[ROWS]`, the pixels of the tile, from 0.
-        pixels: Pixels of a frame of `out`.
-        width: Columns of a frame without the border.
-        BORDER: Pixels around it.
-
-    Returns:
-        The place of the first pixel in a frame without the border (it can lie outside), the
-        distances of the others from it, and whether they are inside.
-    """
+    """Return the place of a tile in frames without border, distances from it, what is inside."""
+    # `first` is the tile's first pixel in a frame of `out`, `row` `[ROWS]` counts its pixels from
+    # 0, `pixels` are those of a frame of `out`, `width` is without border. The place can lie
+    # outside.
     wide = width + 2 * BORDER
     top, left = first // wide, first % wide
     pixel = first + row
@@ -162,12 +138,11 @@ def interior(first, row, pixels, width, BORDER: tl.constexpr):
 def roll(
     tail, out, tail_frame, out_frame, last, frames, source, held, at, mask, ZERO: tl.constexpr
 ):  # fmt: skip
-    """Copy the old tail to the front of `out` and move it by `frames`, for the pixels of a tile.
-
-    The program of a new frame that becomes frame `last` of the tail does every `frames`-th frame up
-    to it, so no other program reads or writes these. `source` and `held` are the offsets and the
-    mask of the tail, and differ from `at` and `mask` of `out` if `out` has a border of `ZERO`.
-    """
+    """Copy the old tail to the front of `out` and move it by `frames`, for the pixels of a tile."""
+    # The program of a new frame that becomes frame `last` of the tail does every `frames`-th frame
+    # up to it, so no other program reads or writes these. `source` and `held` are the offsets and
+    # the mask of the tail, and differ from `at` and `mask` of `out` if `out` has a border of
+    # `ZERO`.
     for k in range(last % frames, last + 1, frames):
         old = tl.load(tail + k * tail_frame + source, mask=held, other=0)
         if ZERO:

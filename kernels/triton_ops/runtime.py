@@ -29,18 +29,9 @@ def interpreted() -> bool:
 
 
 def refuse_device(device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse devices other than GPUs that support the dtype, before Triton is imported.
-
-    The interpreter also runs on the CPU, hundreds of times slower than the reference. It exists to
-    test the kernels and only runs if this backend is selected by name.
-
-    Args:
-        device: Device of the activation.
-        dtype: Dtype of the activation.
-
-    Raises:
-        Refusal: The device is not supported, or Triton is disabled.
-    """
+    """Refuse devices other than GPUs that support the dtype, before Triton is imported."""
+    # The interpreter also runs on the CPU, hundreds of times slower than the reference. It exists
+    # to test the kernels and only runs if this backend is selected by name.
     interprets, asked = interpreted(), forced() == "triton"
     on_cpu = interprets and asked and device.type == "cpu"
     if device_kind(device) not in TRIED and not on_cpu:
@@ -53,17 +44,8 @@ def refuse_device(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def require(device: torch.device) -> None:
-    """Check once per device that Triton compiles and runs a trivial kernel.
-
-    So a missing header, compiler or driver is found before an op has overwritten anything.
-
-    Args:
-        device: Device of the activation.
-
-    Raises:
-        Refusal: Triton is missing or cannot run a kernel.
-        Exception: Memory ran out; a later check may have enough.
-    """
+    """Check once per device that Triton compiles and runs a trivial kernel, or refuse."""
+    # So a missing header, compiler or driver is found before an op has overwritten anything.
     reason = _found.get(device)
     if reason is None:
         reason = _found[device] = _try(device)
@@ -78,23 +60,9 @@ def launch(
     warps: int = 4,
     **constants: Any,  # noqa: ANN401, those of the kernel
 ) -> None:
-    """Launch a kernel on the device of its first argument.
-
-    Fused multiply-adds are allowed, because the exact ops have no sum after a product. The option
-    is given because Triton warns that its default will change.
-
-    Args:
-        kernel: A function with `triton.jit`.
-        grid: Programs along each axis.
-        *args: Arguments of the kernel.
-        warps: Warps per program.
-        **constants: Compile-time arguments of the kernel.
-
-    Raises:
-        Refusal: This variant could not be compiled or launched, in this call or before. Nothing was
-            written.
-        Exception: Memory ran out; a later launch may have enough.
-    """
+    """Launch a kernel on the device of its first argument, or refuse before it writes anything."""
+    # Fused multiply-adds are allowed, because the exact ops have no sum after a product. The option
+    # is given because Triton warns that its default will change.
     device = args[0].device
     if _broken:
         reason = _broken.get(_variant(kernel, device, args, warps, constants))

@@ -43,19 +43,9 @@ def silu_of(y):
 
 @triton.jit
 def encoded(y, codes, saturated, held, ZERO: tl.constexpr, dtype: tl.constexpr):
-    """Round a tile to codes, and count the values that have none.
-
-    Args:
-        y: `[ROWS, BLOCK]`, float32.
-        codes: `[BLOCK]`, float32: codes per unit of each channel.
-        saturated: `[2]` in memory, int64: values outside of the codes, and NaN, are added.
-        held: `[ROWS, BLOCK]`: the values that count; the others have the code of 0.
-        ZERO: Code of 0.
-        dtype: Dtype of codes, int8 or uint8.
-
-    Returns:
-        `[ROWS, BLOCK]`, the codes.
-    """
+    """Round a float32 tile `[ROWS, BLOCK]` to codes, and count the values that have none."""
+    # `codes` `[BLOCK]` are codes per unit. Values outside of the codes and NaN are added to
+    # `saturated` `[2]` in memory. Only values that are `held` count; the others have the code of 0.
     v = y * codes[None, :]
     missing = held & (v != v)
     v = tl.where(held & (v == v), v, 0.0)

@@ -40,19 +40,7 @@ def chip_of(device: torch.device) -> Chip:
 def tile(
     channels: int, elements: int = ELEMENTS, *, rows: int | None = None
 ) -> tuple[int, int, int]:
-    """Choose a tile for rows of `channels`.
-
-    Args:
-        channels: Values per row.
-        elements: Approximate number of values per tile.
-        rows: Most rows; None: unlimited.
-
-    Returns:
-        Rows and channels of the tile, each a power of two, and the warps of its program.
-
-    Raises:
-        Refusal: A row is too long for a program.
-    """
+    """Return rows (at most `rows`) and channels of a tile, powers of two, and its warps."""
     if channels > _CHANNEL_LIMIT:
         raise Refusal(f"more than {_CHANNEL_LIMIT} channels")
     block = power_of_two(channels)
@@ -73,31 +61,15 @@ def blocks(count: int, size: int) -> int:
 
 
 def strides(x: Tensor | None) -> tuple[int, int]:
-    """Return the strides of batch and time of `x` `[B, C, T, H, W]`; 0 for a dimension of one.
-
-    Args:
-        x: `[B, C, T, H, W]`, or None.
-
-    Returns:
-        Two strides in elements. The stride of a dimension of one is arbitrary, and an odd one would
-        cost the kernel its aligned loads, so it is 0.
-    """
+    """Return the strides of batch and time of `x` in elements; 0 for a dimension of one."""
+    # That stride is arbitrary, and an odd one would cost the kernel its aligned loads.
     if x is None:
         return 0, 0
     return x.stride(0) if x.shape[0] > 1 else 0, x.stride(2) if x.shape[2] > 1 else 0
 
 
 def unit_of(most: int, channels: int, *tensors: Tensor) -> int:
-    """Return how many values a load has, so that each is aligned.
-
-    Args:
-        most: Values of the widest load, a power of two.
-        channels: Values of a pixel.
-        *tensors: `[B, C, T, H, W]`, in channels-last memory.
-
-    Returns:
-        A power of two.
-    """
+    """Return how many values an aligned load has, at most `most`: a power of two."""
     unit = math.gcd(most, channels)
     for x in tensors:
         unit = math.gcd(unit, *strides(x), x.data_ptr() // x.element_size())
@@ -115,14 +87,7 @@ def given(*tensors: Tensor | None) -> int:
 
 
 def refuse_sizes(x: Tensor) -> None:
-    """Refuse more frames, videos or pixels than a grid counts.
-
-    Args:
-        x: `[B, C, T, H, W]`.
-
-    Raises:
-        Refusal: One of the sizes is too large.
-    """
+    """Refuse more frames, videos or pixels than a grid counts."""
     if x.shape[0] > GRID_LIMIT or x.shape[2] > GRID_LIMIT:
         raise Refusal(f"more than {GRID_LIMIT} frames or videos")
     if x.shape[3] * x.shape[4] >= OFFSET_LIMIT:
@@ -130,13 +95,6 @@ def refuse_sizes(x: Tensor) -> None:
 
 
 def refuse_span(*counts: int) -> None:
-    """Refuse offsets that do not fit into 32 bits with a sign.
-
-    Args:
-        *counts: Largest offsets within a tile.
-
-    Raises:
-        Refusal: One of them is too large.
-    """
+    """Refuse offsets within a tile that do not fit into 32 bits with a sign."""
     if max(counts) >= OFFSET_LIMIT:
         raise Refusal("the values of a tile are too far apart for 32-bit offsets")
