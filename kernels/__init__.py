@@ -5,9 +5,10 @@ adjacent values. Ops support float32, bfloat16, float16, and float64 on the refe
 in float32 or wider and round once, to the dtype of the result. `dispatch.py` selects the backend;
 the results of two backends differ by rounding only.
 
-An op returns `out`, or a new tensor (channels-last for a video) without it. It raises a
-`ValueError` of one line if shapes, dtypes or devices do not fit, or a tensor requires a gradient
-while gradients are enabled, before any work.
+An op returns `out`, or without it a new tensor of that shape (channels-last for a video). It raises
+a `ValueError` of one line if shapes, dtypes or devices do not fit, or a tensor requires a gradient
+while gradients are enabled, before any work. Vectors of `C` values can have any shape and any float
+dtype; None stands for zeros.
 
 | op | formula |
 |---|---|
@@ -70,7 +71,7 @@ from .tensor_files import PICKLE, SAFETENSORS, ZIP, Header, Place, kind_of, read
 from .warmup_log import Preparation, preparations, preparing
 
 if TYPE_CHECKING:
-    from .support import NativeLibrary, Support, backend_matrix, gpu_compiler, native_library
+    from .support import Support, backend_matrix, gpu_compiler, native_library
 
 __all__ = [
     "GPUS",
@@ -83,7 +84,6 @@ __all__ = [
     "Fused",
     "Header",
     "Job",
-    "NativeLibrary",
     "Place",
     "Preparation",
     "Prepared",
@@ -157,7 +157,7 @@ __all__ = [
 ]
 
 # Names of `support.py`, which only the command line needs, so ComfyUI starts without it.
-_SUPPORT = ("NativeLibrary", "Support", "backend_matrix", "gpu_compiler", "native_library")
+_SUPPORT = ("Support", "backend_matrix", "gpu_compiler", "native_library")
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401, a class or a function
@@ -182,12 +182,8 @@ def rms_norm_silu(
     """Normalise each pixel over its channels, scale, and apply SiLU.
 
     `silu(x / max(norm2(x), 1e-12) * sqrt(C) * gamma)`: `RMS_norm` of Wan 2.1, wan/modules/vae.py,
-    which has no mean and no bias, followed by its SiLU. `bias` is added to `x` first: it is the
-    bias of the convolution before.
-
-    With `tail` the result is the input of a causal convolution, written in the same pass: the tail,
-    then the new frames. The last frames of both become the next tail. With `border` each frame of
-    the result has zeros around it, for a convolution that does not pad.
+    which has no mean and no bias, followed by its SiLU. With `tail` the result is the input of a
+    causal convolution, written in the same pass: the tail, then the new frames.
 
     With `codes` the result is in the 8 bits that `int8_conv3d` reads: `clamp(round(y * codes) + 17,
     0, 255)` in uint8, and the same less 128 in int8 (see `codes.py`). Tail and border are codes
@@ -195,22 +191,19 @@ def rms_norm_silu(
 
     Args:
         x: `[B, C, T, H, W]`, channels-last.
-        gamma: `C` scales, in any shape and float dtype.
+        gamma: `C` scales.
         silu: Apply SiLU after the norm.
-        bias: `C` values, in any shape and float dtype, added to `x` in float32; None: zeros.
+        bias: `C` values, added to `x` first in float32: the bias of the convolution before.
         tail: `[B, C, K, H, W]`, channels-last, dtype of `x`: the results for the `K` frames before
             `x`. It is overwritten with the last `K` frames of the result.
         out: `[B, C, K + T, H + 2 * border, W + 2 * border]` (`K` is 0 without `tail`),
             channels-last, dtype of `x`. It can be a slice of frames of a longer buffer, and `x`
             itself without `tail` and `border`.
-        border: Pixels of zeros around each frame of the result.
+        border: Pixels of zeros around each frame of the result, where a convolution does not pad.
         codes: `[C]`, float32: codes per unit of each channel. `out` and `tail` are int8 or uint8;
             a new result is uint8 on a CPU, elsewhere int8. None: no codes.
         saturated: `[2]`, int64, given with `codes`: the number of values outside of the codes is
             added to the first, and that of NaN to the second.
-
-    Returns:
-        `out`, or a new tensor of its shape.
     """
     check.video(x=x)
     check.vectors(x, x.shape[1], gamma=gamma, bias=bias)
@@ -256,16 +249,11 @@ def group_norm_silu(
         silu: Apply SiLU after the norm.
         statistics: `[B, T, 2, groups]`, float32 (float64 for float64), from
             `group_norm_statistics`; None: measured from `x`.
-        tail: `[B, C, K, H, W]`, channels-last, dtype of `x`: the results for the `K` frames before
-            `x`. It is overwritten with the last `K` frames of the result.
-        out: `[B, C, K + T, H + 2 * border, W + 2 * border]`, channels-last, dtype of `x`. It can be
-            `x` itself without `tail` and `border`.
+        tail: `[B, C, K, H, W]`, as for `rms_norm_silu`, and so are the next four.
+        out: `[B, C, K + T, H + 2 * border, W + 2 * border]`.
         border: Pixels of zeros around each frame of the result.
-        codes: `[C]`, float32, or None, as for `rms_norm_silu`.
-        saturated: `[2]`, int64, given with `codes`, as for `rms_norm_silu`.
-
-    Returns:
-        `out`, or a new tensor of its shape.
+        codes: `[C]`, float32, or None.
+        saturated: `[2]`, int64, given with `codes`.
     """
     check.video(x=x)
     check.vectors(x, x.shape[1], weight=weight, bias=bias)
@@ -312,17 +300,11 @@ def silu_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
         x: `[..., C]`, the last dimension dense.
         gate: Shape and dtype of `x`.
         out: Shape and dtype of `x`; it can be `x` or `gate`.
-
-    Returns:
-        `out`, or a new tensor of its shape.
-
-    Raises:
-        ValueError: `x` has no dimension, or another tensor differs in shape or dtype.
     """
     check.floats(x=x)
     if x.ndim == 0:
         raise ValueError("x has 0 dimensions; expected [..., C]")
-    check.like(x, gate=gate, out=out)
+    check.results(x, tuple(x.shape), gate=gate, out=out)
     return run("silu_mul", x, gate, out=out)
 
 
@@ -341,17 +323,14 @@ def bias_residual(
 
     Args:
         x: `[B, C, T, H, W]`, channels-last.
-        bias: `C` values, in any shape and float dtype; None: zeros.
+        bias: `C` values.
         residual: Shape and dtype of `x`; None: zeros.
-        residual_bias: `C` values, in any shape and float dtype; None: zeros.
+        residual_bias: `C` values.
         out: Shape and dtype of `x`; it can be `x` or `residual`.
-
-    Returns:
-        `out`, or a new tensor of its shape.
     """
     check.video(x=x)
     check.vectors(x, x.shape[1], bias=bias, residual_bias=residual_bias)
-    check.like(x, residual=residual, out=out)
+    check.results(x, tuple(x.shape), residual=residual, out=out)
     return run("bias_residual", x, bias, residual, residual_bias, out=out)
 
 
@@ -383,13 +362,10 @@ def interleave_time(x: Tensor, phases: int, *, out: Tensor | None = None) -> Ten
         x: `[B, phases * C, T, H, W]`, channels-last.
         phases: Result frames per frame of `x`.
         out: `[B, C, phases * T, H, W]`, channels-last, dtype of `x`.
-
-    Returns:
-        `out`, or a new tensor of its shape.
     """
     check.video(x=x)
     check.divides(phases, x.shape[1], "phases")
-    check.result(x, out, interleaved(x, phases))
+    check.results(x, interleaved(x, phases), out=out)
     return run("interleave_time", x, phases, out=out)
 
 
@@ -417,21 +393,14 @@ def merge_phases(
         source: `[B, C_source, T / times, H, W]`. For the first frame of a video, `[B, C_source, 1,
             H, W]` with `T` = 1: it is the last of the `times` frames.
         times: Result frames per frame of `source`.
-        bias: `C` values, in any shape and float dtype, added to every pixel before `source`; None:
-            zeros.
+        bias: `C` values, added to every pixel before `source`.
         out: `[B, C, T, 2 H, 2 W]`, channels-last, dtype of `grid`.
-
-    Returns:
-        `out`, or a new tensor of its shape.
-
-    Raises:
-        ValueError: The grid has no rows or columns, or another tensor does not fit.
     """
     check.video(grid=grid)
     check.divides(4, grid.shape[1], "4 phases")
     if 0 in grid.shape[3:]:
         raise ValueError(f"grid is {list(grid.shape)}; expected one row and column at least")
-    check.result(grid, out, merged(grid))
+    check.results(grid, merged(grid), out=out)
     check.phase_source(grid, source, times)
     check.vectors(grid, grid.shape[1] // 4, bias=bias)
     return run("merge_phases", grid, source, times, bias=bias, out=out)
@@ -510,9 +479,6 @@ def frames_to_images(
 
     Returns:
         `out`, or a new dense tensor `[B * T, H, W, C]` on the device of `frames`.
-
-    Raises:
-        ValueError: `bits` has another value, or an argument does not fit.
     """
     check.video(frames=frames)
     check.shuffle(frames, (1, patch, patch), order)
@@ -544,15 +510,15 @@ def conv3d(
     Args:
         x: `[B, C, T, H, W]`, channels-last.
         weight: `[C_out, C, kt, kh, kw]`, dtype of `x`.
-        bias: `C_out` values, in any shape and float dtype; None: zeros.
+        bias: `C_out` values.
         stride: Steps in frames, rows and columns.
         padding: Rows and columns of zeros around each frame, on both sides. 0 for frames that have
             a border already.
         tail: `[B, C, K, H, W]`, channels-last, dtype of `x`: the frames before `x`; it is only
             read. None: there are none.
         residual: `[B, C_out, T', H', W']`, channels-last, dtype of `x`; None: zeros.
-        residual_bias: `C_out` values, in any shape and float dtype; None: zeros.
-        gamma: `C_out` scales of the norm, in any shape and float dtype; None: no norm, no SiLU.
+        residual_bias: `C_out` values.
+        gamma: `C_out` scales of the norm; None: no norm, no SiLU.
         out: `[B, C_out, T', H', W']`, channels-last, dtype of `x`. It can be a slice of frames of a
             longer buffer, and `residual` itself.
         route: The route of the layer, see `conv_route`; None: it is found for this call.
@@ -589,18 +555,15 @@ def conv2d(
     Args:
         x: `[N, C, H, W]`, channels-last.
         weight: `[C_out, C, kh, kw]`, dtype of `x`.
-        bias: `C_out` values, or None.
+        bias: `C_out` values.
         stride: Steps in rows and columns.
         padding: Rows and columns of zeros around each frame, on both sides.
         residual: `[N, C_out, H', W']`, channels-last, dtype of `x`, or None. If it is videos of one
             frame, `[N, C_out, 1, H', W']`, so are `out` and the result.
-        residual_bias: `C_out` values, or None.
+        residual_bias: `C_out` values.
         gamma: `C_out` scales, or None.
         out: `[N, C_out, H', W']`, channels-last, dtype of `x`; it can be `residual` itself.
         route: The route of the layer; None: it is found for this call.
-
-    Returns:
-        `out`, or a new tensor of its shape.
     """
     weight = ConvWeight.of(weight)
     check.frames(x=x)
@@ -636,11 +599,10 @@ def int8_conv3d(
         x: `[B, C, T, H, W]`, channels-last, int8 or uint8, with the earlier frames and with a
             border of codes of 0.
         weight: `[C_out, C, kt, kh, kw]`, int8.
-        scale: `C_out` factors of the sums, in any shape and float dtype; None: the result is the
-            sums, in int32.
-        bias: `C_out` values, in any shape and float dtype; None: zeros.
+        scale: `C_out` factors of the sums; None: the result is the sums, in int32.
+        bias: `C_out` values.
         residual: `[B, C_out, T', H', W']`, channels-last, in `dtype`; None: zeros.
-        residual_bias: `C_out` values, in any shape and float dtype; None: zeros.
+        residual_bias: `C_out` values.
         dtype: Dtype of the result.
         out: `[B, C_out, T', H', W']`, channels-last, in `dtype`; it can be `residual` itself.
 
@@ -673,9 +635,6 @@ def conv_route(
         stride: As for the call.
         padding: As for the call.
         norm: The call has a `gamma`.
-
-    Returns:
-        The route.
     """
     return route_of(x, ConvWeight.of(weight), stride, padding, norm=norm)
 
@@ -686,14 +645,11 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def prepare(device: torch.device, record: Callable[[], object]) -> Prepared:
-    """Let the background thread build what a network needs.
+    """Let the background thread build what a network needs, and return what a video may use.
 
     Args:
         device: The device.
         record: Runs the network once on `meta`, with all of its ops and sizes.
-
-    Returns:
-        The preparation, with what a video may use.
     """
     return Prepared(ask, device, record)
 

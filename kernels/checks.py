@@ -97,25 +97,12 @@ def results(x: Tensor, shape: tuple[int, ...], **tensors: Tensor | None) -> None
             _same(name, tensor, shape, x)
 
 
-def like(x: Tensor, **tensors: Tensor | None) -> None:
-    """Check that all `tensors` have the shape `[...]`, dtype and device of `x`; None is skipped."""
-    for name, tensor in tensors.items():
-        if tensor is not None:
-            _same(name, tensor, tuple(x.shape), x)
-
-
 def attention(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Check that `k` and `v` `[B, M, d]` are keys and values for `q` `[B, N, d]`."""
     count = k.shape[-2] if k.ndim == q.ndim >= 2 else q.shape[-2]
     shape = *q.shape[:-2], count, q.shape[-1]
     _same("k", k, shape, q)
     _same("v", v, shape, q)
-
-
-def result(x: Tensor, out: Tensor | None, shape: tuple[int, ...]) -> None:
-    """Check that the buffer `out`, if any, has `shape` `[...]` and the dtype and device of `x`."""
-    if out is not None:
-        _same("out", out, shape, x)
 
 
 def target(out: Tensor | None, shape: tuple[int, ...]) -> None:

@@ -4,7 +4,7 @@ Each function first refuses calls that it does not support, then calls one op of
 `torch.ops.fast_video_vae`, which writes into `out`.
 """
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -38,12 +38,9 @@ def rms_norm_silu(
     """Normalise rows of pixels."""
     _check(x)
     _refuse_window(x, tail, out, border, saturated)
-    CPU.require()
     out = shapes.new_window(x, tail, border, coded=codes is not None) if out is None else out
-    torch.ops.fast_video_vae.rms_norm_silu.default(
-        x, _vector(gamma), silu, _vector(bias), tail, border, _vector(codes), saturated, out
-    )
-    return out
+    written = tail, border, _vector(codes), saturated, out
+    return _run("rms_norm_silu", x, _vector(gamma), silu, _vector(bias), *written)
 
 
 def group_norm_silu(
@@ -64,24 +61,18 @@ def group_norm_silu(
     """Normalise each frame, measured first without `statistics`, row by row."""
     _check(x)
     _refuse_window(x, tail, out, border, saturated)
-    CPU.require()
     out = shapes.new_window(x, tail, border, coded=codes is not None) if out is None else out
     given = None if statistics is None else statistics.contiguous()
-    torch.ops.fast_video_vae.group_norm_silu.default(
-        x, _vector(weight), _vector(bias), groups, eps, silu, given, tail, border,
-        _vector(codes), saturated, out,
-    )  # fmt: skip
-    return out
+    vectors, written = (_vector(weight), _vector(bias)), (tail, border, _vector(codes), saturated)
+    return _run("group_norm_silu", x, *vectors, groups, eps, silu, given, *written, out)
 
 
 def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
     """Measure each frame."""
     _check(x)
     refuse_videos(x=x)
-    CPU.require()
     out = torch.empty(shapes.statistics(x, groups), dtype=torch.float32, device=x.device)
-    torch.ops.fast_video_vae.group_norm_statistics.default(x, groups, eps, out)
-    return out
+    return _run("group_norm_statistics", x, groups, eps, out)
 
 
 def silu_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -89,10 +80,8 @@ def silu_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
     _check(x)
     refuse_rows(x=x, gate=gate, out=out)
     refuse_overlap(out, x=x, gate=gate, same=True)
-    CPU.require()
     out = x.new_empty(x.shape) if out is None else out
-    torch.ops.fast_video_vae.silu_mul.default(x, gate, out)
-    return out
+    return _run("silu_mul", x, gate, out)
 
 
 def bias_residual(
@@ -107,12 +96,8 @@ def bias_residual(
     _check(x)
     refuse_videos(x=x, residual=residual, out=out)
     refuse_overlap(out, x=x, residual=residual, same=True)
-    CPU.require()
     out = shapes.new_video(x, x.shape) if out is None else out
-    torch.ops.fast_video_vae.bias_residual.default(
-        x, _vector(bias), residual, _vector(residual_bias), out
-    )
-    return out
+    return _run("bias_residual", x, _vector(bias), residual, _vector(residual_bias), out)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> NoReturn:
@@ -125,10 +110,8 @@ def interleave_time(x: Tensor, phases: int, *, out: Tensor | None = None) -> Ten
     _check(x)
     refuse_videos(x=x, out=out)
     refuse_overlap(out, x=x)
-    CPU.require()
     out = shapes.new_video(x, shapes.interleaved(x, phases)) if out is None else out
-    torch.ops.fast_video_vae.interleave_time.default(x, phases, out)
-    return out
+    return _run("interleave_time", x, phases, out)
 
 
 def merge_phases(
@@ -143,10 +126,8 @@ def merge_phases(
     _check(grid)
     refuse_videos(grid=grid, source=source, out=out)
     refuse_overlap(out, grid=grid, source=source)
-    CPU.require()
     out = shapes.new_video(grid, shapes.merged(grid)) if out is None else out
-    torch.ops.fast_video_vae.merge_phases.default(grid, source, times, _vector(bias), out)
-    return out
+    return _run("merge_phases", grid, source, times, _vector(bias), out)
 
 
 def pixel_shuffle_3d(
@@ -158,20 +139,16 @@ def pixel_shuffle_3d(
         raise Refusal("out has another dtype or device")
     refuse_videos(x=x, out=out)
     refuse_overlap(out, x=x)
-    CPU.require()
     out = shapes.new_video(x, shapes.shuffled(x, size)) if out is None else out
-    torch.ops.fast_video_vae.pixel_shuffle_3d.default(x, size, order, out)
-    return out
+    return _run("pixel_shuffle_3d", x, size, order, out)
 
 
 def average_down(x: Tensor, channels: int, *, times: int, size: int) -> Tensor:
     """Average block by block."""
     _check(x)
     refuse_videos(x=x)
-    CPU.require()
     out = shapes.new_video(x, shapes.averaged(x, channels, times, size))
-    torch.ops.fast_video_vae.average_down.default(x, times, size, out)
-    return out
+    return _run("average_down", x, times, size, out)
 
 
 def frames_to_images(
@@ -196,12 +173,17 @@ def frames_to_images(
         raise Refusal(f"images are {name}; native writes float32, uint8 and uint16")
     refuse_videos(frames=frames)
     refuse_overlap(out, frames=frames)
-    CPU.require()
     if out is None:
         out = torch.empty(shapes.images(frames, patch), dtype=dtype, device=frames.device)
     white = shapes.white(dtype, bits)
-    torch.ops.fast_video_vae.frames_to_images.default(frames, patch, order, white, out)
-    return out
+    return _run("frames_to_images", frames, patch, order, white, out)
+
+
+def _run(op: str, *args: Any) -> Tensor:  # noqa: ANN401, those of the op
+    """Run an op of the library, which writes into its last argument."""
+    CPU.require()
+    getattr(torch.ops.fast_video_vae, op).default(*args)
+    return args[-1]
 
 
 def _check(x: Tensor) -> None:

@@ -177,7 +177,7 @@ def tiles_for(x: Tensor, weight: ConvWeight, stride: tuple[int, ...]) -> tuple[C
 
 @functools.cache
 def tiles_of(chip: Chip, dtype: torch.dtype, outputs: int, inputs: int = 0) -> tuple[ConvTile, ...]:
-    """Return the tiles that fit a chip, fastest first; `inputs`: channels for descriptors, 0: none."""
+    """Return the tiles that fit a chip, fastest first; `inputs` of 0: descriptors load none."""
     family = _family(chip)
     if family is None or dtype not in (torch.float16, torch.bfloat16):
         return ()
