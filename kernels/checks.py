@@ -80,8 +80,7 @@ def convolution(
         _dimensions("tail", tail)
         batch, channels, _, height, width = x.shape
         _same("tail", tail, (batch, channels, tail.shape[2], height, width), x)
-    pads = (0, *padding) if x.ndim == 5 else padding
-    result = shapes.convolved(x, weight.shape, stride, pads, tail)
+    result = shapes.convolved(x, weight.shape, stride, padding, tail)
     if min(*result[2:], *x.shape[-2:]) < 1:
         raise ValueError(
             f"x is {list(x.shape)}, smaller than the kernel {list(weight.shape[2:])} "

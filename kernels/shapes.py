@@ -22,11 +22,6 @@ def channels_last_order(ndim: int) -> torch.memory_format:
     return torch.channels_last if ndim == 4 else torch.channels_last_3d
 
 
-def as_video(frames: Tensor) -> Tensor:
-    """View frames `[N, C, H, W]` as those of one video, `[1, C, N, H, W]`."""
-    return frames.transpose(0, 1).unsqueeze(0)
-
-
 def new_window(x: Tensor, tail: Tensor | None, border: int = 0, *, coded: bool = False) -> Tensor:
     """Return memory `[B, C, K + T, H, W]` for `window(x, tail, border)`; `coded`: for codes."""
     like = x.new_empty(0, dtype=code_dtype(x.device)) if coded else x
@@ -90,10 +85,11 @@ def convolved(
     padding: Sequence[int],
     tail: Tensor | None = None,
 ) -> Shape:
-    """Return the shape of a convolution's result; a length is below 1 if `x` is too small."""
+    """Return the shape of a result, below 1 for a small `x`; `padding` of the last dimensions."""
     lengths = list(x.shape[2:])
     lengths[0] += 0 if tail is None else tail.shape[2]
-    return convolved_size((x.shape[0], x.shape[1], *lengths), weight_shape, stride, padding)
+    pads = (*(0,) * (len(lengths) - len(padding)), *padding)
+    return convolved_size((x.shape[0], x.shape[1], *lengths), weight_shape, stride, pads)
 
 
 def convolved_size(

@@ -40,8 +40,8 @@ def conv3d(
     weight: ConvWeight,
     bias: Tensor | None = None,
     *,
-    stride: tuple[int, ...] = (1, 1, 1),
-    padding: tuple[int, int] = (0, 0),
+    stride: tuple[int, ...],
+    padding: tuple[int, int],
     tail: Tensor | None = None,
     **terms: Any,  # noqa: ANN401, residual, residual_bias and out
 ) -> Tensor:
@@ -50,7 +50,7 @@ def conv3d(
     if kind not in _missing:
         window = x if tail is None else torch.cat([tail, x], dim=2)
         try:
-            return _convolved(window, weight, bias, stride, (0, *padding), **terms)
+            return conv2d(window, weight, bias, stride=stride, padding=(0, *padding), **terms)
         except RuntimeError as error:
             if device_kind(x.device) not in TRIED or is_out_of_memory(error):
                 raise
@@ -65,35 +65,24 @@ def conv2d(
     weight: ConvWeight,
     bias: Tensor | None = None,
     *,
-    stride: tuple[int, ...] = (1, 1),
-    padding: tuple[int, int] = (0, 0),
-    **terms: Any,  # noqa: ANN401, residual, residual_bias and out
-) -> Tensor:
-    """Run `conv2d(x, weight, bias, stride, padding, terms)`; `x` is `[N, C, H, W]`."""
-    return _convolved(x, weight, bias, stride, padding, **terms)
-
-
-def _convolved(
-    x: Tensor,
-    weight: ConvWeight,
-    bias: Tensor | None,
     stride: tuple[int, ...],
-    pads: tuple[int, ...],
+    padding: tuple[int, ...],
     residual: Tensor | None = None,
     residual_bias: Tensor | None = None,
     gamma: None = None,
     out: Tensor | None = None,
 ) -> Tensor:
+    """Convolve frames, or a video with its padding in time."""
     bias = sum_of(bias, residual_bias, x.dtype)
     # Dense, because oneDNN ignores its stride.
     bias = None if bias is None else bias.flatten().to(x.dtype).contiguous()
     if weight.keeps and onednn.serves(x.device, x.dtype):
-        return onednn.convolve(x, weight, bias, stride, pads, residual, out)
+        return onednn.convolve(x, weight, bias, stride, padding, residual, out)
     if not _aligns(x, weight):
         # On a CPU, PyTorch's own product for float64 and float16 returns channels first.
-        return channels_last(cudnn.convolve(x, weight.plain(), bias, stride, pads))
+        return channels_last(cudnn.convolve(x, weight.plain(), bias, stride, padding))
     taps = weight.laid_out("aligned", _aligned)
-    y = cudnn.convolve(_wide(x, taps.shape[1]), taps, None, stride, pads)
+    y = cudnn.convolve(_wide(x, taps.shape[1]), taps, None, stride, padding)
     return channels_last(y[:, : weight.shape[0]])
 
 

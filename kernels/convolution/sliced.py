@@ -29,13 +29,13 @@ def conv3d(
     x: Tensor,
     weight: ConvWeight,
     *,
-    stride: tuple[int, ...] = (1, 1, 1),
-    padding: tuple[int, int] = (0, 0),
+    stride: tuple[int, ...],
+    padding: tuple[int, int],
     tail: Tensor | None = None,
 ) -> Tensor:
     """Run `conv3d(x, weight, stride, padding, tail)`; `x` is `[B, C, T, H, W]`."""
     taps = weight.laid_out("sliced", _joined_slices)
-    shape = shapes.convolved(x, weight.shape, stride, (0, *padding), tail)
+    shape = shapes.convolved(x, weight.shape, stride, padding, tail)
     result = shapes.new_video(x, shape)
     batch, channels, _, height, width = x.shape
     slices = weight.shape[2]

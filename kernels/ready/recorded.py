@@ -29,8 +29,7 @@ def convolution(
     **__: object,
 ) -> Tensor:
     """Return memory for the result of a convolution."""
-    pads = padding if x.ndim == 4 else (0, *padding)
-    return shapes.new_video(x, shapes.convolved(x, weight.shape, stride, pads, tail))
+    return shapes.new_video(x, shapes.convolved(x, weight.shape, stride, padding, tail))
 
 
 def _norm(

@@ -156,10 +156,8 @@ def convolution(op: str, given: Mapping[str, Any], device: torch.device) -> dict
             vector = 0.1 * numbers(outputs) + (name == "gamma")
             made[name] = (vector * 1e-4 if name == "scale" else vector).to(given[name].dtype)
     stride = given.get("stride", (1,) * len(kernel))
-    pads = tuple(given.get("padding", (0, 0)))
-    shape = shapes.convolved(
-        made["x"], taps.shape, stride, pads if op == "conv2d" else (0, *pads), made.get("tail")
-    )
+    padding = given.get("padding", (0, 0))
+    shape = shapes.convolved(made["x"], taps.shape, stride, padding, made.get("tail"))
     dtype = given["dtype"] if coded else x.dtype
     if dtype.is_floating_point:
         channels_last = (shape[0], *shape[2:], shape[1])

@@ -27,26 +27,18 @@ def conv3d(
     x: Tensor,
     weight: ConvWeight,
     *,
-    stride: tuple[int, ...] = (1, 1, 1),
-    padding: tuple[int, int] = (0, 0),
+    stride: tuple[int, ...],
+    padding: tuple[int, int],
     tail: Tensor | None = None,
 ) -> Tensor:
-    """Convolve the joined frames."""
+    """Convolve the joined frames of a video, or frames on their own."""
+    if x.ndim == 4:
+        return channels_last(F.conv2d(x, weight.plain(), None, stride, padding))
     window = x if tail is None else torch.cat([tail, x], dim=2)
-    y = F.conv3d(window, weight.plain(), None, stride, (0, *padding))
-    return channels_last(y)
+    return channels_last(F.conv3d(window, weight.plain(), None, stride, (0, *padding)))
 
 
-def conv2d(
-    x: Tensor,
-    weight: ConvWeight,
-    *,
-    stride: tuple[int, ...] = (1, 1),
-    padding: tuple[int, int] = (0, 0),
-) -> Tensor:
-    """Convolve frames."""
-    y = F.conv2d(x, weight.plain(), None, stride, padding)
-    return channels_last(y)
+conv2d = conv3d
 
 
 def int8_conv3d(

@@ -51,41 +51,22 @@ def conv3d(
     out: Tensor | None = None,
     variant: int | None = None,
 ) -> Tensor:
-    """Convolve with the tile number `variant`; None: the first that fits."""
+    """Convolve a video, or frames as one, with tile `variant`; None: the first that fits."""
     tail = tail if tail is not None and tail.shape[2] else None
     tiles, taps = _tiles(x, weight, stride, gamma, variant), weight.plain()
-    tile = _first_fit(tiles, x, tail, taps)
+    video = _as_video(x)
+    tile = _first_fit(tiles, video, tail, taps)
     if out is None:
-        shape = shapes.convolved(x, weight.shape, stride, (0, *padding), tail)
-        out = shapes.new_video(x, shape)
-    terms = _Terms(bias, residual, residual_bias, gamma)
-    _run(tile, x, tail, taps, stride, padding, terms, out)
+        out = shapes.new_video(x, shapes.convolved(x, weight.shape, stride, padding, tail))
+    terms = _Terms(bias, None if residual is None else _as_video(residual), residual_bias, gamma)
+    steps = stride if x.ndim == 5 else (1, *stride)
+    _run(tile, video, tail, taps, steps, padding, terms, _as_video(out))
     return out
 
 
-def conv2d(
-    x: Tensor,
-    weight: ConvWeight,
-    bias: Tensor | None = None,
-    *,
-    stride: tuple[int, ...] = (1, 1),
-    padding: tuple[int, int] = (0, 0),
-    residual: Tensor | None = None,
-    residual_bias: Tensor | None = None,
-    gamma: Tensor | None = None,
-    out: Tensor | None = None,
-    variant: int | None = None,
-) -> Tensor:
-    """Convolve frames as those of one video."""
-    tiles, taps = _tiles(x, weight, stride, gamma, variant), weight.plain()
-    video = shapes.as_video(x)
-    tile = _first_fit(tiles, video, None, taps)
-    if out is None:
-        out = shapes.new_video(x, shapes.convolved(x, weight.shape, stride, padding))
-    residual = None if residual is None else shapes.as_video(residual)
-    terms = _Terms(bias, residual, residual_bias, gamma)
-    _run(tile, video, None, taps, (1, *stride), padding, terms, shapes.as_video(out))
-    return out
+def _as_video(x: Tensor) -> Tensor:
+    """View frames `[N, C, H, W]` as those of one video, `[1, C, N, H, W]`."""
+    return x.transpose(0, 1).unsqueeze(0) if x.ndim == 4 else x
 
 
 def _tiles(

@@ -161,13 +161,6 @@ def fuses(
     return Fused(tail=True, sums=True, bias=True, norm=norm and weight.shape[0] <= WIDEST)
 
 
-def variants(
-    x: Tensor, weight: ConvWeight, stride: tuple[int, ...], padding: tuple[int, int]
-) -> int:
-    """Return the number of tiles for `x` `[B, C, ...]`, `weight`, `stride` and `padding`."""
-    return len(tiles_for(x, weight, stride))
-
-
 def tiles_for(x: Tensor, weight: ConvWeight, stride: tuple[int, ...]) -> tuple[ConvTile, ...]:
     """Return the tiles for `x` `[B, C, ...]`, `weight` and `stride`; none for an unknown chip."""
     described = all(step == 1 for step in stride) and _has_descriptors()

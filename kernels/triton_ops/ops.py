@@ -16,7 +16,6 @@ from torch import Tensor
 from ..constraints import DTYPES, refuse_dtype, refuse_subclass
 from ..errors import Refusal
 from .convolution_tiles import fuses as fuses
-from .convolution_tiles import variants as variants
 from .runtime import refuse_device, require
 
 
@@ -44,8 +43,7 @@ def _kernels(file: str) -> ModuleType:
 attention = _op("attention", "attention")
 average_down = _op("layout", "average_down")
 bias_residual = _op("rows", "bias_residual")
-conv2d = _op("convolution", "conv2d")
-conv3d = _op("convolution", "conv3d")
+conv2d = conv3d = _op("convolution", "conv3d")
 frames_to_images = _op("layout", "frames_to_images")
 group_norm_silu = _op("group_norm", "group_norm_silu")
 group_norm_statistics = _op("group_norm", "group_norm_statistics")
