@@ -7,14 +7,15 @@ Environment:
 import hashlib
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-# Older temporary files were left by a process that was killed.
+# Older temporary files and folders were left by a process that was killed; no build takes so long.
 _STALE_S = 3600
 
 
@@ -46,7 +47,7 @@ def _home() -> Path:
 def replace(path: Path, content: bytes) -> None:
     """Write a file at once, so that no reader and no crash finds a part of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    _clear_stale(path.parent)
+    clear_stale(path.parent, "*.tmp")
     handle, name = tempfile.mkstemp(prefix=f"{path.stem}-", suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -58,8 +59,19 @@ def replace(path: Path, content: bytes) -> None:
         raise
 
 
-def _clear_stale(folder: Path) -> None:
-    for path in folder.glob("*.tmp"):
+def clear_stale(folder: Path, pattern: str) -> None:
+    """Remove what a process that was killed has left in `folder`."""
+    for path in folder.glob(pattern):
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > _STALE_S:
-                path.unlink()
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+
+
+def key_of(texts: Iterable[str], files: Iterable[Path]) -> str:
+    """Return the hash of texts, and of the names and contents of files."""
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(text.encode() + b"\0")
+    for path in files:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:32]

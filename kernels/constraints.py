@@ -7,6 +7,7 @@ Frames are dense blocks of `H * W` rows of `C` elements, with any stride in batc
 import torch
 from torch import Tensor
 
+from . import shapes
 from .devices import device_kind
 from .errors import Refusal
 
@@ -80,6 +81,29 @@ def refuse_overlap(target: Tensor | None, *, same: bool = False, **sources: Tens
     for name, source in sources.items():
         if overlaps(target, source, same=same):
             raise Refusal(f"out overlaps the memory of {name}")
+
+
+def refuse_target(out: Tensor | None, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Refuse a buffer on another device, in another dtype, or over the memory of `x`."""
+    if out is None:
+        return
+    if out.device != x.device:
+        raise Refusal("out is on another device")
+    if out.dtype not in dtypes:
+        raise Refusal(f"there is no kernel for out in {str(out.dtype).removeprefix('torch.')}")
+    refuse_overlap(out, x=x)
+
+
+def image_target(
+    frames: Tensor, dtype: torch.dtype, patch: int, out: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return memory for images that a GPU writes, and a view of it as `[B, C, T, H, W]`."""
+    refuse_videos(frames=frames)
+    if out is None:
+        out = frames.new_empty(shapes.images(frames, patch), dtype=dtype)
+    refuse_target(out, frames, IMAGE_DTYPES)
+    video = out if out.ndim == 5 else out.unflatten(0, (frames.shape[0], frames.shape[2]))
+    return out, video.movedim(-1, 1)
 
 
 def overlaps(target: Tensor | None, source: Tensor | None, *, same: bool = False) -> bool:

@@ -59,6 +59,13 @@ def shuffled(x: Tensor, size: tuple[int, int, int]) -> Shape:
     return batch, channels // prod(size), times * frames, high * height, wide * width
 
 
+def channel_steps(channels: int, size: tuple[int, int, int], order: str) -> dict[str, int]:
+    """Return how far apart the values of the indices c, t, h and w of a shuffle's channels are."""
+    parts = dict(zip("cthw", (channels, *size), strict=True))
+    finer = {letter: order.partition(letter)[2] for letter in parts}
+    return {letter: prod(parts[each] for each in finer[letter]) for letter in parts}
+
+
 def averaged(x: Tensor, channels: int, times: int, size: int) -> Shape:
     """Return the shape `[B, channels, T, H, W]` of `average_down(x, channels, times, size)`."""
     batch, _, frames, height, width = x.shape

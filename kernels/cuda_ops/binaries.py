@@ -47,12 +47,8 @@ def options(constants: Mapping[str, object], architecture: str) -> list[str]:
 
 def key(source: str, options: tuple[str, ...]) -> str:
     """Return the hash of all that a binary is made from; a source can include all headers."""
-    digest = hashlib.sha256()
-    for text in ((SOURCES / f"{source}.cu").read_text(encoding="utf-8"), *options):
-        digest.update(text.encode() + b"\0")
-    for name, text in headers().items():
-        digest.update(f"{name}\0{text}\0".encode())
-    return digest.hexdigest()[:32]
+    texts = (text for header in headers().items() for text in header)
+    return cache.key_of((*options, *texts), [SOURCES / f"{source}.cu"])
 
 
 def kernels(source: str) -> list[str]:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .. import shapes
-from ..constraints import DTYPES, IMAGE_DTYPES, refuse_overlap, refuse_videos
+from ..constraints import DTYPES, image_target, refuse_overlap, refuse_target, refuse_videos
 from ..errors import Refusal
 from .arguments import THREADS, blocks, dense, divisor, items, pack_of, packed, vector, video
 from .runtime import dtype_name, launch, refuse_counts
@@ -61,7 +61,7 @@ def pixel_shuffle_3d(
 ) -> Tensor:
     """Move packs of channels, or single values, to `out` of any strides."""
     refuse_videos(x=x)
-    _refuse_target(out, x, DTYPES)
+    refuse_target(out, x, DTYPES)
     out = shapes.new_video(x, shapes.shuffled(x, size)) if out is None else out
     _spread(x, size, order, out)
     return out
@@ -77,14 +77,8 @@ def frames_to_images(
     out: Tensor | None = None,
 ) -> Tensor:
     """Convert the values that a shuffle moves."""
-    refuse_videos(frames=frames)
-    _refuse_target(out, frames, IMAGE_DTYPES)
-    if out is None:
-        _refuse_dtype(dtype, IMAGE_DTYPES)
-        out = torch.empty(shapes.images(frames, patch), dtype=dtype, device=frames.device)
-    apart = out if out.ndim == 5 else out.unflatten(0, (frames.shape[0], frames.shape[2]))
-    white = shapes.white(out.dtype, bits)
-    _spread(frames, (1, patch, patch), order, apart.movedim(-1, 1), white)
+    out, pixels = image_target(frames, dtype, patch, out)
+    _spread(frames, (1, patch, patch), order, pixels, shapes.white(out.dtype, bits))
     return out
 
 
@@ -109,10 +103,7 @@ def average_down(x: Tensor, channels: int, *, times: int, size: int) -> Tensor:
 def _spread(x: Tensor, size: tuple[int, int, int], order: str, out: Tensor, white: int = 0) -> None:
     """Write blocks of `size` to `out` `[B, C, T, H, W]`; `white`: [-1, 1] becomes 0 to `white`."""
     batch, channels, frames, height, width = out.shape
-    parts = dict(zip("cthw", (channels, *size), strict=True))
-    steps, step = {}, 1
-    for letter in reversed(order):
-        steps[letter], step = step, step * parts[letter]
+    steps = shapes.channel_steps(channels, size, order)
     strides = tuple(out.stride(dim) for dim in (0, 2, 3, 4, 1))
     pack, same = 1, x.dtype == out.dtype
     if same and not white and order[-1] == "c" and out.stride(1) == 1:
@@ -124,25 +115,10 @@ def _spread(x: Tensor, size: tuple[int, int, int], order: str, out: Tensor, whit
     divisors = (divisor(each) for each in (channels // pack, width, *size))
     arguments = packed(
         video(x), ("P", (out.data_ptr(),)), ("qqqqq", strides),
-        ("qqqq", tuple(steps[letter] for letter in "cthw")), work.fields, *divisors,
+        ("qqqq", tuple(steps.values())), work.fields, *divisors,
         ("Iiif", (packs, x.shape[1], x.shape[4], white)),
     )  # fmt: skip
     launch(
         "spread", "move_packs", x, work.count, (THREADS, 1), arguments,
         PACK=pack, RESULT=dtype_name(out.dtype), SAME=int(same), IMAGES=int(white > 0),
     )  # fmt: skip
-
-
-def _refuse_target(out: Tensor | None, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Refuse a buffer on another device, in another dtype, or over the memory of `x` `[...]`."""
-    if out is None:
-        return
-    if out.device != x.device:
-        raise Refusal("out is on another device")
-    _refuse_dtype(out.dtype, dtypes)
-    refuse_overlap(out, x=x)
-
-
-def _refuse_dtype(dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]) -> None:
-    if dtype not in dtypes:
-        raise Refusal(f"there is no kernel for out in {str(dtype).removeprefix('torch.')}")

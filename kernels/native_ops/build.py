@@ -13,7 +13,6 @@ import shutil
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -29,9 +28,6 @@ from . import compiler
 from .compiler import Failure
 
 _logger = logging.getLogger(__name__)
-
-# Older build folders were left by a process that was killed; no build takes this long.
-_STALE_S = 3600
 
 # One build at a time, and two threads never load the same library.
 _lock = threading.Lock()
@@ -99,7 +95,6 @@ class Library:
 
     def key(self) -> str:
         """Return the hash of everything that the library is built from."""
-        digest = hashlib.sha256()
         texts = (
             torch.__version__,
             str(torch.compiled_with_cxx11_abi()),
@@ -107,11 +102,7 @@ class Library:
             sys.platform,
             platform.machine(),
         )
-        for text in texts:
-            digest.update(text.encode() + b"\0")
-        for path in self.files():
-            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-        return digest.hexdigest()[:32]
+        return cache.key_of(texts, self.files())
 
     def files(self) -> Sequence[Path]:
         """Return every source file of the library."""
@@ -157,7 +148,7 @@ class Library:
         command = compiler.command()
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
-            _clear_stale(place.parent)
+            cache.clear_stale(place.parent, "building-*")
             work = Path(tempfile.mkdtemp(prefix=f"building-{key}-", dir=place.parent))
         except OSError as error:
             raise Failure(
@@ -198,10 +189,3 @@ def _loads(place: Path) -> bool:
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:32]
-
-
-def _clear_stale(folder: Path) -> None:
-    for path in folder.glob("building-*"):
-        with suppress(OSError):
-            if time.time() - path.stat().st_mtime > _STALE_S:
-                shutil.rmtree(path, ignore_errors=True)

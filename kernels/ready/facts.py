@@ -7,7 +7,6 @@ that write at the same time replace whole files: a fact that is lost so is found
 
 import ctypes
 import functools
-import hashlib
 import json
 import sys
 import threading
@@ -125,12 +124,9 @@ def of_kernels(device: torch.device) -> Facts:
 @functools.cache
 def sources() -> str:
     """Return the hash of our kernels, which changes between releases of this package too."""
-    digest = hashlib.sha256()
     root = Path(__file__).parents[1]
-    for folder in _FOLDERS:
-        for path in sorted(path for path in (root / folder).iterdir() if path.suffix in _SUFFIXES):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:32]
+    files = (path for folder in _FOLDERS for path in sorted((root / folder).iterdir()))
+    return cache.key_of((), (path for path in files if path.suffix in _SUFFIXES))
 
 
 def _version(package: str) -> str:

@@ -104,7 +104,10 @@ def _answer(name: str, op: str, device: torch.device, question: Callable[[], boo
     try:
         if question():
             return True
-        log_incorrect(name, op, device)
+        log_once(
+            f"{name} computes {op} incorrectly on {device_name(device)} and is not used there. "
+            "Please report it with the versions of the driver, torch and triton"
+        )
     except Refusal as refusal:
         _logger.debug("%s refuses %s: %s", name, op, refusal)
     except Exception as error:
@@ -112,14 +115,6 @@ def _answer(name: str, op: str, device: torch.device, question: Callable[[], boo
             raise
         log_failure(name, op, device, error)
     return False
-
-
-def log_incorrect(name: str, op: str, device: torch.device) -> None:
-    """Log once that results of `name` for `op` are wrong on `device`."""
-    log_once(
-        f"{name} computes {op} incorrectly on {device_name(device)} and is not used there. Please "
-        "report it with the versions of the driver, torch and triton"
-    )
 
 
 def log_failure(name: str, op: str, device: torch.device, error: Exception) -> None:

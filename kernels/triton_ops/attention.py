@@ -89,19 +89,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     launch(
         _flash,
         (batch * blocks(length, tile.queries),),
-        q,
-        k,
-        v,
-        out,
-        length,
-        count,
-        *q.stride()[:2],
-        *k.stride()[:2],
-        *v.stride()[:2],
+        *(q, k, v, out, length, count, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]),
         math.log2(math.e) / math.sqrt(channels),
-        PART_0=parts[0],
-        PART_1=parts[1],
-        PART_2=parts[2],
+        **{f"PART_{number}": part for number, part in enumerate(parts)},
         QUERIES=tile.queries,
         KEYS=tile.keys,
         EVEN=count % tile.keys == 0,
@@ -163,26 +153,10 @@ def _store(base, rows, columns, stride, there, values):
 
 @triton.jit(do_not_specialize=["length", "count"])
 def _flash(
-    q,
-    k,
-    v,
-    out,
-    length,
-    count,
-    q_frame,
-    q_row,
-    k_frame,
-    k_row,
-    v_frame,
-    v_row,
-    scale,
-    PART_0: tl.constexpr,
-    PART_1: tl.constexpr,
-    PART_2: tl.constexpr,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
-    EVEN: tl.constexpr,
-):
+    q, k, v, out, length, count, q_frame, q_row, k_frame, k_row, v_frame, v_row, scale,
+    PART_0: tl.constexpr, PART_1: tl.constexpr, PART_2: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
     """Compute one block of the `length` queries of one frame, with its `count` keys."""
     # `scale` is `log2(e) / sqrt(d)`, because `exp2` replaces `exp`. Offsets within a block fit into
     # 32 bits; those of frames and blocks do not.

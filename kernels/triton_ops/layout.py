@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import shapes
-from ..constraints import DTYPES, IMAGE_DTYPES, refuse_overlap, refuse_videos
+from ..constraints import DTYPES, image_target, refuse_overlap, refuse_target, refuse_videos
 from ..errors import Refusal
 from .runtime import launch
 from .scalars import narrow
@@ -63,16 +63,8 @@ def merge_phases(
     launch(
         _merge_phases,
         (parts * height, frames, batch),
-        grid,
-        source,
-        None if bias is None else dense(bias),
-        out,
-        width,
-        parts,
-        missing,
-        *strides(grid),
-        *strides(source),
-        *strides(out),
+        *(grid, source, None if bias is None else dense(bias), out, width, parts, missing),
+        *(step for each in (grid, source, out) for step in strides(each)),
         warps=warps,
         CHANNELS=channels,
         BEFORE=before,
@@ -89,12 +81,7 @@ def pixel_shuffle_3d(
 ) -> Tensor:
     """Write runs of values to `out` of any strides."""
     refuse_videos(x=x)
-    if out is not None:
-        if out.device != x.device:
-            raise Refusal("out is on another device")
-        if out.dtype not in DTYPES:
-            raise Refusal(f"there is no kernel for out in {str(out.dtype).removeprefix('torch.')}")
-    refuse_overlap(out, x=x)
+    refuse_target(out, x, DTYPES)
     out = shapes.new_video(x, shapes.shuffled(x, size)) if out is None else out
     _write_blocks(x, size, order, out)
     return out
@@ -110,19 +97,8 @@ def frames_to_images(
     out: Tensor | None = None,
 ) -> Tensor:
     """Convert the values that a shuffle moves."""
-    if out is not None:
-        dtype = out.dtype
-        if out.device != frames.device:
-            raise Refusal("out is on another device")
-    if dtype not in IMAGE_DTYPES:
-        raise Refusal(f"there is no kernel for images in {str(dtype).removeprefix('torch.')}")
-    refuse_videos(frames=frames)
-    refuse_overlap(out, frames=frames)
-    if out is None:
-        out = torch.empty(shapes.images(frames, patch), dtype=dtype, device=frames.device)
-    video = out if out.ndim == 5 else out.unflatten(0, (frames.shape[0], frames.shape[2]))
-    white = shapes.white(dtype, bits)
-    _write_blocks(frames, (1, patch, patch), order, video.movedim(-1, 1), white)
+    out, pixels = image_target(frames, dtype, patch, out)
+    _write_blocks(frames, (1, patch, patch), order, pixels, shapes.white(out.dtype, bits))
     return out
 
 
@@ -133,11 +109,8 @@ def _write_blocks(
     refuse_sizes(out)
     before, height, width = x.shape[1], x.shape[3], x.shape[4]
     batch, channels, frames = out.shape[:3]
-    times, high, wide = size
-    parts = {"c": channels, "t": times, "h": high, "w": wide}
-    steps, step = {}, 1
-    for letter in reversed(order):
-        steps[letter], step = step, step * parts[letter]
+    _, high, wide = size
+    steps = shapes.channel_steps(channels, size, order)
     row, column, channel = out.stride(3), out.stride(4), out.stride(1)
     if high == 1 and row == width * wide * column and height * row < OFFSET_LIMIT:
         # Rows without gaps are one run, so that short rows fill a program.
@@ -149,25 +122,11 @@ def _write_blocks(
     launch(
         _spread,
         (runs * height, frames, batch),
-        x,
-        out,
-        numbers,
-        width * before,
-        runs,
-        *strides(x),
-        *strides(out),
-        row,
-        column,
-        channel,
+        *(x, out, numbers, width * before, runs, *strides(x), *strides(out), row, column, channel),
         BEFORE=before,
         CHANNELS=channels,
-        TIMES=times,
-        HIGH=high,
-        WIDE=wide,
-        C_STEP=steps["c"],
-        T_STEP=steps["t"],
-        H_STEP=steps["h"],
-        W_STEP=steps["w"],
+        **dict(zip(("TIMES", "HIGH", "WIDE"), size, strict=True)),
+        **{f"{letter.upper()}_STEP": step for letter, step in steps.items()},
         DENSE=(channels == 1 or channel == 1) and (wide * width == 1 or column == channels),
         WHITE=white,
         BLOCK=block,
@@ -187,13 +146,7 @@ def average_down(x: Tensor, channels: int, *, times: int, size: int) -> Tensor:
     launch(
         _average_down,
         (parts * height, frames, batch),
-        x,
-        out,
-        width,
-        parts,
-        times * frames - x.shape[2],
-        *strides(x),
-        *strides(out),
+        *(x, out, width, parts, times * frames - x.shape[2], *strides(x), *strides(out)),
         warps=warps,
         BEFORE=before,
         CHANNELS=channels,

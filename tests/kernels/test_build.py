@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fast_video_vae.kernels import cache
 from fast_video_vae.kernels.errors import Refusal
 from fast_video_vae.kernels.native_ops import build, compiler
 from fast_video_vae.kernels.native_ops.library import CPU
@@ -232,7 +233,7 @@ def test_old_folders_of_killed_builds_are_deleted(tmp_path):
         (folder / "lock").touch()
     for folder in (old, finished):
         os.utime(folder, (0, 0))
-    build._clear_stale(tmp_path)
+    cache.clear_stale(tmp_path, "building-*")
     assert sorted(tmp_path.iterdir()) == [fresh, finished]
 
 
