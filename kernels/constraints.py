@@ -4,6 +4,8 @@ Frames are dense blocks of `H * W` rows of `C` elements, with any stride in batc
 `[..., C]` have one common stride. A result overlaps its inputs only in place.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -31,19 +33,37 @@ def refuse_videos(**tensors: Tensor | None) -> None:
             raise Refusal(f"{name} is not channels-last")
 
 
-def refuse_window(x: Tensor, tail: Tensor | None, out: Tensor | None, border: int = 0) -> None:
-    """Refuse a window that overlaps its inputs, and videos that are not channels-last."""
-    # Only without tail and border, and in the dtype of `x`, `out` can be `x`.
+class Window(NamedTuple):
+    """What a norm writes; see `rms_norm_silu` in `kernels/__init__.py`."""
+
+    tail: Tensor | None
+    out: Tensor
+    border: int
+    codes: Tensor | None
+    saturated: Tensor | None
+
+
+def window_of(
+    x: Tensor,
+    tail: Tensor | None = None,
+    out: Tensor | None = None,
+    border: int = 0,
+    codes: Tensor | None = None,
+    saturated: Tensor | None = None,
+) -> Window:
+    """Return what a norm writes, with memory for it, or refuse other layouts and overlaps."""
     refuse_videos(x=x, tail=tail, out=out)
+    # Only without tail and border, and in the dtype of `x`, `out` can be `x`.
     same = out is not None and tail is None and not border and out.dtype == x.dtype
     refuse_overlap(out, x=x, tail=tail, same=same)
     refuse_overlap(tail, x=x)
-
-
-def refuse_codes(saturated: Tensor | None) -> None:
-    """Refuse counters of values without a code that are not adjacent."""
     if saturated is not None and not saturated.is_contiguous():
         raise Refusal("the numbers of saturated are not adjacent")
+    if border and not x.numel():
+        raise Refusal("the tensor is empty")
+    if out is None:
+        out = shapes.new_window(x, tail, border, coded=codes is not None)
+    return Window(tail, out, border, codes, saturated)
 
 
 def refuse_subclass(x: Tensor) -> None:

@@ -1,12 +1,14 @@
 """Norms over the channels of a pixel, and over the pixels and groups of channels of a frame."""
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import shapes
-from ..constraints import refuse_codes, refuse_videos, refuse_window
+from ..constraints import Window, refuse_videos, window_of
 from ..errors import Refusal
 from .arguments import (
     THREADS,
@@ -43,31 +45,23 @@ def rms_norm_silu(
     *,
     silu: bool = True,
     bias: Tensor | None = None,
-    tail: Tensor | None = None,
-    out: Tensor | None = None,
-    border: int = 0,
-    codes: Tensor | None = None,
-    saturated: Tensor | None = None,
+    **written: Any,  # noqa: ANN401, those of `window_of`
 ) -> Tensor:
     """Normalise each pixel by a team of up to 32 lanes."""
-    refuse_window(x, tail, out, border)
-    out = _target(x, tail, out, border, codes, saturated)
+    window = _target(x, written)
     channels = x.shape[1]
     scale, offset = dense(gamma, x), dense(bias, x)
     vectors = vector(scale), vector(offset)
-    codes = dense(codes, x)
-    pack = _pack(x, tail, out, codes, *vectors)
+    pack = _pack(x, window, *vectors)
     team = 1
     while team < _WARP and team * _HELD * pack < channels:
         team *= 2
     teams = THREADS // team
-    window, count = _window(
-        x, tail, out, border, teams, silu=silu, codes=codes, saturated=saturated
-    )
-    arguments = packed(*vectors, *window, ("f", (math.sqrt(channels),)))
-    coded = {} if codes is None else {"CODES": 1}
+    fields, count = _fields(x, window, teams, silu=silu)
+    arguments = packed(*vectors, *fields, ("f", (math.sqrt(channels),)))
+    coded = {} if window.codes is None else {"CODES": 1}
     launch("rms_norm", "norm_pixels", x, count, (team, teams), arguments, PACK=pack, **coded)
-    return out
+    return window.out
 
 
 def group_norm_silu(
@@ -79,32 +73,24 @@ def group_norm_silu(
     eps: float = 1e-6,
     silu: bool = True,
     statistics: Tensor | None = None,
-    tail: Tensor | None = None,
-    out: Tensor | None = None,
-    border: int = 0,
-    codes: Tensor | None = None,
-    saturated: Tensor | None = None,
+    **written: Any,  # noqa: ANN401, those of `window_of`
 ) -> Tensor:
     """Measure the frames unless `statistics` are given, and write some pixels per block."""
-    refuse_window(x, tail, out, border)
-    out = _target(x, tail, out, border, codes, saturated)
+    window = _target(x, written)
     if statistics is None:
         statistics = group_norm_statistics(x, groups, eps)
     channels = x.shape[1]
     scale, offset, statistics = dense(weight, x), dense(bias, x), statistics.contiguous()
     vectors = vector(scale), vector(offset)
-    codes = dense(codes, x)
-    pack = _pack(x, tail, out, codes, *vectors)
+    pack = _pack(x, window, *vectors)
     threads = _threads(channels // pack)
-    window, count = _window(
-        x, tail, out, border, threads[1] * _PIXELS, silu=silu, codes=codes, saturated=saturated
-    )
+    fields, count = _fields(x, window, threads[1] * _PIXELS, silu=silu)
     arguments = packed(
-        *vectors, pointer(statistics), *window, divisor(channels // groups), ("i", (groups,))
+        *vectors, pointer(statistics), *fields, divisor(channels // groups), ("i", (groups,))
     )
-    coded = {} if codes is None else {"CODES": 1}
+    coded = {} if window.codes is None else {"CODES": 1}
     launch("group_norm", "write_pixels", x, count, threads, arguments, PACK=pack, **coded)
-    return out
+    return window.out
 
 
 def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
@@ -142,59 +128,32 @@ def _threads(packs: int) -> tuple[int, int]:
     return wide, THREADS // wide
 
 
-def _target(
-    x: Tensor,
-    tail: Tensor | None,
-    out: Tensor | None,
-    border: int,
-    codes: Tensor | None,
-    saturated: Tensor | None,
-) -> Tensor:
-    """Return memory for the result of a norm, or refuse what the kernels cannot write."""
-    refuse_codes(saturated)
-    out = shapes.new_window(x, tail, border, coded=codes is not None) if out is None else out
-    if codes is not None and out.dtype != torch.int8:
-        raise Refusal(f"there is no kernel for codes in {str(out.dtype).removeprefix('torch.')}")
-    return out
+def _target(x: Tensor, written: Mapping[str, Any]) -> Window:
+    """Return what a norm writes, with dense steps of codes, or refuse it."""
+    window = window_of(x, **written)
+    dtype = window.out.dtype
+    if window.codes is not None and dtype != torch.int8:
+        raise Refusal(f"there is no kernel for codes in {str(dtype).removeprefix('torch.')}")
+    return window._replace(codes=dense(window.codes, x))
 
 
-def _pack(
-    x: Tensor, tail: Tensor | None, out: Tensor, codes: Tensor | None, *vectors: Fields
-) -> int:
+def _pack(x: Tensor, window: Window, *vectors: Fields) -> int:
     """Return the numbers that a thread of a norm reads at once."""
-    if codes is None:
-        return pack_of(x.dtype, x.shape[1], video(x), video(tail), video(out), *vectors)
-    steps = vector(codes)
-    written = video(tail), video(out)
-    return pack_of(x.dtype, x.shape[1], video(x), steps, *vectors, codes=written)
+    written = video(window.tail), video(window.out)
+    if window.codes is None:
+        return pack_of(x.dtype, x.shape[1], video(x), *written, *vectors)
+    return pack_of(x.dtype, x.shape[1], video(x), vector(window.codes), *vectors, codes=written)
 
 
-def _window(
-    x: Tensor,
-    tail: Tensor | None,
-    out: Tensor,
-    border: int,
-    each: int,
-    *,
-    silu: bool,
-    codes: Tensor | None,
-    saturated: Tensor | None,
-) -> tuple[tuple[Fields, ...], int]:
-    """Return `Window` for items of `each` pixels, and the number of items."""
+def _fields(x: Tensor, window: Window, each: int, *, silu: bool) -> tuple[tuple[Fields, ...], int]:
+    """Return `Window` of the sources for items of `each` pixels, and the number of items."""
+    tail, out, border, codes, saturated = window
     batch, channels, frames, height, width = x.shape
     pixels = out.shape[3] * out.shape[4]
     refuse_counts(pixels + each, channels * 2)
     work = items(blocks(pixels, each), frames, batch)
     known = 0 if tail is None else tail.shape[2]
     sizes = pixels, height, width, border, channels, frames, known, silu
-    fields = (
-        video(x),
-        video(tail),
-        video(out),
-        pointer(codes),
-        pointer(saturated),
-        work.fields,
-        divisor(out.shape[4]),
-        ("IIIIiiii", sizes),
-    )
+    videos, pointers = map(video, (x, tail, out)), map(pointer, (codes, saturated))
+    fields = *videos, *pointers, work.fields, divisor(out.shape[4]), ("IIIIiiii", sizes)
     return fields, work.count

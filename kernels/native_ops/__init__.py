@@ -12,12 +12,11 @@ from torch import Tensor
 from .. import shapes
 from ..constraints import (
     is_dense,
-    refuse_codes,
     refuse_dtype,
     refuse_overlap,
     refuse_rows,
     refuse_videos,
-    refuse_window,
+    window_of,
 )
 from ..errors import Refusal
 from .library import CPU
@@ -29,18 +28,13 @@ def rms_norm_silu(
     *,
     silu: bool = True,
     bias: Tensor | None = None,
-    tail: Tensor | None = None,
-    out: Tensor | None = None,
-    border: int = 0,
-    codes: Tensor | None = None,
-    saturated: Tensor | None = None,
+    **written: Any,  # noqa: ANN401, those of `window_of`
 ) -> Tensor:
     """Normalise rows of pixels."""
     _check(x)
-    _refuse_window(x, tail, out, border, saturated)
-    out = shapes.new_window(x, tail, border, coded=codes is not None) if out is None else out
-    written = tail, border, _vector(codes), saturated, out
-    return _run("rms_norm_silu", x, _vector(gamma), silu, _vector(bias), *written)
+    tail, out, border, codes, saturated = window_of(x, **written)
+    ends = tail, border, _vector(codes), saturated, out
+    return _run("rms_norm_silu", x, _vector(gamma), silu, _vector(bias), *ends)
 
 
 def group_norm_silu(
@@ -52,19 +46,14 @@ def group_norm_silu(
     eps: float = 1e-6,
     silu: bool = True,
     statistics: Tensor | None = None,
-    tail: Tensor | None = None,
-    out: Tensor | None = None,
-    border: int = 0,
-    codes: Tensor | None = None,
-    saturated: Tensor | None = None,
+    **written: Any,  # noqa: ANN401, those of `window_of`
 ) -> Tensor:
     """Normalise each frame, measured first without `statistics`, row by row."""
     _check(x)
-    _refuse_window(x, tail, out, border, saturated)
-    out = shapes.new_window(x, tail, border, coded=codes is not None) if out is None else out
+    tail, out, border, codes, saturated = window_of(x, **written)
     given = None if statistics is None else statistics.contiguous()
-    vectors, written = (_vector(weight), _vector(bias)), (tail, border, _vector(codes), saturated)
-    return _run("group_norm_silu", x, *vectors, groups, eps, silu, given, *written, out)
+    vectors, ends = (_vector(weight), _vector(bias)), (tail, border, _vector(codes), saturated)
+    return _run("group_norm_silu", x, *vectors, groups, eps, silu, given, *ends, out)
 
 
 def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
@@ -191,16 +180,6 @@ def _check(x: Tensor) -> None:
     if x.device.type not in ("cpu", "meta"):
         raise Refusal(f"the tensors are on {x.device.type}; native needs the CPU")
     refuse_dtype(x)
-
-
-def _refuse_window(
-    x: Tensor, tail: Tensor | None, out: Tensor | None, border: int, saturated: Tensor | None
-) -> None:
-    """Refuse memory that the norms cannot write, and a border of frames without pixels."""
-    refuse_window(x, tail, out, border)
-    refuse_codes(saturated)
-    if border and not x.numel():
-        raise Refusal("the tensor is empty")
 
 
 def _vector(values: Tensor | None) -> Tensor | None:

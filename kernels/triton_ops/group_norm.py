@@ -9,6 +9,8 @@ Algorithm for Computing Sample Variances", 1979).
 
 # ruff: noqa: ANN001, ANN202, N803, N806 (kernels: Triton's types, constants in capitals)
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from .. import shapes
 from ..codes import zero_of
-from ..constraints import refuse_videos, refuse_window
+from ..constraints import refuse_videos, window_of
 from .rows import interior, roll
 from .runtime import launch
 from .scalars import encoded, narrow, silu_of
@@ -35,16 +37,11 @@ def group_norm_silu(
     eps: float = 1e-6,
     silu: bool = True,
     statistics: Tensor | None = None,
-    tail: Tensor | None = None,
-    out: Tensor | None = None,
-    border: int = 0,
-    codes: Tensor | None = None,
-    saturated: Tensor | None = None,
+    **written: Any,  # noqa: ANN401, those of `window_of`
 ) -> Tensor:
     """Measure the frames unless `statistics` are given, and write a tile of `out` per program."""
     refuse_sizes(x)
-    refuse_window(x, tail, out, border)
-    out = shapes.new_window(x, tail, border, coded=codes is not None) if out is None else out
+    tail, out, border, codes, saturated = window_of(x, **written)
     refuse_sizes(out)
     if statistics is None:
         statistics = group_norm_statistics(x, groups, eps)

@@ -7,6 +7,7 @@ to compile each. A missing tensor is replaced by another one that is not read: `
 # ruff: noqa: ANN001, ANN201, ANN202, N803 (kernels: Triton's types, constants in capitals)
 
 import math
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from .. import shapes
 from ..codes import zero_of
-from ..constraints import refuse_overlap, refuse_rows, refuse_videos, refuse_window, row_distance
+from ..constraints import refuse_overlap, refuse_rows, refuse_videos, row_distance, window_of
 from .runtime import launch
 from .scalars import encoded, narrow, silu_of
 from .tiles import blocks, dense, given, refuse_sizes, refuse_span, strides, tile
@@ -26,16 +27,11 @@ def rms_norm_silu(
     *,
     silu: bool = True,
     bias: Tensor | None = None,
-    tail: Tensor | None = None,
-    out: Tensor | None = None,
-    border: int = 0,
-    codes: Tensor | None = None,
-    saturated: Tensor | None = None,
+    **written: Any,  # noqa: ANN401, those of `window_of`
 ) -> Tensor:
     """Normalise the pixels of a tile per program, each in one pass over its channels."""
     refuse_sizes(x)
-    refuse_window(x, tail, out, border)
-    out = shapes.new_window(x, tail, border, coded=codes is not None) if out is None else out
+    tail, out, border, codes, saturated = window_of(x, **written)
     refuse_sizes(out)
     batch, channels, frames, _, width = x.shape
     pixels = out.shape[3] * out.shape[4]
