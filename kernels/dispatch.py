@@ -21,7 +21,7 @@ from .convolution.weight import ConvWeight
 from .devices import device_kind
 from .errors import BackendError, Refusal
 from .modules import module_of
-from .ready import recorded, serving, variants
+from .ready import recorded, serving
 from .ready.proof import current_proofs
 from .routes import Route, route_of
 
@@ -144,9 +144,8 @@ def _order(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str,
 
 def _tile(route: Route, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Run the tile of a route, or refuse if its kernel for these terms is not there yet."""
-    asks, key = _tile_asks(route.tile), variants.key_of(op, args, kwargs, args[0].device)
-    samples = functools.partial(variants.samples_of, op, args, kwargs, args[0].device)
-    if not serving.kernel_of(asks, key, op, samples):
+    asks = _tile_asks(route.tile)
+    if serving.backends_of(asks, op, args, kwargs) == serving.LIBRARY:
         raise Refusal("its kernel is not built yet")
     return asks("triton", op, *args, **kwargs)
 

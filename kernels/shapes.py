@@ -35,6 +35,19 @@ def window(x: Tensor, tail: Tensor | None, border: int = 0) -> Shape:
     return batch, channels, known + frames, height + 2 * border, width + 2 * border
 
 
+def blocks(count: int, size: int) -> int:
+    """Return the number of blocks of `size` for `count` values."""
+    return -(-count // size)
+
+
+def strides(x: Tensor | None) -> tuple[int, int]:
+    """Return the strides of batch and time of `x` in elements; 0 for a dimension of one."""
+    # That stride is arbitrary, and an odd one would cost a kernel its aligned loads.
+    if x is None:
+        return 0, 0
+    return x.stride(0) if x.shape[0] > 1 else 0, x.stride(2) if x.shape[2] > 1 else 0
+
+
 def statistics(x: Tensor, groups: int) -> Shape:
     """Return the shape `[B, T, 2, groups]` of `group_norm_statistics(x, groups)`."""
     return x.shape[0], x.shape[2], 2, groups

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..shapes import blocks as blocks
+from ..shapes import strides
 from .runtime import refuse_counts
 
 # Fields of a structure: their format, and their values.
@@ -49,13 +51,7 @@ def pointer(x: Tensor | None) -> Fields:
 
 def video(x: Tensor | None) -> Fields:
     """Return `Video`: the address, null for None, and the strides of batch and time."""
-    # The stride of a dimension of one is arbitrary, and an odd one would prevent wide loads, so it
-    # is 0.
-    if x is None:
-        return "Pqq", (0, 0, 0)
-    batch = x.stride(0) if x.shape[0] > 1 else 0
-    frame = x.stride(2) if x.shape[2] > 1 else 0
-    return "Pqq", (x.data_ptr(), batch, frame)
+    return "Pqq", (0 if x is None else x.data_ptr(), *strides(x))
 
 
 def vector(values: Tensor | None) -> Fields:
@@ -102,10 +98,10 @@ def pack_of(
         *zip(repeat(_PACK_BYTES), fields, strict=False),
         *zip(repeat(count), codes, strict=False),
     ]
-    for size, (form, (address, *strides)) in aligned:
+    for size, (form, (address, *steps)) in aligned:
         if int(address) % size:
             return 1
-        if form == "Pqq" and any(stride % count for stride in strides):
+        if form == "Pqq" and any(stride % count for stride in steps):
             return 1
     return count
 
@@ -115,8 +111,3 @@ def dense(values: Tensor | None, x: Tensor) -> Tensor | None:
     if values is None:
         return None
     return (values if values.dtype in (torch.float32, x.dtype) else values.float()).contiguous()
-
-
-def blocks(count: int, size: int) -> int:
-    """Return the number of blocks of `size` for `count` values."""
-    return -(-count // size)

@@ -147,8 +147,11 @@ def _run(
     given_terms = given(terms.bias, residual, terms.residual_bias)
     vectors = bias, added, residual_bias, gamma
     out_steps = [step // out_unit for each in (residual, out) for step in strides(each)]
-    constants = _options(tile, x.shape[1], out.shape[1], math.prod(kernel))
-    constants |= {"OUT_UNIT": out_unit, "NORM": terms.gamma is not None}
+    constants = tile.constants(x.shape[1], out.shape[1])
+    constants |= {"OUT_UNIT": out_unit, "NORM": terms.gamma is not None, "HALF": tile.half}
+    # With as many stages as iterations, the compiler unrolls the loop, and registers spill.
+    stages = max(2, blocks(x.shape[1] * math.prod(kernel), tile.depth) - 1)
+    constants |= {"ROOT": math.sqrt(out.shape[1]), "num_stages": min(tile.stages, stages)}
     constants |= dict(zip(("KT", "KH", "KW", "PH", "PW"), (*kernel, *padding), strict=True))
     if tile.columns:
         launch(
@@ -190,26 +193,6 @@ def _descriptors(tile: ConvTile, x: Tensor, tail: Tensor, taps: Tensor) -> list[
         block = [width or tile.outputs[0], tile.depth]
         made.append(descriptor(taps, [outputs, summed], [summed, 1], block))
     return made
-
-
-def _options(tile: ConvTile, inputs: int, outputs: int, taps: int) -> dict[str, Any]:
-    """Return the constants of a tile, and how to compile it."""
-    # With as many stages as iterations, the compiler unrolls the loop, and registers spill.
-    iterations = blocks(inputs * taps, tile.depth)
-    options = {
-        "C_IN": inputs,
-        "C_OUT": outputs,
-        "ROOT": math.sqrt(outputs),
-        "HALF": tile.half,
-        "N0": tile.outputs[0],
-        "N1": tile.outputs[1],
-        "K": tile.depth,
-        "warps": tile.warps,
-        "num_stages": min(tile.stages, max(2, iterations - 1)),
-    }
-    if tile.columns:
-        return options | {"ROWS": tile.pixels // tile.columns, "COLUMNS": tile.columns}
-    return options | {"M": tile.pixels, "CACHE": ".ca" if tile.cached else ""}
 
 
 def _patch_grid(tile: ConvTile, out: Tensor) -> tuple[int, int]:

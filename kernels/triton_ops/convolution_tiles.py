@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,6 +56,16 @@ class ConvTile:
     def width(self) -> int:
         """Output channels of a program."""
         return sum(self.outputs)
+
+    def constants(self, inputs: int, outputs: int) -> dict[str, Any]:
+        """Return the constants of the kernels for some channels, but the number of stages."""
+        first, second = self.outputs
+        made = {"C_IN": inputs, "C_OUT": outputs, "N0": first, "N1": second, "K": self.depth}
+        if self.columns:
+            made |= {"ROWS": self.pixels // self.columns, "COLUMNS": self.columns}
+        else:
+            made |= {"M": self.pixels, "CACHE": ".ca" if self.cached else ""}
+        return made | {"warps": self.warps}
 
 
 class _Family(NamedTuple):

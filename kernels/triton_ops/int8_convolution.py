@@ -6,7 +6,7 @@ The kernel is in `int8_kernels.py`. A shape class has one tile.
 import functools
 import math
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -205,23 +205,9 @@ def _run(tile: ConvTile, x: Tensor, weight: ConvWeight, terms: _Terms, out: Tens
         OUT_UNIT=out_unit,
         ZERO=zero_of(x.dtype),
         **dict(zip(("KT", "KH", "KW"), kernel, strict=True)),
-        **_options(tile, x.shape[1], out.shape[1]),
+        **tile.constants(x.shape[1], out.shape[1]),
+        num_stages=tile.stages,
     )
-
-
-def _options(tile: ConvTile, inputs: int, outputs: int) -> dict[str, Any]:
-    """Return the constants of a tile, and how to compile it."""
-    return {
-        "C_IN": inputs,
-        "C_OUT": outputs,
-        "CACHE": ".ca" if tile.cached else "",
-        "M": tile.pixels,
-        "N0": tile.outputs[0],
-        "N1": tile.outputs[1],
-        "K": tile.depth,
-        "warps": tile.warps,
-        "num_stages": tile.stages,
-    }
 
 
 def _sums(weight: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ from torch import Tensor
 from ..constraints import DTYPES
 from ..devices import amd_chip, device_kind
 from ..errors import Refusal
+from ..shapes import blocks as blocks
+from ..shapes import strides as strides
 from .runtime import GRID_LIMIT
 
 # Compute capability, or the architecture of an AMD GPU, such as "gfx942".
@@ -53,19 +55,6 @@ def tile(
 def power_of_two(count: int) -> int:
     """Return the smallest power of two that is at least `count`."""
     return 1 << max(count - 1, 0).bit_length()
-
-
-def blocks(count: int, size: int) -> int:
-    """Return the number of blocks of `size` for `count` values."""
-    return -(-count // size)
-
-
-def strides(x: Tensor | None) -> tuple[int, int]:
-    """Return the strides of batch and time of `x` in elements; 0 for a dimension of one."""
-    # That stride is arbitrary, and an odd one would cost the kernel its aligned loads.
-    if x is None:
-        return 0, 0
-    return x.stride(0) if x.shape[0] > 1 else 0, x.stride(2) if x.shape[2] > 1 else 0
 
 
 def unit_of(most: int, channels: int, *tensors: Tensor) -> int:
