@@ -207,8 +207,7 @@ def rms_norm_silu(
     """
     check.video(x=x)
     check.vectors(x, x.shape[1], gamma=gamma, bias=bias)
-    check.codes(x, codes, saturated, out)
-    check.window(x, tail, out, border, _coded(x, codes, out))
+    check.window(x, tail, out, border, codes, saturated)
     options = {"silu": silu, "bias": bias, "tail": tail, "out": out, "border": border}
     if codes is not None:
         options |= {"codes": codes, "saturated": saturated}
@@ -259,8 +258,7 @@ def group_norm_silu(
     check.vectors(x, x.shape[1], weight=weight, bias=bias)
     check.divides(groups, x.shape[1], "groups")
     check.statistics(x, groups, statistics)
-    check.codes(x, codes, saturated, out)
-    check.window(x, tail, out, border, _coded(x, codes, out))
+    check.window(x, tail, out, border, codes, saturated)
     options = {} if codes is None else {"codes": codes, "saturated": saturated}
     return run(
         "group_norm_silu", x, weight, bias, groups, eps=eps, silu=silu, statistics=statistics,
@@ -652,10 +650,3 @@ def prepare(device: torch.device, record: Callable[[], object]) -> Prepared:
         record: Runs the network once on `meta`, with all of its ops and sizes.
     """
     return Prepared(ask, device, record)
-
-
-def _coded(x: Tensor, codes: Tensor | None, out: Tensor | None) -> torch.dtype | None:
-    """Return the dtype of the codes of a norm; None: there are none."""
-    if codes is None:
-        return None
-    return code_dtype(x.device) if out is None else out.dtype

@@ -9,7 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from . import shapes
+from . import codes, shapes
 from .convolution.weight import ConvWeight
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -76,10 +76,7 @@ def convolution(
         raise ValueError(f"stride is {stride}; expected {x.ndim - 2} numbers from 1 on")
     if len(padding) != 2 or min(padding) < 0:
         raise ValueError(f"padding is {padding}; expected 2 numbers from 0 on")
-    if tail is not None:
-        _dimensions("tail", tail)
-        batch, channels, _, height, width = x.shape
-        _same("tail", tail, (batch, channels, tail.shape[2], height, width), x)
+    _tail(x, tail, x.dtype)
     result = shapes.convolved(x, weight.shape, stride, padding, tail)
     if min(*result[2:], *x.shape[-2:]) < 1:
         raise ValueError(
@@ -114,30 +111,25 @@ def window(
     x: Tensor,
     tail: Tensor | None,
     out: Tensor | None,
-    border: int = 0,
-    dtype: torch.dtype | None = None,
+    border: int,
+    factors: Tensor | None,
+    saturated: Tensor | None,
 ) -> None:
-    """Check tail, buffer and border of a norm against `x`; `dtype` of both, None: that of `x`."""
-    if border < 0:
-        raise ValueError(f"border is {border}; expected 0 or more")
-    if tail is not None:
-        _dimensions("tail", tail)
-        batch, channels, _, height, width = x.shape
-        _same("tail", tail, (batch, channels, tail.shape[2], height, width), x, dtype)
-    if out is not None:
-        _same("out", out, shapes.window(x, tail, border), x, dtype)
-
-
-def codes(x: Tensor, factors: Tensor | None, saturated: Tensor | None, out: Tensor | None) -> None:
-    """Check the codes `[C]`, the counters `[2]` and the buffer of a norm."""
+    """Check tail, buffer, border, codes `[C]` and their counters `[2]` of a norm of `x`."""
     if (factors is None) != (saturated is None):
         raise ValueError("only one of codes and saturated is given; expected both or none")
-    if factors is None or saturated is None:
-        return
-    _same("codes", factors, (x.shape[1],), x, torch.float32)
-    _same("saturated", saturated, (2,), x, torch.int64)
-    if out is not None and out.dtype not in (torch.int8, torch.uint8):
-        raise ValueError(f"out is {_name(out.dtype)}; expected int8 or uint8 for codes")
+    dtype = x.dtype
+    if factors is not None and saturated is not None:
+        _same("codes", factors, (x.shape[1],), x, torch.float32)
+        _same("saturated", saturated, (2,), x, torch.int64)
+        dtype = codes.code_dtype(x.device) if out is None else out.dtype
+        if dtype not in codes.DTYPES:
+            raise ValueError(f"out is {_name(dtype)}; expected int8 or uint8 for codes")
+    if border < 0:
+        raise ValueError(f"border is {border}; expected 0 or more")
+    _tail(x, tail, dtype)
+    if out is not None:
+        _same("out", out, shapes.window(x, tail, border), x, dtype)
 
 
 def code_convolution(
@@ -148,7 +140,7 @@ def code_convolution(
     **terms: Tensor | None,
 ) -> None:
     """Check the arguments of `int8_conv3d`."""
-    if x.dtype not in (torch.int8, torch.uint8):
+    if x.dtype not in codes.DTYPES:
         raise ValueError(f"x is {_name(x.dtype)}; expected int8 or uint8")
     _dimensions("x", x)
     if weight.dtype != torch.int8 or weight.ndim != 5 or weight.shape[1] != x.shape[1]:
@@ -231,6 +223,13 @@ def images(frames: Tensor, dtype: torch.dtype, patch: int, bits: int, out: Tenso
             raise ValueError(f"out is {list(out.shape)}; expected {list(flat)} or {list(apart)}")
     if dtype not in (*_DTYPES, torch.uint8, torch.uint16):
         raise ValueError(f"images are {_name(dtype)}; expected a float dtype, uint8 or uint16")
+
+
+def _tail(x: Tensor, tail: Tensor | None, dtype: torch.dtype) -> None:
+    if tail is not None:
+        _dimensions("tail", tail)
+        batch, channels, _, height, width = x.shape
+        _same("tail", tail, (batch, channels, tail.shape[2], height, width), x, dtype)
 
 
 def _dimensions(name: str, tensor: Tensor, expected: str = "[B, C, T, H, W]") -> None:

@@ -1,15 +1,14 @@
 """Selection of the backend that runs a call, in one place.
 
-Backends have functions with the names and signatures of the ops in `kernels/__init__.py`. On a CPU
+Backends have functions with the names and arguments of the ops in `kernels/__init__.py`. On a CPU
 they are tried in the order of `ORDER`; on a GPU `serving.py` has those that are built and right,
 and `routes.py` the candidates of the convolutions. A backend that does not support a call raises
-`Refusal` with the reason before it does any work, and the next one is tried. A missing compiler or
-package is a reason too: found once, logged once, remembered.
-
-A candidate of the convolutions can have variants, such as tile sizes: "triton:2" is its third.
+`Refusal` with the reason before it does any work, and the next one is tried. A candidate of the
+convolutions can have variants, such as tile sizes: "triton:2" is its third.
 """
 
 import functools
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -46,15 +45,10 @@ def run(op: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, those of th
 
 def run_kernel(op: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, those of the op
     """Run an op on a backend other than the reference; None if there is none, or for a gradient."""
-    if _requires_gradient(args, kwargs):
-        return None
-    for name in _order(op, args, kwargs):
-        if name == "reference":
-            return None
-        try:
-            return _run(name, op, args, kwargs)
-        except Refusal:
-            continue
+    for name in () if _requires_gradient(args, kwargs) else _order(op, args, kwargs):
+        if name != "reference":
+            with suppress(Refusal):
+                return _run(name, op, args, kwargs)
     return None
 
 

@@ -1,7 +1,4 @@
-"""Log of the one-time work before kernels run, such as builds, for the timing summary.
-
-It can make a first run minutes longer.
-"""
+"""Log of the one-time work before kernels run, which can make a first run minutes longer."""
 
 import threading
 import time

@@ -1,7 +1,4 @@
-"""The ops that this backend supports; each loads the file of its launch on the first call.
-
-General refusals come first. The function there refuses further calls in its first lines.
-"""
+"""The ops of this backend; each loads the file of its launch on the first call."""
 
 import importlib
 from collections.abc import Callable

@@ -1,9 +1,7 @@
 """Build the C++ sources of `csrc/cpu` on the user's machine, once.
 
-The library is cached in a folder of the user under a hash of its inputs: sources, flags and the
-version of torch, so a stale library is never loaded. A failure is logged in one line and
-remembered, and another backend runs instead. `native_ops/library.py` defines the library, and
-`native_ops/compiler.py` compiles it.
+The library is cached under a hash of its inputs: sources, flags and the version of torch, so a
+stale one is never loaded. A failure is logged once and remembered, and another backend runs.
 """
 
 import hashlib

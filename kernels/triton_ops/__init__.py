@@ -1,10 +1,6 @@
-"""The ops in Triton for GPUs, on channels-last memory.
+"""The ops in Triton for GPUs, on channels-last memory; `ops.py` has a function for each.
 
-`ops.py` has a function for each op, and `runtime.py` tests whether Triton works. The other files
-hold the kernels and their refusals; they import Triton, so the first call that needs them imports
-them. Kernels compute in float32 and round once. Offsets of frames are 64 bits wide and the same for
-a whole program; offsets within a tile have 32 bits.
-
-Tile sizes and warps follow from registers and bytes in flight; they are not measured. Those of the
-convolution are tuned at run time.
+Files with kernels import Triton, so the first call that needs them imports them. Kernels compute in
+float32 and round once. Offsets of frames are 64 bits wide and the same for a whole program, offsets
+within a tile have 32. Tile sizes and warps follow from registers and bytes in flight.
 """

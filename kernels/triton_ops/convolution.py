@@ -1,8 +1,4 @@
-"""Convolutions in Triton: refusals and launches.
-
-The kernels are in `convolution_kernels.py` and, for tiles with descriptors, in
-`convolution_patches.py`; the tiles are in `convolution_tiles.py`.
-"""
+"""Convolutions in Triton: refusals and launches."""
 
 import importlib
 import math

@@ -1,7 +1,4 @@
-"""The int8 convolution in Triton: tiles, refusals and the launch.
-
-The kernel is in `int8_kernels.py`. A shape class has one tile.
-"""
+"""The int8 convolution in Triton: tiles, one for a shape class, refusals and the launch."""
 
 import functools
 import math

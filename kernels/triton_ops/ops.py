@@ -1,7 +1,6 @@
 """The ops that Triton supports; each loads the file of its kernel on the first call.
 
-General refusals come first, before that file imports Triton. The function there refuses further
-calls in its first lines.
+General refusals come first, before that file imports Triton, and its own follow.
 """
 
 import functools
