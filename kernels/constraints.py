@@ -103,6 +103,16 @@ def refuse_overlap(target: Tensor | None, *, same: bool = False, **sources: Tens
             raise Refusal(f"out overlaps the memory of {name}")
 
 
+def video_target(
+    shape: shapes.Shape, out: Tensor | None, *, same: bool = False, **sources: Tensor | None
+) -> Tensor:
+    """Return `out` or channels-last memory like the first source, or refuse their memory."""
+    refuse_videos(**sources, out=out)
+    refuse_overlap(out, same=same, **sources)
+    like = next(each for each in sources.values() if each is not None)
+    return shapes.new_video(like, shape) if out is None else out
+
+
 def refuse_target(out: Tensor | None, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     """Refuse a buffer on another device, in another dtype, or over the memory of `x`."""
     if out is None:

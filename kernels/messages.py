@@ -1,7 +1,6 @@
 """Messages about files: one short, printable line that starts with the file's name.
 
-Keys come from the file and can hold line breaks, bidirectional marks or a million letters, and the
-error of a reader can be a page long. Every such text is escaped and shortened here.
+Keys come from the file and can hold line breaks, bidirectional marks or a million letters.
 """
 
 from collections.abc import Iterator, Sequence

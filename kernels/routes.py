@@ -16,7 +16,7 @@ from .convolution.weight import ConvWeight
 from .devices import device_kind
 from .modules import module_of
 from .ready import facts, serving
-from .tables import SUMS_IN_HALF, TILES, Chip, Kind
+from .tables import SUMS_IN_HALF, TILES, Kind
 from .triton_ops.convolution_tiles import tiles_of
 from .triton_ops.tiles import chip_of
 
@@ -113,7 +113,7 @@ def _chosen(
         if tile is None or not serving.has_tile(op, x, weight, stride):
             return library, None, None
         return ("triton", *library), tile, None
-    key = ProofKey(device, found, _tile_dtype(chip, x.dtype))
+    key = ProofKey(device, found, torch.float16 if chip in SUMS_IN_HALF else x.dtype)
     if not tiles_of(chip, key.dtype, found.outputs):
         return library, None, None
     proof = proof_of(key)
@@ -131,10 +131,6 @@ def _kind_of(op: str, x: Tensor, weight: ConvWeight, stride: tuple[int, ...]) ->
     video = op == "conv3d" or x.shape[0] > 1
     alone = (1,) * (3 - len(taps))
     return Kind(x.shape[1], weight.shape[0], (*alone, *taps), (*alone, *stride), video)
-
-
-def _tile_dtype(chip: Chip, dtype: torch.dtype) -> torch.dtype:
-    return torch.float16 if chip in SUMS_IN_HALF else dtype
 
 
 def proof_of(key: ProofKey) -> Proof | None:

@@ -54,9 +54,7 @@ class NativeLibrary:
 
 def backend_matrix() -> list[Support]:
     """Run every op on every backend and every kind of device of this machine."""
-    # Libraries are built or loaded for it, which can take a minute the first time. Entries are in
-    # the order of op, device, backend (fastest first) and dtype; the convolutions come last,
-    # because they have other backends.
+    # Libraries are built or loaded for it, which can take a minute the first time.
     devices = list(dict.fromkeys(("cpu", default_device().type)))
     ops = [*((op, ORDER) for op in sample_inputs.OPS), *((op, CONVOLUTIONS) for op in _DIMENSIONS)]
     return [

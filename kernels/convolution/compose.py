@@ -25,9 +25,8 @@ def composed(
     **options: Any,  # noqa: ANN401, those of the op
 ) -> Tensor:
     """Run a candidate with the terms that it adds, and add the others by `run`."""
-    # The candidate gets no `out`, `residual`, `residual_bias` or `gamma` unless it has `sums`;
-    # without them it returns new memory. For frames, `residual` and `out` can also be `[N, C_out,
-    # 1, H', W']`.
+    # A candidate without `sums` gets no other term than `bias`, no `out`, and returns new memory.
+    # The `residual` and `out` of frames can also be `[N, C_out, 1, H', W']`.
     is_video = (x if residual is None else residual).ndim == 5
     if residual is not None and is_video and x.ndim == 4 and fused.sums:
         flat = {"residual": residual.squeeze(2), "out": None if out is None else out.squeeze(2)}

@@ -8,7 +8,7 @@ device yet has none.
 import ctypes
 import functools
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,11 +46,7 @@ class Driver:
         for name in names:
             kernels[name] = ctypes.c_void_p()
             self._run(device, self._get, ctypes.byref(kernels[name]), handle, name.encode())
-        return Module(self, kernels, device)
-
-    def launch(self, device: int, *arguments: object) -> None:
-        """Call `cuLaunchKernel` with `arguments` on `device`; a `RuntimeError` if it fails."""
-        self._run(device, self._launch, *arguments)
+        return Module(functools.partial(self._run, device, self._launch), kernels)
 
     def _run(self, device: int, function: Any, *arguments: object) -> None:  # noqa: ANN401
         status = function(*arguments)
@@ -77,10 +73,10 @@ class Driver:
 
 
 class Module:
-    """Kernels on a device."""
+    """Kernels on a device, which `start` launches."""
 
-    def __init__(self, driver: Driver, kernels: Mapping[str, ctypes.c_void_p], device: int) -> None:
-        self._driver, self._kernels, self._device = driver, kernels, device
+    def __init__(self, start: Callable[..., None], kernels: Mapping[str, ctypes.c_void_p]) -> None:
+        self._start, self._kernels = start, kernels
 
     def launch(
         self, kernel: str, blocks: int, threads: tuple[int, int], arguments: bytes, stream: int
@@ -89,7 +85,7 @@ class Module:
         memory = ctypes.create_string_buffer(arguments, len(arguments))
         places = (ctypes.c_void_p * 1)(ctypes.addressof(memory))
         grid = blocks, 1, 1, *threads, 1
-        self._driver.launch(self._device, self._kernels[kernel], *grid, 0, stream, places, None)
+        self._start(self._kernels[kernel], *grid, 0, stream, places, None)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .. import shapes
-from ..constraints import DTYPES, image_target, refuse_overlap, refuse_target, refuse_videos
+from ..constraints import DTYPES, image_target, refuse_target, refuse_videos, video_target
 from ..errors import Refusal
 from .arguments import THREADS, blocks, dense, divisor, items, pack_of, packed, vector, video
 from .runtime import dtype_name, launch, refuse_counts
@@ -16,9 +16,7 @@ _SPREAD = 4 * THREADS
 
 def interleave_time(x: Tensor, phases: int, *, out: Tensor | None = None) -> Tensor:
     """Interleave as a shuffle."""
-    refuse_videos(x=x, out=out)
-    refuse_overlap(out, x=x)
-    out = shapes.new_video(x, shapes.interleaved(x, phases)) if out is None else out
+    out = video_target(shapes.interleaved(x, phases), out, x=x)
     _spread(x, (phases, 1, 1), "thwc", out)
     return out
 
@@ -32,11 +30,9 @@ def merge_phases(
     out: Tensor | None = None,
 ) -> Tensor:
     """Write two packs of the picture per thread."""
-    refuse_videos(grid=grid, source=source, out=out)
-    refuse_overlap(out, grid=grid, source=source)
     if 1 in grid.shape[3:]:
         raise Refusal("the picture is empty")
-    out = shapes.new_video(grid, shapes.merged(grid)) if out is None else out
+    out = video_target(shapes.merged(grid), out, grid=grid, source=source)
     batch, channels, frames, height, width = out.shape
     before = 0 if source is None else source.shape[1]
     # The first frame of a video is the last frame of its latent.

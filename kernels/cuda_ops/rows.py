@@ -2,8 +2,7 @@
 
 from torch import Tensor
 
-from .. import shapes
-from ..constraints import refuse_overlap, refuse_rows, refuse_videos, row_distance
+from ..constraints import refuse_overlap, refuse_rows, row_distance, video_target
 from .arguments import THREADS, blocks, dense, divisor, items, pack_of, packed, vector, video
 from .runtime import launch, refuse_counts
 
@@ -42,9 +41,7 @@ def bias_residual(
     out: Tensor | None = None,
 ) -> Tensor:
     """Add the terms to two packs per thread."""
-    refuse_videos(x=x, residual=residual, out=out)
-    refuse_overlap(out, x=x, residual=residual, same=True)
-    out = shapes.new_video(x, x.shape) if out is None else out
+    out = video_target(x.shape, out, x=x, residual=residual, same=True)
     batch, channels, frames, height, width = x.shape
     bias, residual_bias = dense(bias, x), dense(residual_bias, x)
     fields = video(x), video(residual), video(out), vector(bias), vector(residual_bias)

@@ -8,6 +8,7 @@ costs little, and PyTorch's own loops take float16: 16 times as long as float32 
 import functools
 import os
 import platform
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,23 +43,21 @@ def cpu_features() -> frozenset[str]:
     query: Any = getattr(torch.cpu, "get_capabilities", None)
     if query is not None:
         return frozenset(name for name, value in query().items() if value is True)
-    try:
-        with _CPUINFO.open(encoding="utf-8", errors="replace") as lines:
-            listed = (line.partition(":")[2].split() for line in lines if "flags" in line)
-            return frozenset(next(listed, []))
-    except OSError:
-        return frozenset()
+    return frozenset(_listed("flags").split())
 
 
 def processor() -> str:
     """Return the model of the processor; without one, the name of its architecture."""
     # `platform.processor` starts another process on Linux and macOS.
-    try:
-        with _CPUINFO.open(encoding="utf-8", errors="replace") as lines:
-            named = (line.partition(":")[2].strip() for line in lines if "model name" in line)
-            return next(named, "") or platform.machine()
-    except OSError:
-        return os.environ.get("PROCESSOR_IDENTIFIER") or platform.machine()
+    name = _listed("model name") or os.environ.get("PROCESSOR_IDENTIFIER")
+    return name or platform.machine()
+
+
+def _listed(name: str) -> str:
+    """Return what Linux lists under a name for the first processor; "" where it does not."""
+    with suppress(OSError), _CPUINFO.open(encoding="utf-8", errors="replace") as lines:
+        return next((line.partition(":")[2].strip() for line in lines if name in line), "")
+    return ""
 
 
 def _is_x86() -> bool:

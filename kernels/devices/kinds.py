@@ -76,8 +76,9 @@ def lacks(device: torch.device, dtype: torch.dtype) -> str:
         and not torch.backends.mps.is_macos_or_newer(_BFLOAT16_MACOS, 0)
     ):
         return f"bfloat16 needs macOS {_BFLOAT16_MACOS} or later on an Apple GPU"
-    if kind == "intel" and dtype == torch.float64 and not _has_float64(device):
-        return f"{device_name(device)} has no float64"
+    if kind == "intel" and dtype == torch.float64:
+        has = getattr(torch.xpu.get_device_properties(device), "has_fp64", True)
+        return "" if has else f"{device_name(device)} has no float64"
     return ""
 
 
@@ -117,8 +118,3 @@ def current(device: torch.device) -> AbstractContextManager[object]:
 def runtime(device: torch.device) -> Any:  # noqa: ANN401, a module
     """Return the module of the type of `device`, such as `torch.cuda`, or None."""
     return getattr(torch, device.type, None)
-
-
-def _has_float64(device: torch.device) -> bool:
-    properties = torch.xpu.get_device_properties(device)
-    return bool(getattr(properties, "has_fp64", True))

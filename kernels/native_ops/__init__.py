@@ -1,7 +1,6 @@
 """The ops in C++ for the CPU; `csrc/cpu` has the kernels, and `library.py` builds them.
 
-Each function first refuses calls that it does not support, then calls one op of
-`torch.ops.fast_video_vae`, which writes into `out`.
+Each function refuses what it does not support, and runs an op of `torch.ops.fast_video_vae`.
 """
 
 from typing import Any, NoReturn
@@ -16,6 +15,7 @@ from ..constraints import (
     refuse_overlap,
     refuse_rows,
     refuse_videos,
+    video_target,
     window_of,
 )
 from ..errors import Refusal
@@ -83,9 +83,7 @@ def bias_residual(
 ) -> Tensor:
     """Add the terms to rows."""
     _check(x)
-    refuse_videos(x=x, residual=residual, out=out)
-    refuse_overlap(out, x=x, residual=residual, same=True)
-    out = shapes.new_video(x, x.shape) if out is None else out
+    out = video_target(x.shape, out, x=x, residual=residual, same=True)
     return _run("bias_residual", x, _vector(bias), residual, _vector(residual_bias), out)
 
 
@@ -97,9 +95,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> NoReturn:
 def interleave_time(x: Tensor, phases: int, *, out: Tensor | None = None) -> Tensor:
     """Copy the phases of each frame."""
     _check(x)
-    refuse_videos(x=x, out=out)
-    refuse_overlap(out, x=x)
-    out = shapes.new_video(x, shapes.interleaved(x, phases)) if out is None else out
+    out = video_target(shapes.interleaved(x, phases), out, x=x)
     return _run("interleave_time", x, phases, out)
 
 
@@ -113,9 +109,7 @@ def merge_phases(
 ) -> Tensor:
     """Write rows of the picture from rows of windows."""
     _check(grid)
-    refuse_videos(grid=grid, source=source, out=out)
-    refuse_overlap(out, grid=grid, source=source)
-    out = shapes.new_video(grid, shapes.merged(grid)) if out is None else out
+    out = video_target(shapes.merged(grid), out, grid=grid, source=source)
     return _run("merge_phases", grid, source, times, _vector(bias), out)
 
 
@@ -126,9 +120,7 @@ def pixel_shuffle_3d(
     _check(x)
     if out is not None and (out.dtype != x.dtype or out.device != x.device):
         raise Refusal("out has another dtype or device")
-    refuse_videos(x=x, out=out)
-    refuse_overlap(out, x=x)
-    out = shapes.new_video(x, shapes.shuffled(x, size)) if out is None else out
+    out = video_target(shapes.shuffled(x, size), out, x=x)
     return _run("pixel_shuffle_3d", x, size, order, out)
 
 

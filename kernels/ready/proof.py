@@ -1,9 +1,8 @@
 """Proof that a tile of ours is faster than the library on a chip without an entry in the table.
 
-It costs next to nothing, because it uses the user's own call: at the third call of a kind, both run
-on the same tensors, the tile into scratch memory, between events on the device. The difference is
-reduced on the device, and everything is read by the background thread after the video. No caller
-waits, and no kind is proved twice on a machine.
+It uses the user's own call: at the third call of a kind, both run on the same tensors, the tile
+into scratch memory, between events on the device. The background thread reads times and difference
+after the video. No caller waits, and no kind is proved twice on a machine.
 """
 
 import math
@@ -12,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -58,9 +57,7 @@ class Proofs:
 
     room_bytes: int  # memory that the video leaves
     most: int  # proofs that may happen
-
-    def __post_init__(self) -> None:
-        self._pending: list[_Pending] = []
+    _pending: list[_Pending] = field(default_factory=list, init=False)
 
     def proved(
         self,

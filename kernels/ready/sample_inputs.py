@@ -74,9 +74,8 @@ def call(
     given: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Generate the arguments of an op, normally distributed, from a fixed seed."""
-    # `given` is a call to imitate: its channels, the frames of its tail, the dtypes of vectors and
-    # all other values are used, sizes are not. None: the most frequent call. `size` has frames,
-    # height and width.
+    # `size` has frames, height and width. `given` is a call to imitate in all but its sizes and the
+    # dtype of activations; None: the most frequent call.
     given = _USUAL[op] if given is None else given
     frames, height, width = size
     times = given.get("times", 1)
@@ -117,9 +116,8 @@ def call(
 
 def convolution(op: str, given: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Generate the arguments of a convolution like `given`, from a fixed seed."""
-    # Frames are `silu` of normally distributed numbers, as after the norms of the VAEs, and weights
-    # have the deviation that keeps the size of the results. The call has a tail, and a residual
-    # whose memory is the result.
+    # Frames are `silu` of normal numbers, as after the norms of the VAEs, and weights keep the size
+    # of the results. The call has a tail, and a residual whose memory is the result.
     x, taps = given["x"], given["weight"]
     outputs, inputs, *kernel = taps.shape
     generator = torch.Generator(device).manual_seed(0)

@@ -2,10 +2,8 @@
 
 A kernel that is asked for and not there is built and checked by the background thread; until then
 the library serves. What a family needs is known before its first decode: its network runs once on
-`meta` tensors, where every op is noted and none is computed (`prepare`).
-
-What is found has a number, and a video sees what was found before it began (`Snapshot`). So all
-frames of a video come from the same kernels, and so do those of two videos, once all is there.
+`meta`, where every op is noted and none is computed. A video sees what was found before it began
+(`Snapshot`), so all of its frames come from the same kernels.
 """
 
 import functools

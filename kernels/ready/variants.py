@@ -158,8 +158,7 @@ def _channels(x: Tensor) -> int:
 
 def _size(op: str, x: Tensor, given: Mapping[str, Any]) -> tuple[int, int, int]:
     """Return frames, height and width of a check."""
-    # Sizes are odd, which also tests partial tiles, unless a kernel is compiled for multiples of
-    # 16.
+    # Odd, which also tests partial tiles, unless a kernel is compiled for multiples of 16.
     if op == "attention":
         return 1, 1, _PIXELS.get(x.shape[1] % 32, _ODD_PIXELS)
     channels = _channels(x)

@@ -8,20 +8,8 @@ buffer, because fresh pages cost as much as the arithmetic.
 from .attention import attention
 from .convolution import conv2d, conv3d, int8_conv3d
 from .convolution import fuses as fuses
-from .layout import (
-    average_down,
-    frames_to_images,
-    interleave_time,
-    merge_phases,
-    pixel_shuffle_3d,
-)
-from .norms import (
-    bias_residual,
-    group_norm_silu,
-    group_norm_statistics,
-    rms_norm_silu,
-    silu_mul,
-)
+from .layout import average_down, frames_to_images, interleave_time, merge_phases, pixel_shuffle_3d
+from .norms import bias_residual, group_norm_silu, group_norm_statistics, rms_norm_silu, silu_mul
 
 __all__ = [
     "attention",

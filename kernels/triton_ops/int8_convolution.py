@@ -105,15 +105,6 @@ _FAMILIES = {
 }
 
 
-class _Terms(NamedTuple):
-    """What the kernel does with the sums; None where it does not."""
-
-    scale: Tensor | None
-    bias: Tensor | None
-    residual: Tensor | None
-    residual_bias: Tensor | None
-
-
 def int8_conv3d(
     x: Tensor,
     weight: ConvWeight,
@@ -133,7 +124,31 @@ def int8_conv3d(
     if out is None:
         shape = shapes.convolved(x, weight.shape, (1, 1, 1), (0, 0, 0))
         out = shapes.new_video(x.new_empty(0, dtype=dtype), shape)
-    _run(tile, x, weight, _Terms(scale, bias, residual, residual_bias), out)
+    if summed > _MOST:
+        raise Refusal(f"the tensor cores saturate sums of more than {_MOST} products")
+    refuse_videos(x=x, residual=residual, out=out)
+    refuse_overlap(out, x=x)
+    refuse_overlap(out, residual=residual, same=True)
+    kernel, taps, sums = weight.shape[2:], weight.plain(), weight.laid_out(("sums",), _sums)
+    vectors = [out if each is None else dense(each) for each in (scale, bias, residual_bias)]
+    added = out if residual is None else residual
+    in_unit = unit_of(_CODES, x.shape[1], x)
+    out_unit = unit_of(_VALUES, out.shape[1], out, added)
+    launch(
+        convolve_codes,
+        grid_of(tile, x, out, kernel, (1, 1, 1)),
+        *(x, taps, sums, *vectors[:2], added, vectors[2], out),
+        *(out.shape[2], x.shape[4], out.shape[4], math.prod(out.shape[3:]), taps[0].numel()),
+        given(bias, residual, residual_bias),
+        *(step // in_unit for step in strides(x)),
+        *(step // out_unit for each in (residual, out) for step in strides(each)),
+        IN_UNIT=in_unit,
+        OUT_UNIT=out_unit,
+        ZERO=zero_of(x.dtype),
+        **dict(zip(("KT", "KH", "KW"), kernel, strict=True)),
+        **tile.constants(x.shape[1], out.shape[1]),
+        num_stages=tile.stages,
+    )
     return out
 
 
@@ -171,40 +186,6 @@ def _split(width: int) -> tuple[int, int]:
 def has_tiles(device: torch.device) -> bool:
     """Return whether there are tiles for `device`: not for a chip that multiplies int8 slowly."""
     return chip_of(device) in _FAMILIES
-
-
-def _run(tile: ConvTile, x: Tensor, weight: ConvWeight, terms: _Terms, out: Tensor) -> None:
-    """Refuse what the kernel cannot read, and launch it."""
-    residual, kernel = terms.residual, tuple(weight.shape[2:])
-    if math.prod(weight.shape[1:]) > _MOST:
-        raise Refusal(f"the tensor cores saturate sums of more than {_MOST} products")
-    refuse_videos(x=x, residual=residual, out=out)
-    refuse_overlap(out, x=x)
-    refuse_overlap(out, residual=residual, same=True)
-    grid = grid_of(tile, x, out, kernel, (1, 1, 1))
-    taps, sums = weight.plain(), weight.laid_out(("sums",), _sums)
-    scale, bias, residual_bias = (
-        out if each is None else dense(each)
-        for each in (terms.scale, terms.bias, terms.residual_bias)
-    )
-    added = out if residual is None else residual
-    in_unit = unit_of(_CODES, x.shape[1], x)
-    out_unit = unit_of(_VALUES, out.shape[1], out, added)
-    launch(
-        convolve_codes,
-        grid,
-        *(x, taps, sums, scale, bias, added, residual_bias, out),
-        *(out.shape[2], x.shape[4], out.shape[4], math.prod(out.shape[3:]), taps[0].numel()),
-        given(terms.bias, residual, terms.residual_bias),
-        *(step // in_unit for step in strides(x)),
-        *(step // out_unit for each in (residual, out) for step in strides(each)),
-        IN_UNIT=in_unit,
-        OUT_UNIT=out_unit,
-        ZERO=zero_of(x.dtype),
-        **dict(zip(("KT", "KH", "KW"), kernel, strict=True)),
-        **tile.constants(x.shape[1], out.shape[1]),
-        num_stages=tile.stages,
-    )
 
 
 def _sums(weight: Tensor) -> Tensor:

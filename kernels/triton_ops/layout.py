@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import shapes
-from ..constraints import DTYPES, image_target, refuse_overlap, refuse_target, refuse_videos
+from ..constraints import DTYPES, image_target, refuse_target, refuse_videos, video_target
 from ..errors import Refusal
 from .runtime import launch
 from .scalars import narrow
@@ -30,9 +30,7 @@ _RUN = ELEMENTS // 2
 
 def interleave_time(x: Tensor, phases: int, *, out: Tensor | None = None) -> Tensor:
     """Interleave as a shuffle."""
-    refuse_videos(x=x, out=out)
-    refuse_overlap(out, x=x)
-    out = shapes.new_video(x, shapes.interleaved(x, phases)) if out is None else out
+    out = video_target(shapes.interleaved(x, phases), out, x=x)
     _write_blocks(x, (phases, 1, 1), "thwc", out)
     return out
 
@@ -46,12 +44,10 @@ def merge_phases(
     out: Tensor | None = None,
 ) -> Tensor:
     """Write the four pixels of each window of a part of a row per program."""
-    refuse_videos(grid=grid, source=source, out=out)
-    refuse_overlap(out, grid=grid, source=source)
     if 1 in grid.shape[3:]:
         raise Refusal("the picture is empty")
     refuse_sizes(grid)
-    out = shapes.new_video(grid, shapes.merged(grid)) if out is None else out
+    out = video_target(shapes.merged(grid), out, grid=grid, source=source)
     batch, channels, frames, height, width = out.shape
     height, width = height // 2, width // 2
     size, block, warps = tile(channels, ELEMENTS // 2, rows=width)

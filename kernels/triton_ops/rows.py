@@ -13,9 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import shapes
 from ..codes import zero_of
-from ..constraints import refuse_overlap, refuse_rows, refuse_videos, row_distance, window_of
+from ..constraints import refuse_overlap, refuse_rows, row_distance, video_target, window_of
 from .runtime import launch
 from .scalars import encoded, narrow, silu_of
 from .tiles import blocks, dense, given, refuse_sizes, refuse_span, strides, tile
@@ -81,10 +80,8 @@ def bias_residual(
     out: Tensor | None = None,
 ) -> Tensor:
     """Add the terms to a tile per program."""
-    refuse_videos(x=x, residual=residual, out=out)
+    out = video_target(x.shape, out, x=x, residual=residual, same=True)
     refuse_sizes(x)
-    refuse_overlap(out, x=x, residual=residual, same=True)
-    out = shapes.new_video(x, x.shape) if out is None else out
     batch, channels, frames, height, width = x.shape
     pixels = height * width
     rows, block, warps = tile(channels)
@@ -106,9 +103,8 @@ def bias_residual(
 @triton.jit
 def interior(first, row, pixels, width, BORDER: tl.constexpr):
     """Return the place of a tile in frames without border, distances from it, what is inside."""
-    # `first` is the tile's first pixel in a frame of `out`, `row` `[ROWS]` counts its pixels from
-    # 0, `pixels` are those of a frame of `out`, `width` is without border. The place can lie
-    # outside.
+    # `first` is a pixel in a frame of `out`, `row` `[ROWS]` counts from it, `pixels` are those of a
+    # frame of `out`, `width` is without border. The place can lie outside.
     wide = width + 2 * BORDER
     top, left = first // wide, first % wide
     pixel = first + row
@@ -125,9 +121,8 @@ def roll(
 ):  # fmt: skip
     """Copy the old tail to the front of `out` and move it by `frames`, for the pixels of a tile."""
     # The program of a new frame that becomes frame `last` of the tail does every `frames`-th frame
-    # up to it, so no other program reads or writes these. `source` and `held` are the offsets and
-    # the mask of the tail, and differ from `at` and `mask` of `out` if `out` has a border of
-    # `ZERO`.
+    # up to it, so no other program reads or writes these. `source` and `held` are offsets and mask
+    # of the tail, and differ from `at` and `mask` of `out` if `out` has a border of `ZERO`.
     for k in range(last % frames, last + 1, frames):
         old = tl.load(tail + k * tail_frame + source, mask=held, other=0)
         if ZERO:
