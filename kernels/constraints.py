@@ -33,7 +33,7 @@ def refuse_videos(**tensors: Tensor | None) -> None:
             raise Refusal(f"{name} is not channels-last")
 
 
-class Window(NamedTuple):
+class NormWindow(NamedTuple):
     """What a norm writes; see `rms_norm_silu` in `kernels/__init__.py`."""
 
     tail: Tensor | None
@@ -50,7 +50,7 @@ def window_of(
     border: int = 0,
     codes: Tensor | None = None,
     saturated: Tensor | None = None,
-) -> Window:
+) -> NormWindow:
     """Return what a norm writes, with memory for it, or refuse other layouts and overlaps."""
     refuse_videos(x=x, tail=tail, out=out)
     # Only without tail and border, and in the dtype of `x`, `out` can be `x`.
@@ -63,7 +63,7 @@ def window_of(
         raise Refusal("the tensor is empty")
     if out is None:
         out = shapes.new_window(x, tail, border, coded=codes is not None)
-    return Window(tail, out, border, codes, saturated)
+    return NormWindow(tail, out, border, codes, saturated)
 
 
 def refuse_subclass(x: Tensor) -> None:

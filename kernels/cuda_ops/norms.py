@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import shapes
-from ..constraints import Window, refuse_videos, window_of
+from ..constraints import NormWindow, refuse_videos, window_of
 from ..errors import Refusal
 from .arguments import (
     THREADS,
@@ -128,7 +128,7 @@ def _threads(packs: int) -> tuple[int, int]:
     return wide, THREADS // wide
 
 
-def _target(x: Tensor, written: Mapping[str, Any]) -> Window:
+def _target(x: Tensor, written: Mapping[str, Any]) -> NormWindow:
     """Return what a norm writes, with dense steps of codes, or refuse it."""
     window = window_of(x, **written)
     dtype = window.out.dtype
@@ -137,7 +137,7 @@ def _target(x: Tensor, written: Mapping[str, Any]) -> Window:
     return window._replace(codes=dense(window.codes, x))
 
 
-def _pack(x: Tensor, window: Window, *vectors: Fields) -> int:
+def _pack(x: Tensor, window: NormWindow, *vectors: Fields) -> int:
     """Return the numbers that a thread of a norm reads at once."""
     written = video(window.tail), video(window.out)
     if window.codes is None:
@@ -145,7 +145,9 @@ def _pack(x: Tensor, window: Window, *vectors: Fields) -> int:
     return pack_of(x.dtype, x.shape[1], video(x), vector(window.codes), *vectors, codes=written)
 
 
-def _fields(x: Tensor, window: Window, each: int, *, silu: bool) -> tuple[tuple[Fields, ...], int]:
+def _fields(
+    x: Tensor, window: NormWindow, each: int, *, silu: bool
+) -> tuple[tuple[Fields, ...], int]:
     """Return `Window` of the sources for items of `each` pixels, and the number of items."""
     tail, out, border, codes, saturated = window
     batch, channels, frames, height, width = x.shape
