@@ -32,31 +32,15 @@ def break_even(inner: int, out: int) -> float:
 
 @dataclass(frozen=True)
 class JoinedPairs:
-    """The joined pairs of a layer, or the active rows of them.
-
-    Attributes:
-        down: `[rank, in]`.
-        up: `[out, rank]`.
-        amounts: `[rank]` in float32: scale times strength of each row.
-        part: Axis, start and length of the part of the weight that changes; None: all.
-    """
+    """The joined pairs of a layer, or the active rows of them."""
 
     down: Tensor
     up: Tensor
-    amounts: Tensor
+    amounts: Tensor  # `[rank]` in float32: scale times strength of each row
     part: tuple[int, int, int] | None = None
 
     def into_weight(self, weight: Tensor, *, owned: bool) -> Tensor:
-        """Return `weight + up @ diag(amounts) @ down`.
-
-        Args:
-            weight: `[out, in, ...]`, in the dtype of the computation.
-            owned: The result may use the memory of `weight`.
-
-        Returns:
-            The sum, rounded once, with the shape of `weight`. `weight` is unchanged unless it is
-            owned.
-        """
+        """Return `weight + up @ diag(amounts) @ down`, rounded once, in its memory if `owned`."""
         up = self.up.to(weight.dtype)
         down = (self.down * self.amounts[:, None]).to(weight.dtype)
         if not owned and self.part is None:
@@ -70,16 +54,7 @@ class JoinedPairs:
         return result
 
     def bypass(self, y: Tensor, x: Tensor) -> Tensor:
-        """Add the effect of the delta on the input of a linear layer to its output.
-
-        Args:
-            y: `[..., out]`, the output.
-            x: `[..., in]`, the input.
-
-        Returns:
-            `y + x @ (up @ diag(amounts) @ down).T`, dtype of `y`; written into `y` unless a
-            gradient is needed or its memory is not dense.
-        """
+        """Return `y + x @ (up @ diag(amounts) @ down).T`, in the memory of `y` if possible."""
         if self.part is not None and self.part[0] == 1:
             x = x.narrow(-1, *self.part[1:])
         tokens = x.reshape(-1, x.shape[-1]).to(self.down.dtype)
@@ -123,16 +98,7 @@ class ScaledAdapter:
         return result
 
     def bypass(self, y: Tensor, x: Tensor) -> Tensor | None:
-        """Add the effect of the adapter on the input of a linear layer to its output, if possible.
-
-        Args:
-            y: `[..., out]`, the output.
-            x: `[..., in]`, the input.
-
-        Returns:
-            A new tensor; None: only a part of the weight changes, or the delta depends on the
-            weight.
-        """
+        """Return `y + x @ delta.T`; None: the delta depends on the weight or is only a part."""
         shape = y.shape[-1], x.shape[-1]
         if self.part is not None or self.adapter.grown(shape) != shape:
             return None

@@ -29,58 +29,36 @@ _RANK_STEP = 8
 
 
 class StoredAdapter(NamedTuple):
-    """An adapter that is not a plain pair.
-
-    Attributes:
-        file: Its file number.
-        form: The adapter with tensors that have no values.
-        at: Start of its tensors in the bank's `others`, in bytes.
-    """
+    """An adapter that is not a plain pair, of a file number, without the values of its tensors."""
 
     file: int
     form: Adapter
-    at: int
+    at: int  # start of its tensors in the bank's `others`, in bytes
 
 
 class BankBlock(NamedTuple):
-    """A block of the model: its layers, and their place in the bank (first, last + 1).
-
-    Attributes:
-        layers: The layers.
-        pairs: Place of the pairs, in elements.
-        others: Place of the tensors of other adapters, in bytes.
-    """
+    """A block of the model: its layers, and their place in the bank (first, last + 1)."""
 
     layers: tuple["BankLayer", ...]
-    pairs: tuple[int, int]
-    others: tuple[int, int]
+    pairs: tuple[int, int]  # in elements
+    others: tuple[int, int]  # in bytes
 
 
 @dataclass
 class BankLayer:
-    """The pairs and adapters of one parameter, or of some rows or columns of one.
-
-    Attributes:
-        target: The parameter.
-        shape: Shape of the target.
-        rank: Rank of all pairs together; 0: there are none.
-        rows: Rows of the joined pairs by file number: first, last + 1.
-        others: Adapters that are not plain pairs.
-        at: Start of the layer's pairs in the bank's memory, in elements.
-        row: Start of its rows among those of the bank.
-        others_at: Start of the tensors of `others` in the bank's memory, in bytes.
-        others_bytes: Most bytes of these tensors.
-    """
+    """The pairs and adapters of one parameter, or of some rows or columns of one."""
 
     target: Target
     shape: tuple[int, ...]
-    rank: int = 0
+    rank: int = 0  # of all pairs together
+    # By file number: first, last + 1.
     rows: dict[int, tuple[int, int]] = field(default_factory=dict)
     others: list[StoredAdapter] = field(default_factory=list)
-    at: int = 0
+    # Where its parts start in the bank: pairs, rows, tensors of `others`.
+    at: int = 0  # in elements
     row: int = 0
-    others_at: int = 0
-    others_bytes: int = 0
+    others_at: int = 0  # in bytes
+    others_bytes: int = 0  # at most
 
     @property
     def size(self) -> tuple[int, int]:
@@ -93,15 +71,7 @@ class BankLayer:
         return self.rank * sum(self.size) if self.rank else 0
 
     def pairs(self, flat: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
-        """Return the joined pairs, `down` `[rank, in]` and `up` `[out, rank]`.
-
-        Args:
-            flat: `[n]`, memory that contains the layer.
-            start: Place of `flat` in the bank's memory, in elements.
-
-        Returns:
-            Views of `flat`.
-        """
+        """Return `down` `[rank, in]` and `up` `[out, rank]`, views of `flat` from place `start`."""
         out, inner = self.size
         at = self.at - start
         down = flat[at : at + self.rank * inner].view(self.rank, inner)
@@ -109,15 +79,7 @@ class BankLayer:
         return down, up
 
     def adapters(self, others: Tensor, start: int = 0) -> list[Adapter]:
-        """Return the other adapters.
-
-        Args:
-            others: `[n]`, memory that contains their tensors, as bytes.
-            start: Place of `others` in the bank's memory, in bytes.
-
-        Returns:
-            Adapters with views of `others`, in the order of `self.others`.
-        """
+        """Return the other adapters, views of the bytes `others` from place `start`."""
         return [
             form.with_tensors(_views(form.tensors(), others, at - start))
             for _, form, at in self.others
@@ -125,17 +87,7 @@ class BankLayer:
 
 
 class Bank(nn.Module):
-    """LoRAs for one kind of model.
-
-    Attributes:
-        files: Identities of the files that were read.
-        layers: Layers by target, in the order of the model.
-        flat: All pairs, one after the other.
-        others: The tensors of all other adapters, as bytes.
-        scales: alpha / rank of each row, in float32 on the host.
-        reports: The key report of each file.
-        companions: Objects that live as long as the bank.
-    """
+    """LoRAs for one kind of model."""
 
     def __init__(
         self, files: Sequence[LoraFile], layers: Sequence[BankLayer], dtype: torch.dtype
@@ -151,9 +103,9 @@ class Bank(nn.Module):
         # The pages of new zeros are not allocated until they are written.
         self.flat = _parameter(torch.zeros(at, dtype=dtype))
         self.others = _parameter(torch.zeros(others_at, dtype=torch.uint8))
-        self.scales = torch.zeros(row)
+        self.scales = torch.zeros(row)  # alpha / rank of each row, on the host
         self.reports: list[KeyReport] = [file.report for file in files]
-        self.companions: dict[object, object] = {}
+        self.companions: dict[object, object] = {}  # live as long as the bank
         self._overlaps: dict[Target, Tensor] = {}
 
     @property
@@ -171,11 +123,7 @@ class Bank(nn.Module):
         return other
 
     def blocks(self) -> list[BankBlock]:
-        """Return the blocks of the model that the bank has something for.
-
-        Returns:
-            Blocks in the order of the model; layers outside blocks are blocks of their own.
-        """
+        """Return the blocks with something in the bank; layers outside are blocks of their own."""
         blocks: list[BankBlock] = []
         for _, found in groupby(self.layers.values(), lambda layer: block_of(layer.target.key)):
             layers = tuple(found)
@@ -187,15 +135,7 @@ class Bank(nn.Module):
         return blocks
 
     def rms(self, layer: BankLayer, strengths: Mapping[int, float]) -> float:
-        """Estimate the root mean square of the delta of a layer's pairs, as `rms_of_pair`.
-
-        Args:
-            layer: One of `layers`.
-            strengths: Strength by file number.
-
-        Returns:
-            The estimate; the same in every process.
-        """
+        """Estimate the root mean square of the delta of a layer's pairs, as `rms_of_pair`."""
         if not layer.rows:
             return 0.0
         if layer.target not in self._overlaps:

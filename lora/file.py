@@ -105,14 +105,7 @@ class LoraFile:
             return make_adapter(parts, where)
 
     def stored_bytes(self, entry: FileEntry) -> int:
-        """Return the bytes that an adapter needs at most, with alignment.
-
-        Args:
-            entry: One of `entries`.
-
-        Returns:
-            Bytes.
-        """
+        """Return the bytes that an adapter needs at most, with alignment."""
         ends = (self._places[key].offsets for key in entry.keys.values())
         return sum(aligned(last - first) for first, last in ends)
 

@@ -27,20 +27,12 @@ from .substitution import Changes, is_plain, substitution_of
 
 @dataclass
 class Counts:
-    """Number of deltas that were applied, by method.
-
-    Attributes:
-        stream: Pairs added to the weight.
-        bypass: Pairs added to the output.
-        formula: Adapters other than pairs.
-        unserved: Names of modules whose weights could not be reached.
-        timed: Measures work of one of these kinds on a device; None: nothing is measured.
-    """
+    """Number of deltas that were applied, by method; `timed` measures the work on a device."""
 
     stream: int = 0
     bypass: int = 0
     formula: int = 0
-    unserved: set[str] = field(default_factory=set)
+    unserved: set[str] = field(default_factory=set)  # modules whose weights could not be reached
     timed: Callable[[str, torch.device], AbstractContextManager[None]] | None = None
 
     def add(self, delta: JoinedPairs | ScaledAdapter, way: str) -> None:
@@ -59,23 +51,14 @@ Deltas = Sequence[JoinedPairs | ScaledAdapter]
 
 @dataclass
 class LayerWork:
-    """The work at a module in a call.
-
-    Attributes:
-        counts: Where the work is counted.
-        mode: How deltas are applied.
-        deltas: Deltas of the weight in order, or a function that returns them in the call.
-        needs_weight: There are adapters other than pairs among them.
-        bias: Adapters of the bias, as `deltas`.
-        rms: Returns the root mean square of the smallest delta of pairs; None: any survives.
-    """
+    """The work at a module in a call."""
 
     counts: Counts
     mode: ApplyMode
-    deltas: Deltas | Callable[[], Deltas] = ()
-    needs_weight: bool = False
+    deltas: Deltas | Callable[[], Deltas] = ()  # a function: returned in the call
+    needs_weight: bool = False  # there are adapters other than pairs among them
     bias: Sequence[ScaledAdapter] | Callable[[], Sequence[ScaledAdapter]] = ()
-    rms: Callable[[], float] | None = None
+    rms: Callable[[], float] | None = None  # of the smallest delta of pairs; None: any survives
     _is_precise: bool | None = None
 
     def now(self) -> Deltas:
@@ -87,15 +70,7 @@ class LayerWork:
         return self.bias() if callable(self.bias) else self.bias
 
     def is_precise(self, sample: Callable[[], Tensor | None], dtype: torch.dtype) -> bool:
-        """Return whether the deltas survive the rounding of the weight.
-
-        Args:
-            sample: Returns some of the weights, `[n]`; None: unknown, so that deltas may be lost.
-            dtype: Dtype of the weight with the deltas.
-
-        Returns:
-            Whether the share that survives is at least `LEAST_KEPT`.
-        """
+        """Return whether the deltas survive the rounding of the weight to `dtype`."""
         if self._is_precise is None:
             self._is_precise = self.rms is None or _survives(self.rms, sample, dtype)
         return self._is_precise
@@ -111,11 +86,7 @@ def _survives(
 
 
 class LayerHook:
-    """The hooks of one module.
-
-    Attributes:
-        work: The work of the current call of the model; None: nothing to do.
-    """
+    """The hooks of one module."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.module, self.name = module, name
@@ -292,16 +263,7 @@ class LayerHook:
 
 
 def replace_parameter(module: nn.Module, name: str, value: Tensor) -> Callable[[], None]:
-    """Replace a parameter of a module.
-
-    Args:
-        module: The module.
-        name: Name of the parameter.
-        value: The new value, `[...]`.
-
-    Returns:
-        A function that restores the parameter.
-    """
+    """Replace a parameter of a module, and return a function that restores it."""
     own = module._parameters[name]
     module._parameters[name] = nn.Parameter(value, requires_grad=False)
     return lambda: module._parameters.__setitem__(name, own)

@@ -11,26 +11,15 @@ _MISFITS = 5
 
 @dataclass
 class KeyReport:
-    """Report on the keys of a file.
-
-    Attributes:
-        name: Name of the file.
-        used: Keys with a matching parameter.
-        absent: Keys of modules that the model does not have, by the last part of their names.
-        unfit: Keys of another shape than their parameter, by reason.
-        unknown: Keys of unknown form.
-        text_encoder: Keys for a text encoder.
-        repeated: Keys that repeat an earlier key in another dialect.
-        notes: Further remarks.
-    """
+    """Report on the keys of a file, by the reason why they are not applied."""
 
     name: str
     used: int = 0
-    absent: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    unfit: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    absent: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by last name
+    unfit: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by reason
     unknown: list[str] = field(default_factory=list)
     text_encoder: int = 0
-    repeated: int = 0
+    repeated: int = 0  # in another dialect
     notes: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:

@@ -101,16 +101,7 @@ _WAN_TOP = {
 
 
 def split_key(key: str) -> tuple[str, str] | None:
-    """Split `key` into module and part; None: no known part.
-
-    `lora_unet_blocks_0.lora_down.weight` becomes `("lora_unet_blocks_0", "down")`.
-
-    Args:
-        key: A key of a file.
-
-    Returns:
-        Module and part, or None.
-    """
+    """Split `key` into module and part; None: no known part."""
     for pattern, part in _PARTS:
         match = pattern.match(key)
         if match is not None:

@@ -17,21 +17,10 @@ from .keys import Target
 
 
 class BankLoader:
-    """Provides the tensors of a bank's layers on a device.
-
-    Args:
-        bank: The bank.
-        device: Device of the computation.
-        staged: Fetch by blocks, wherever the bank is.
-
-    Attributes:
-        hits: Blocks that had arrived when they were needed.
-        misses: Blocks that were waited for.
-        fetched_bytes: Bytes that were fetched.
-        is_here: The whole bank is on the device.
-    """
+    """Provides the tensors of a bank's layers on a device; `staged`: block by block, always."""
 
     def __init__(self, bank: Bank, device: torch.device, *, staged: bool = False) -> None:
+        # Blocks that had arrived when they were needed, and blocks that were waited for.
         self.hits = self.misses = self.fetched_bytes = 0
         self._bank, self._device = bank, device
         self.is_here = bank.flat.device == bank.others.device == device and not staged

@@ -38,16 +38,10 @@ _WINDOW = re.compile(rf"(sigma\s*:)?\s*({_SIZE})\s*-\s*({_SIZE})")
 
 @dataclass(frozen=True)
 class Window:
-    """The part of a run outside which a strength is 0.
+    """The part of a run outside which a strength is 0."""
 
-    Attributes:
-        start: Start, included: a fraction of the run or a sigma.
-        end: End, excluded; above `start` as a fraction, below it as a sigma.
-        by_sigma: Both are sigmas.
-    """
-
-    start: float
-    end: float
+    start: float  # included: a fraction of the run or a sigma
+    end: float  # excluded; above `start` as a fraction, below it as a sigma
     by_sigma: bool = False
 
     def holds(self, fraction: float, sigma: float) -> bool:

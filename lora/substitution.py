@@ -20,16 +20,9 @@ Changes = Mapping[str, Callable[[Tensor], Tensor]]
 
 
 class Substitution(ABC):
-    """Gives a module other parameters between `attach` and `detach`.
+    """Gives a module other parameters between `attach` and `detach`."""
 
-    Args:
-        module: The module.
-
-    Attributes:
-        is_lazy: Changes are computed when the module reads a parameter, so they cost nothing if
-            it does not.
-    """
-
+    # Changes are computed when the module reads a parameter, so they cost nothing if it does not.
     is_lazy: ClassVar[bool] = True
 
     def __init__(self, module: nn.Module) -> None:
@@ -71,11 +64,9 @@ class FunctionLists(Substitution):
         self._lists = {}
 
 
+# They have lists too, which some of them read and others do not.
 class Unpacking(FunctionLists):
-    """For modules that unpack parameters with a method `get_weight`, as those of ComfyUI-GGUF do.
-
-    They have lists too, which some of them read and others do not.
-    """
+    """For modules that unpack with a method `get_weight`, as those of ComfyUI-GGUF do."""
 
     METHOD: ClassVar[str] = "get_weight"
 
@@ -144,17 +135,9 @@ def substitution_of(module: nn.Module) -> Substitution:
     return FunctionLists(module)
 
 
+# Compiled code checks the lengths of the lists that the module's forward has read.
 def is_seen_by_compiled_code(module: nn.Module) -> bool:
-    """Return whether code that was compiled before an `attach` checks what it changes.
-
-    Compiled code checks the lengths of the lists that the module's forward has read.
-
-    Args:
-        module: The module.
-
-    Returns:
-        False if that is not certain.
-    """
+    """Return whether code that was compiled before an `attach` checks what it changes."""
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or type(substitution_of(module)) is not FunctionLists:
         return False
@@ -165,14 +148,7 @@ def is_seen_by_compiled_code(module: nn.Module) -> bool:
 
 
 def is_plain(weight: Tensor) -> bool:
-    """Return whether a weight is PyTorch's own kind of tensor.
-
-    Args:
-        weight: `[...]`.
-
-    Returns:
-        False: it is quantised or packed, in a class of its own.
-    """
+    """Return whether a weight is PyTorch's own kind of tensor, not a quantised or packed one."""
     return type(weight) in (Tensor, nn.Parameter)
 
 

@@ -22,11 +22,7 @@ _A = TypeVar("_A", bound="Adapter")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Adapter(ABC):
-    """The tensors of one module in a LoRA file, and their effect on a weight.
-
-    Attributes:
-        kind: The family: "lora", "loha", "lokr", "glora", "oft", "boft", "diff" or "set".
-    """
+    """The tensors of one module in a LoRA file, and their effect on a weight."""
 
     kind: ClassVar[str]
 
@@ -54,35 +50,14 @@ class Adapter(ABC):
     def delta(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
     ) -> Tensor | None:
-        """Return the delta of strength 1 for a weight of this shape, if the weight does not matter.
-
-        Args:
-            shape: Shape of the weight, `[out, in, ...]`.
-            dtype: Dtype of the result.
-            device: Device of the result.
-
-        Returns:
-            A new tensor `[out, in, ...]` of the shape `grown(shape)`, rounded as by `apply`; None:
-            the change depends on the weight.
-
-        Raises:
-            ValueError: The adapter does not fit the shape.
-        """
+        """Return the delta of strength 1 `[out, in, ...]`; None: it depends on the weight."""
         del shape, dtype, device
         return None
 
+    # A kernel can be flattened in the adapter or in the weight, and a weight can grow to fit
+    # (`reshape_weight`).
     def misfit(self, shape: Sequence[int]) -> str | None:
-        """Return why the adapter does not fit a weight of `shape`, in a few words; None: it fits.
-
-        A kernel can be flattened in the adapter or in the weight, and a weight can grow to fit
-        (`reshape_weight`).
-
-        Args:
-            shape: Shape of the weight.
-
-        Returns:
-            The reason, or None.
-        """
+        """Return why the adapter does not fit a weight of `shape`; None: it fits."""
         return self._misfit(tuple(shape))
 
     def grown(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -94,11 +69,7 @@ class Adapter(ABC):
 
     @abstractmethod
     def _changed(self, working: Tensor, strength: float) -> Tensor:
-        """Return the changed weight before rounding, for a strength that is not 0.
-
-        `working` is a contiguous copy of the weight, grown, in the dtype of the computation; it may
-        be overwritten.
-        """
+        """Return the changed weight, in the memory of its copy `working` if possible."""
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the adapter's tensors `[...]` in the order of its fields."""
@@ -145,17 +116,11 @@ class Adapter(ABC):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Additive(Adapter):
-    """An adapter that adds the same delta to any weight, except with DoRA.
-
-    Attributes:
-        scale: The file's factor.
-        dora_scale: DoRA's magnitudes, one per output or per input.
-        norms_of_sum: As `of_sum` of `decompose`.
-    """
+    """An adapter that adds the same delta to any weight, except with DoRA."""
 
     scale: float = 1.0
-    dora_scale: Tensor | None = None
-    norms_of_sum: bool = False
+    dora_scale: Tensor | None = None  # DoRA's magnitudes, one per output or per input
+    norms_of_sum: bool = False  # as `of_sum` of `decompose`
 
     @property
     @abstractmethod
@@ -269,15 +234,7 @@ def decompose(
 
 
 def misfit_of_dora(dora_scale: Tensor | None, shape: tuple[int, ...]) -> str | None:
-    """Return why magnitudes are neither `[out, 1, ...]` nor `[1, in, ...]` for a weight.
-
-    Args:
-        dora_scale: The magnitudes, or None.
-        shape: Shape of the weight.
-
-    Returns:
-        The reason; None: they fit, or there are none.
-    """
+    """Return why magnitudes are neither `[out, 1, ...]` nor `[1, in, ...]`; None: they fit."""
     if dora_scale is None or _dora_axis(dora_scale, shape) is not None:
         return None
     return f"dora_scale is {spell(dora_scale.shape)}; the weight is {spell(shape)}"

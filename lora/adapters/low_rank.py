@@ -18,22 +18,14 @@ from .base import Adapter, Additive, as_matrix, decompose, misfit_of_dora, spell
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Pair(Additive):
-    """LoRA: `delta = scale * up @ down` (Hu et al., arXiv 2106.09685, section 4.1).
-
-    Attributes:
-        down: `[rank, in]`, for a convolution `[rank, in, ...]` with its kernel.
-        up: `[out, rank]`.
-        scale: alpha / rank, or 1.0 if the file has no alpha.
-        mid: LoCon's kernel between the two, `[rank, rank, ...]`; then `down` has no kernel.
-        reshape: The weight is first padded with zeros to this shape.
-    """
+    """LoRA: `delta = scale * up @ down` (Hu et al., arXiv 2106.09685, section 4.1)."""
 
     kind: ClassVar[str] = "lora"
 
-    down: Tensor
-    up: Tensor
-    mid: Tensor | None = None
-    reshape: tuple[int, ...] | None = None
+    down: Tensor  # `[rank, in]`, for a convolution `[rank, in, ...]` with its kernel
+    up: Tensor  # `[out, rank]`
+    mid: Tensor | None = None  # LoCon's kernel `[rank, rank, ...]`; then `down` has none
+    reshape: tuple[int, ...] | None = None  # the weight is padded with zeros to this shape
 
     @property
     def _delta_shape(self) -> tuple[int, ...]:
@@ -66,17 +58,11 @@ class Pair(Additive):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Hadamard(Additive):
-    """LoHa: `delta = scale * w1 * w2`, elementwise (arXiv 2309.14859; FedPara, 2108.06098).
-
-    Attributes:
-        w1: The factors of the first product, `a, b` or, with a Tucker core, `a, b, t`.
-        w2: The factors of the second product.
-        scale: alpha over the rank of `w1`, or 1.0.
-    """
+    """LoHa: `delta = scale * w1 * w2`, elementwise (arXiv 2309.14859; FedPara, 2108.06098)."""
 
     kind: ClassVar[str] = "loha"
 
-    w1: tuple[Tensor, ...]
+    w1: tuple[Tensor, ...]  # one product: whole, `a, b` or, with a Tucker core, `a, b, t`
     w2: tuple[Tensor, ...]
 
     @property
@@ -88,19 +74,12 @@ class Hadamard(Additive):
         out.view(as_matrix(out.shape)).addcmul_(first, second, value=factor)
 
 
+# Each kernel position of a convolution has its own `kron`. Flattened, that is `delta[o1, o2, i1, i2
+# and kernel] = w1[o1, i1] * w2[o2, i2 and kernel]` for any number of kernel dimensions. ComfyUI
+# multiplies 3-D kernels differently, which does not reproduce the trained delta.
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Kronecker(Additive):
-    """LoKr: `delta = scale * kron(w1, w2)` (arXiv 2309.14859, section 3).
-
-    Each kernel position of a convolution has its own `kron`. Flattened, that is `delta[o1, o2, i1,
-    i2 and kernel] = w1[o1, i1] * w2[o2, i2 and kernel]` for any number of kernel dimensions.
-    (ComfyUI multiplies 3-D kernels differently, which does not reproduce the trained delta.)
-
-    Attributes:
-        w1: `[out_1, in_1]`, or its factors `a, b`.
-        w2: `[out_2, in_2, ...]`, or its factors `a, b` or `a, b, t`.
-        scale: alpha over the rank of `w2`, or of `w1` if `w2` is whole; 1.0 if both are.
-    """
+    """LoKr: `delta = scale * kron(w1, w2)` (arXiv 2309.14859, section 3)."""
 
     kind: ClassVar[str] = "lokr"
 
@@ -119,23 +98,12 @@ class Kronecker(Additive):
         parts.addcmul_(first[:, None, :, None], second[None, :, None, :], value=factor)
 
 
+# Files store the pairs `A` and `B` in two layouts, which may depend on the weight: `A = a1 @ a2, B
+# = b1 @ b2`, or, in older files, `A = a2 @ a1, B = b2 @ b1`. In the first, `A` mixes the channels
+# of a convolution at each kernel position; in the second, channels and positions together.
 @dataclass(frozen=True, eq=False, kw_only=True)
 class GLoRA(Adapter):
-    """GLoRA: `delta = scale * (weight @ A + B)` (Chavan et al., arXiv 2306.07967, equation 10).
-
-    `A` and `B` are pairs. Files store them in two layouts, which may depend on the weight: `A = a1
-    @ a2, B = b1 @ b2`, or, in older files, `A = a2 @ a1, B = b2 @ b1`. In the first, `A` mixes the
-    channels of a convolution at each kernel position; in the second, channels and positions
-    together.
-
-    Attributes:
-        a1: `[in, rank]`, or `[rank, in]`.
-        a2: `[rank, in]`, or `[in, rank]`.
-        b1: `[out, rank]`, or `[rank, in]`.
-        b2: `[rank, in]`, or `[out, rank]`.
-        alpha: The scale is alpha / rank; None: the scale is 1.
-        dora_scale: DoRA's magnitudes.
-    """
+    """GLoRA: `delta = scale * (weight @ A + B)` (Chavan et al., arXiv 2306.07967, equation 10)."""
 
     kind: ClassVar[str] = "glora"
 

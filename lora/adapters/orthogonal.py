@@ -21,18 +21,12 @@ from .base import Adapter, decompose, misfit_of_dora, spell
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Rotation(Adapter):
-    """Base of OFT and BOFT.
-
-    Attributes:
-        blocks: `Q` is the difference of these and their transposes.
-        rescale: A factor per output, applied after the rotation.
-        constraint: The file's alpha: the largest Frobenius norm of all `Q` together. 0 or less, or
-            no alpha: unlimited. (ComfyUI ignores a BOFT adapter without alpha.)
-        dora_scale: DoRA's magnitudes.
-    """
+    """Base of OFT and BOFT: `Q` is the difference of `blocks` and their transposes."""
 
     blocks: Tensor
-    rescale: Tensor | None = None
+    rescale: Tensor | None = None  # a factor per output, applied after the rotation
+    # The file's alpha: the largest Frobenius norm of all `Q` together; 0 or less, or no alpha: none.
+    # (ComfyUI ignores a BOFT adapter without alpha.)
     constraint: float = 0.0
     dora_scale: Tensor | None = None
 
@@ -65,12 +59,10 @@ class _Rotation(Adapter):
         return skew
 
 
+# `blocks` is `[blocks, size, size]`. `rescale` is ignored, as in ComfyUI, for the same pictures.
 @dataclass(frozen=True, eq=False, kw_only=True)
 class OFT(_Rotation):
-    """OFT: each block of rows is multiplied by the transpose of its rotation (arXiv 2306.07280).
-
-    `blocks` is `[blocks, size, size]`. `rescale` is ignored, as in ComfyUI, for the same pictures.
-    """
+    """OFT: each block of rows is multiplied by the transpose of its rotation (arXiv 2306.07280)."""
 
     kind: ClassVar[str] = "oft"
 
@@ -82,15 +74,13 @@ class OFT(_Rotation):
         return torch.baddbmm(rows, turn, rows).view_as(working)
 
 
+# Liu et al., "Parameter-Efficient Orthogonal Finetuning via Butterfly Factorization", arXiv
+# 2311.06243, section 4. In stage `i` the two halves of each run of `2^i * size` rows are
+# interleaved before the blocks are cut, and restored afterwards. `blocks` is `[stages, blocks,
+# size, size]` with an even size; `rescale` multiplies the rotated weight.
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BOFT(_Rotation):
-    """BOFT: stages of rotations of different rows, as in a butterfly.
-
-    Liu et al., "Parameter-Efficient Orthogonal Finetuning via Butterfly Factorization", arXiv
-    2311.06243, section 4. In stage `i` the two halves of each run of `2^i * size` rows are
-    interleaved before the blocks are cut, and restored afterwards. `blocks` is `[stages, blocks,
-    size, size]` with an even size; `rescale` multiplies the rotated weight.
-    """
+    """BOFT: stages of rotations of different rows, as in a butterfly."""
 
     kind: ClassVar[str] = "boft"
 

@@ -31,20 +31,7 @@ PARTS = frozenset({
 
 
 def make_adapter(parts: Mapping[str, Tensor], where: str) -> Adapter:
-    """Build the adapter of one module, for its weight.
-
-    Args:
-        parts: Tensors `[...]` by canonical name, any floating dtype. Differences of other
-            parameters (`diff_b`, `b_norm`, `diff_m`) are given as `{"diff": tensor}`.
-        where: The module and file, for error messages.
-
-    Returns:
-        The adapter.
-
-    Raises:
-        ValueError: A part is missing, unknown, empty, not floating point, not finite, or does not
-            fit the others.
-    """
+    """Build the adapter of one module from its parts by canonical name, for its weight."""
     unknown = sorted(set(parts) - PARTS)
     if unknown:
         raise ValueError(f"{where}: unknown part {unknown[0]!r}; expected parts of a LoRA file")

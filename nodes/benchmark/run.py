@@ -51,19 +51,12 @@ _MEASURED_LATENTS = 3
 
 @dataclass
 class ComparedVAEs:
-    """The same weights in ComfyUI's network and in this pack's, with one compute dtype.
-
-    Attributes:
-        stock: ComfyUI's VAE.
-        fast: The fast VAE.
-        dtype: The compute dtype.
-        made: VAEs created for the comparison, which leave the device afterwards.
-    """
+    """The same weights in ComfyUI's network and in this pack's, with one compute dtype."""
 
     stock: comfy.sd.VAE
     fast: FastVAE
     dtype: torch.dtype
-    made: list[comfy.sd.VAE]
+    made: list[comfy.sd.VAE]  # created for the comparison; they leave the device afterwards
 
     @property
     def config(self) -> VAEConfig:
@@ -73,18 +66,11 @@ class ComparedVAEs:
 
 @dataclass(frozen=True)
 class Content:
-    """The data of a comparison.
-
-    Attributes:
-        clip: Size of the clip.
-        latent: The latent to decode, or None.
-        pixels: The images to encode, `[T, H, W, C]`, or None.
-        notes: Remarks for the report.
-    """
+    """The data of a comparison: the sizes, what to decode and to encode, and remarks."""
 
     clip: Clip
     latent: Tensor | None
-    pixels: Tensor | None
+    pixels: Tensor | None  # `[T, H, W, C]`
     notes: tuple[str, ...]
 
 
@@ -98,26 +84,7 @@ def benchmark(
     pixels: Tensor | None,
     precision: str = "auto",
 ) -> BenchmarkReport:
-    """Measure both networks of a VAE, a fast one or ComfyUI's own, which is not modified.
-
-    Args:
-        vae: The VAE.
-        task: "decode", "encode" or "both".
-        clip: Size of the clip without `latent` and `pixels`.
-        rounds: Rounds after a warm-up.
-        dtype: Compute dtype of both; None: the one in which the VAE decodes.
-        latent: `[B, C, t, h, w]` or `[t, C, h, w]`; None: from `pixels`, or random.
-        pixels: `[T, H, W, C]`; None: from `latent`, or soft moving colors.
-        precision: "int8": the fast VAE decodes with int8, and what that costs is measured. "auto":
-            that of the VAE.
-
-    Returns:
-        The report.
-
-    Raises:
-        ValueError: An input does not fit; the message starts with its name.
-        InterruptProcessingException: The user pressed stop. It derives from `BaseException`.
-    """
+    """Measure both networks of a VAE, a fast one or ComfyUI's own, which is not modified."""
     tasks, codes = tasks_of(task), precision == INT8
     if codes and "decode" not in tasks:
         raise ValueError(f"precision: int8 is for decodes; expected auto for task {task}")
@@ -146,19 +113,7 @@ def _entry(device: torch.device) -> list[str]:
 
 
 def pair_of(vae: Any, dtype: torch.dtype | None, precision: str = "auto") -> ComparedVAEs:  # noqa: ANN401
-    """Return both networks on the weights of a VAE, itself included if its dtype fits.
-
-    Args:
-        vae: A fast VAE or ComfyUI's own.
-        dtype: Compute dtype; None: the one in which the VAE decodes.
-        precision: "int8": the fast VAE decodes with int8; "auto": in its own precision.
-
-    Returns:
-        The two VAEs.
-
-    Raises:
-        ValueError: ComfyUI or this pack has no network for the weights, or int8 is not for them.
-    """
+    """Return both networks on the weights of a VAE, itself included if its dtype fits."""
     if not isinstance(vae, comfy.sd.VAE):
         raise ValueError(f"vae: got a {type(vae).__name__}; expected a VAE")
     vae.throw_exception_if_invalid()
@@ -182,18 +137,7 @@ def pair_of(vae: Any, dtype: torch.dtype | None, precision: str = "auto") -> Com
 
 
 def stock_of(fast: FastVAE, dtype: torch.dtype) -> comfy.sd.VAE:
-    """Return ComfyUI's own VAE on a copy of the weights of a fast one.
-
-    Args:
-        fast: The fast VAE.
-        dtype: Compute dtype.
-
-    Returns:
-        The VAE.
-
-    Raises:
-        ValueError: ComfyUI has no network for the weights.
-    """
+    """Return ComfyUI's own VAE on a copy of the weights of a fast one, computing in `dtype`."""
     config, weights = fast.first_stage_model.config, weights_of(fast.patcher)
     # In the memory order of a file: with dynamic memory ComfyUI computes with them directly.
     copies = {key: value.to("cpu", copy=True).contiguous() for key, value in weights.items()}
@@ -227,21 +171,7 @@ def content_for(
     latent: Tensor | None,
     pixels: Tensor | None,
 ) -> Content:
-    """Return the data of a comparison: the given inputs, data derived from them, or generated data.
-
-    Args:
-        pair: The two VAEs.
-        tasks: The tasks to measure.
-        clip: Size of generated data.
-        latent: `[B, C, t, h, w]` or `[t, C, h, w]`, or None.
-        pixels: `[T, H, W, C]`, or None.
-
-    Returns:
-        The data.
-
-    Raises:
-        ValueError: Latent and pixels have different sizes.
-    """
+    """Return the data of a comparison: given, derived from what is given, or generated."""
     config, notes = pair.config, []
     if latent is not None:
         latent = _as_taken(pair.fast, one_video(pair.fast, latent))

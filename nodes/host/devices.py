@@ -37,15 +37,10 @@ def accelerators() -> list[torch.device]:
     return [] if args.cpu_vae else comfy.model_management.get_all_torch_devices()
 
 
+# It is the last input and optional, so a workflow that was saved with it loads without it, and the
+# other way round.
 def devices_input() -> list[io.Input]:
-    """Return the input for the devices of a VAE.
-
-    It is the last one and optional, so a workflow that was saved with it loads without it, and the
-    other way round.
-
-    Returns:
-        The input; nothing on a machine with one device.
-    """
+    """Return the input for the devices of a VAE; nothing on a machine with one device."""
     count = len(accelerators())
     if count < 2:
         return []
@@ -68,17 +63,7 @@ def is_selection(value: object) -> TypeGuard[str]:
 
 
 def check_selection(value: object) -> str:
-    """Check the value of the input; the devices need not be in this machine.
-
-    Args:
-        value: Expected to be `ONE`, `ALL`, or names such as "gpu:0, gpu:2".
-
-    Returns:
-        `value`.
-
-    Raises:
-        ValueError: It is something else.
-    """
+    """Return `value` if it is a selection; the devices need not be in this machine."""
     if is_selection(value):
         return value
     raise ValueError(
@@ -87,17 +72,7 @@ def check_selection(value: object) -> str:
 
 
 def available(selection: object) -> str:
-    """Return the part of a selection that this machine has; what it lacks is logged.
-
-    Args:
-        selection: The value of the input; on a machine without the input any value.
-
-    Returns:
-        `ONE`, `ALL`, or names.
-
-    Raises:
-        ValueError: The machine has the input, and the value is not a selection.
-    """
+    """Return the part of a selection that this machine has; what it lacks is logged."""
     count = len(accelerators())
     if count < 2:
         return ONE

@@ -49,14 +49,7 @@ def one_line(text: str) -> str:
 
 @contextmanager
 def about(name: str) -> Iterator[None]:
-    """Put `name`, the name of an input, before the message of every `ValueError` in the block.
-
-    Args:
-        name: Name of the input.
-
-    Raises:
-        ValueError: The error of the block, with the name.
-    """
+    """Put `name`, the name of an input, before the message of every `ValueError` in the block."""
     try:
         yield
     except ValueError as error:

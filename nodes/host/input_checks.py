@@ -17,20 +17,11 @@ from .input_types import TYPES
 from .widgets import PrecisionInput, check_precision
 
 
+# An optional input that is None counts as not given: it gets the default of `execute`. An unknown
+# input, such as a removed one in a saved workflow, is ignored: ComfyUI drops its value, but not a
+# link into it.
 def checked(execute: Callable[..., io.NodeOutput]) -> Callable[..., io.NodeOutput]:
-    """Check all arguments of `execute`, below its `@classmethod`, against its node's schema.
-
-    An optional input that is None counts as not given: it gets the default of `execute`. An unknown
-    input, such as a removed one in a saved workflow, is ignored: ComfyUI drops its value, but not a
-    link into it.
-
-    Args:
-        execute: The method of a node.
-
-    Returns:
-        A function that raises a `ValueError` of one line, starting with the name of the input, for
-        the first wrong value. Numbers arrive as `int` and `float`.
-    """
+    """Check all arguments of `execute`, below its `@classmethod`, against its node's schema."""
     signature = inspect.signature(execute)
 
     @functools.wraps(execute)
@@ -51,20 +42,12 @@ def checked(execute: Callable[..., io.NodeOutput]) -> Callable[..., io.NodeOutpu
     return run
 
 
+# ComfyUI reports the returned error once for each argument of `validate_inputs`, under the name of
+# that input, and has no way to report it for one input only. An exception is no better: it is
+# reported for an input of the next node. So the error says which inputs are wrong, and there is a
+# check for each argument.
 def check_text(checks: Mapping[str, Callable[[], object]]) -> bool | str:
-    """Check the texts of a node, for `validate_inputs`.
-
-    ComfyUI reports the returned error once for each argument of `validate_inputs`, under the name
-    of that input, and has no way to report it for one input only. An exception is no better: it is
-    reported for an input of the next node. So the error says which inputs are wrong.
-
-    Args:
-        checks: Function that raises a `ValueError` if the text is wrong, by name of the input; one
-            for each argument of `validate_inputs`.
-
-    Returns:
-        True, or the errors in one line, starting with the name of the first wrong input.
-    """
+    """Return True, or the errors of a node's texts in one line, for `validate_inputs`."""
     errors: dict[str, str] = {}
     for name, check in checks.items():
         try:

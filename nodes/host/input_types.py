@@ -26,18 +26,7 @@ _CONDITIONING = "a CONDITIONING, which is a list of pairs of a tensor and a dict
 
 
 def latent(value: object) -> Mapping[str, Any]:
-    """Check a LATENT, whose `samples` are finite floats.
-
-    Args:
-        value: Expected to be a dict with `samples` `[B, C, t, h, w]`, `[B, C, h, w]` or three
-            dimensions.
-
-    Returns:
-        `value`.
-
-    Raises:
-        ValueError: It is not a LATENT.
-    """
+    """Return a LATENT: finite floats, `[B, C, t, h, w]`, `[B, C, h, w]` or three dimensions."""
     if not isinstance(value, Mapping) or "samples" not in value:
         raise ValueError(f"got {described(value)}; expected {_LATENT}")
     samples = value["samples"]
@@ -60,17 +49,7 @@ def latent(value: object) -> Mapping[str, Any]:
 
 
 def image(value: object) -> Tensor:
-    """Check an IMAGE, also a batch of videos.
-
-    Args:
-        value: Expected to be a float tensor `[N, H, W, C]` or `[B, T, H, W, C]`.
-
-    Returns:
-        `value`.
-
-    Raises:
-        ValueError: It is not an IMAGE.
-    """
+    """Return an IMAGE `[N, H, W, C]`, or a batch of videos `[B, T, H, W, C]`."""
     tensor = _floats(value, "got {}; expected " + _IMAGE)
     if tensor.ndim not in (4, 5):
         raise ValueError(f"got {described(tensor)}; expected [N, H, W, C]")
@@ -78,17 +57,7 @@ def image(value: object) -> Tensor:
 
 
 def audio(value: object) -> Mapping[str, Any]:
-    """Check an AUDIO; it can be a mapping that reads its file on access.
-
-    Args:
-        value: Expected to be a mapping with a waveform `[1, channels, samples]` and a sample rate.
-
-    Returns:
-        `value`.
-
-    Raises:
-        ValueError: It is not an AUDIO.
-    """
+    """Return an AUDIO, which can be a mapping that reads its file on access."""
     if not isinstance(value, Mapping) or not {"waveform", "sample_rate"} <= set(value):
         raise ValueError(f"got {described(value)}; expected {_AUDIO}")
     waveform, rate = value["waveform"], value["sample_rate"]
@@ -103,17 +72,7 @@ def audio(value: object) -> Mapping[str, Any]:
 
 
 def video(value: object) -> Input.Video:
-    """Check a VIDEO, and its tensors if it has some.
-
-    Args:
-        value: Expected to be a VIDEO.
-
-    Returns:
-        `value`.
-
-    Raises:
-        ValueError: It is not a VIDEO, or its parts are not valid.
-    """
+    """Return a VIDEO; if it has tensors, they are checked too."""
     methods = "get_components", "get_stream_source", "get_active_trim_window"
     if not all(callable(getattr(value, name, None)) for name in methods):
         raise ValueError(f"got {described(value)}; expected a VIDEO, as from Load Video")
@@ -131,17 +90,7 @@ def video(value: object) -> Input.Video:
 
 
 def vae(value: object) -> object:
-    """Check a VAE of ComfyUI, or an object of another pack with `encode` or `decode`.
-
-    Args:
-        value: Expected to be a VAE.
-
-    Returns:
-        `value`.
-
-    Raises:
-        ValueError: It is not a VAE.
-    """
+    """Return a VAE of ComfyUI, or an object of another pack with `encode` or `decode`."""
     if isinstance(value, comfy.sd.VAE):
         if value.first_stage_model is None:
             raise ValueError("its file has no VAE; expected one: load the VAE from its own file")
@@ -155,34 +104,14 @@ def vae(value: object) -> object:
 
 
 def model(value: object) -> ModelPatcher:
-    """Check a MODEL.
-
-    Args:
-        value: Expected to be a `ModelPatcher`.
-
-    Returns:
-        `value`.
-
-    Raises:
-        ValueError: It is not a MODEL.
-    """
+    """Return a MODEL."""
     if not isinstance(value, ModelPatcher):
         raise ValueError(f"got {described(value)}; expected a MODEL, as from Load Diffusion Model")
     return value
 
 
 def clip(value: object) -> object:
-    """Check a CLIP of ComfyUI, or an object of another pack with its methods.
-
-    Args:
-        value: Expected to be a CLIP.
-
-    Returns:
-        `value`.
-
-    Raises:
-        ValueError: It is not a CLIP.
-    """
+    """Return a CLIP of ComfyUI, or an object of another pack with its methods."""
     methods = "tokenize", "encode_from_tokens_scheduled"
     if not all(callable(getattr(value, name, None)) for name in methods):
         hint = ". The checkpoint has none: load it from its own file" if value is None else ""
@@ -191,17 +120,7 @@ def clip(value: object) -> object:
 
 
 def conditioning(value: object) -> list:
-    """Check a CONDITIONING, which can be empty.
-
-    Args:
-        value: Expected to be a list of pairs of a tensor and a dict.
-
-    Returns:
-        `value`.
-
-    Raises:
-        ValueError: It is not a CONDITIONING.
-    """
+    """Return a CONDITIONING, which can be empty."""
     if not isinstance(value, (list, tuple)):
         raise ValueError(f"got {described(value)}; expected {_CONDITIONING}")
     for pair in value:
@@ -214,17 +133,7 @@ def conditioning(value: object) -> list:
 
 
 def sigmas(value: object) -> Tensor:
-    """Check SIGMAS of any length.
-
-    Args:
-        value: Expected to be a tensor `[steps + 1]`.
-
-    Returns:
-        `value`.
-
-    Raises:
-        ValueError: They are not SIGMAS.
-    """
+    """Return SIGMAS `[n]` of any length."""
     tensor = _tensor(value, "got {}; expected SIGMAS, a tensor of noise levels")
     if tensor.ndim != 1 or tensor.is_complex() or tensor.dtype == torch.bool:
         raise ValueError(f"got {described(tensor)}; expected SIGMAS, a tensor of one dimension")
@@ -232,17 +141,7 @@ def sigmas(value: object) -> Tensor:
 
 
 def lora_stack(value: object) -> tuple:
-    """Check the output of LoRA Stack (Fast).
-
-    Args:
-        value: Expected to be a sequence of `StackEntry`.
-
-    Returns:
-        The entries.
-
-    Raises:
-        ValueError: It is not such a stack.
-    """
+    """Return the entries of the output of LoRA Stack (Fast)."""
     if not isinstance(value, (list, tuple)) or not all(
         isinstance(each, lora.StackEntry) for each in value
     ):

@@ -11,28 +11,13 @@ import torch
 
 
 class Instant(NamedTuple):
-    """A moment, created by `instant`.
-
-    Attributes:
-        seconds: Time of the host, from `time.perf_counter`.
-        event: CUDA event on the current stream; None: no CUDA device.
-    """
+    """A moment in seconds of the host, and on a CUDA device an event on the current stream."""
 
     seconds: float
     event: torch.cuda.Event | None = None
 
     def until(self, last: "Instant", *, wait: bool) -> tuple[float, bool]:
-        """Return the seconds to another moment, and whether they are final.
-
-        They are the host's, and not final, while the device is busy, unless `wait` is set.
-
-        Args:
-            last: The later moment.
-            wait: Wait for the device.
-
-        Returns:
-            Seconds, and whether they are final.
-        """
+        """Return the seconds to `last` and whether they are final; `wait` for a busy device."""
         host = max(0.0, last.seconds - self.seconds)
         if self.event is None or last.event is None:
             return host, True
@@ -53,16 +38,10 @@ def instant(device: torch.device | None = None) -> Instant:
     return Instant(clock(), event)
 
 
+# None: the stream is being captured, and the graph would include the event; or the device has
+# failed, and the work on it reports that better.
 def record_event(device: torch.device) -> torch.cuda.Event | None:
-    """Record an event on the current stream of a CUDA device.
-
-    Args:
-        device: The device.
-
-    Returns:
-        The event. None: the stream is being captured, and the graph would include the event; or the
-        device has failed, and the work on it reports that better.
-    """
+    """Record an event on the current stream of a CUDA `device`, or return None."""
     try:
         if torch.cuda.is_current_stream_capturing():
             return None

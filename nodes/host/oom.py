@@ -22,18 +22,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Way:
-    """A way to run an encode or decode.
-
-    Attributes:
-        words: Its description in the log.
-        tile: Height and width in pixels of exact tiles; None: chosen by the plan.
-        limit_bytes: Memory limit of a step; None: the available memory.
-        on_host: Run on the CPU, whatever the device of the VAE.
-    """
+    """A way to run an encode or decode, with its description in the log."""
 
     words: str
-    tile: tuple[int, int] | None = None
-    limit_bytes: int | None = None
+    tile: tuple[int, int] | None = None  # height and width in pixels; None: chosen by the plan
+    limit_bytes: int | None = None  # of a step; None: the available memory
     on_host: bool = False
 
     @property
@@ -47,23 +40,7 @@ class Way:
 def in_turn(
     devices: Sequence[torch.device], task: str, ways: list[Way], go: Callable[[Way], _T]
 ) -> _T:
-    """Return the result of `go` for the first way that fits; each starts from the beginning.
-
-    Afterwards freed memory is returned to the system.
-
-    Args:
-        devices: Devices of the work, that of the result first.
-        task: Name of the work in the log.
-        ways: The ways to try.
-        go: Runs one way.
-
-    Returns:
-        The result of `go`.
-
-    Raises:
-        Exception: An error of `go` that is not about memory.
-        torch.OutOfMemoryError: No way fits; one line.
-    """
+    """Return the result of `go` for the first way that fits; each starts from the beginning."""
     try:
         (result,) = resumed(devices, task, ways, lambda way: iter([go(way)]))
         return result
@@ -78,22 +55,7 @@ def resumed(
     go: Callable[[Way], Iterator[_T]],
     where: Callable[[], str] = str,
 ) -> Iterator[_T]:
-    """Yield the results of `go`; each time memory runs out, unload all models and use the next way.
-
-    Args:
-        devices: Devices of the work, that of the result first.
-        task: Name of the work in the log.
-        ways: The ways to try.
-        go: Runs one way, continuing where the last one stopped.
-        where: Returns the progress for the log, such as " at frame 40".
-
-    Yields:
-        The results of `go`.
-
-    Raises:
-        Exception: An error of `go` that is not about memory.
-        torch.OutOfMemoryError: No way fits; one line.
-    """
+    """Yield the results of `go`; when memory runs out, unload all models and go the next way."""
     first: Exception | None = None
     with comfy.model_management.cuda_device_context(devices[0]):
         for way in ways:

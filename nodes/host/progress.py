@@ -17,12 +17,7 @@ _PREVIEW_SECONDS = 0.5
 
 
 class Progress:
-    """Progress bar and preview, if `shown`, and interrupt check of one encode or decode.
-
-    Args:
-        total: Frames or latents of the whole work.
-        shown: Show a bar and previews.
-    """
+    """Progress bar and preview, if `shown`, and interrupt check of one encode or decode."""
 
     def __init__(self, total: int, *, shown: bool = True) -> None:
         throw_exception_if_processing_interrupted()
@@ -31,31 +26,14 @@ class Progress:
         self._previewed = 0.0
 
     def passed(self, count: int, images: Tensor | None = None) -> None:
-        """Report that `count` frames or latents are done, with `images` for a preview.
-
-        Args:
-            count: Frames or latents.
-            images: `[T, H, W, C]` in [0, 1], uint8 or uint16, of which the last is shown; None: no
-                preview.
-
-        Raises:
-            InterruptProcessingException: The user pressed stop. It derives from `BaseException`.
-        """
+        """Report `count` frames or latents as done, and show the last of `[T, H, W, C]` images."""
         throw_exception_if_processing_interrupted()
         self._done += count
         if self._bar is not None:
             self._bar.update_absolute(self._done, preview=self._preview(images))
 
     def counted(self, pieces: Iterator[Tensor], *, are_images: bool = False) -> Iterator[Tensor]:
-        """Report every piece of a stream.
-
-        Args:
-            pieces: Frames or latents `[B, C, n, h, w]`, or images `[B, n, H, W, C]`.
-            are_images: The pieces are images, which are previewed.
-
-        Yields:
-            The pieces.
-        """
+        """Report and yield pieces `[B, C, n, h, w]`, or images `[B, n, H, W, C]` to preview."""
         for piece in pieces:
             count = piece.shape[0] * piece.shape[1 if are_images else 2]
             self.passed(count, piece[-1] if are_images else None)

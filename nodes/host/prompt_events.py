@@ -11,13 +11,7 @@ from comfy_execution import cache_provider, progress
 
 
 class PromptEnds(cache_provider.CacheProvider):
-    """Calls back at the end of every prompt while it is registered, and caches nothing.
-
-    ComfyUI also calls `should_cache` before every node, which takes microseconds.
-
-    Args:
-        callback: Called with the id of the ended prompt, in the thread that ran it.
-    """
+    """Calls back with the id of every prompt at its end, while it is registered."""
 
     def __init__(self, callback: Callable[[str], None]) -> None:
         self._callback = callback
@@ -46,14 +40,7 @@ class PromptEnds(cache_provider.CacheProvider):
 
 
 def stopped_early(prompt: str) -> bool | None:
-    """Return whether `prompt`, an id, has ended within a node.
-
-    Args:
-        prompt: Id of the prompt.
-
-    Returns:
-        None: ComfyUI does not report it, or runs another prompt already.
-    """
+    """Return whether `prompt`, an id, has ended within a node; None: it is unknown."""
     state = progress.get_progress_state()
     if getattr(state, "prompt_id", None) != prompt:
         return None

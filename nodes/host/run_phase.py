@@ -8,18 +8,11 @@ KEY = "fast_video_vae.phase"
 
 @dataclass(frozen=True)
 class Phase:
-    """The part of a run that one model denoises.
-
-    Attributes:
-        number: Number of the phase, from 0.
-        count: Phases of the run.
-        first: First step of the phase within the run, from 0.
-        steps: Steps of the phase; 0: none, and a call belongs to the step before.
-    """
+    """The part of a run that one model denoises; 0 steps: a call belongs to the step before."""
 
     number: int
     count: int
-    first: int
+    first: int  # step within the run, from 0
     steps: int
 
     def step(self, step: int) -> int | None:

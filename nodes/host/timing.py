@@ -79,19 +79,10 @@ _prompts: dict[str, _Prompt] = {}
 _lock = threading.Lock()
 
 
+# A piece within another one of its thread is subtracted from that one's time, so that the sum is
+# right; with the same kind and label it is part of that one.
 def add(kind: str, first: Instant, last: Instant, label: str = "", stopped: str = "") -> None:
-    """Add one measured piece to the current prompt.
-
-    A piece within another one of its thread is subtracted from that one's time, so that the sum is
-    right; with the same kind and label it is part of that one.
-
-    Args:
-        kind: First part of the row's name, such as `denoise`; `timing_report.KINDS` has the order.
-        first: Start of the piece.
-        last: End of the piece.
-        label: Second part of the row's name, such as `high noise`.
-        stopped: "interrupted", "failed", or "" for a completed piece.
-    """
+    """Add one measured piece to the current prompt, under the row `kind`, `label`."""
     context = get_executing_context()
     prompt = _outside.prompt if context is None else _prompt(context.prompt_id)
     prompt.pieces.append((kind, label, first, last, threading.get_ident()))
@@ -114,17 +105,7 @@ def span(kind: str, label: str = "", device: torch.device | None = None) -> Iter
 def drawn(
     kind: str, items: Iterator[_Item], label: str = "", device: torch.device | None = None
 ) -> Iterator[_Item]:
-    """Measure the time until each item arrives, without the time in which the caller uses it.
-
-    Args:
-        kind: As for `span`.
-        items: The items, which are closed at the end if possible.
-        label: As for `span`.
-        device: As for `span`.
-
-    Yields:
-        The items.
-    """
+    """Measure the time until each item arrives, without the time in which the caller uses it."""
     try:
         while True:
             first = instant(device)
@@ -209,10 +190,7 @@ def _prepared(measured: list[Measured]) -> list[Measured]:
 
 
 def _compiled(thread: int) -> list[Preparation]:
-    """Return the last 64 compilations of `torch.compile`, as PyTorch records them.
-
-    PyTorch does not record the thread, so `thread` is used.
-    """
+    """Return the last 64 compilations of `torch.compile`, which do not name their thread."""
     dynamo = sys.modules.get("torch._dynamo.utils")  # imported by any code that compiles
     metrics = getattr(dynamo, "get_compilation_metrics", list)()
     since = time.time() - time.perf_counter()  # its times are times of day

@@ -29,17 +29,7 @@ KINDS = (
 
 
 class Measured(NamedTuple):
-    """A piece of work.
-
-    Attributes:
-        kind: First part of its row's name.
-        label: Second part of its row's name.
-        start: Start on the host's clock, in seconds.
-        end: End on the host's clock, in seconds.
-        seconds: Duration, including pieces within it.
-        thread: Identifier of its thread.
-        sure: The seconds are final: measured by the device, or without a device.
-    """
+    """A piece of work, on the host's clock in seconds; `seconds` includes pieces within it."""
 
     kind: str
     label: str
@@ -47,19 +37,12 @@ class Measured(NamedTuple):
     end: float
     seconds: float
     thread: int = 0
-    sure: bool = True
+    sure: bool = True  # the seconds are final: measured by the device, or without one
 
 
 @dataclass
 class TimingRow:
-    """All pieces of one kind and label, with the seconds of each without pieces within it.
-
-    Attributes:
-        kind: First part of the name.
-        label: Second part of the name.
-        seconds: Seconds of each piece.
-        sure: The seconds are final.
-    """
+    """All pieces of one kind and label, with the seconds of each without pieces within it."""
 
     kind: str
     label: str
@@ -82,17 +65,11 @@ class TimingRow:
 
 @dataclass(frozen=True)
 class TimingReport:
-    """The measured times of one prompt.
-
-    Attributes:
-        prompt: Its id; "": none.
-        pieces: The pieces in the order of their ends.
-        stopped: "interrupted", "failed", or "stopped" if the reason is unknown; "": completed.
-    """
+    """The measured times of one prompt, in the order of their ends."""
 
     prompt: str
     pieces: Sequence[Measured]
-    stopped: str = ""
+    stopped: str = ""  # "interrupted", "failed", or "stopped" for an unknown reason
 
     @property
     def wall(self) -> float:
@@ -124,12 +101,7 @@ class TimingReport:
         return "\n".join(lines)
 
     def json(self) -> str:
-        """Return the report as one line of JSON.
-
-        Returns:
-            `prompt`, `wall` and `measured` in seconds, `stopped`, and `rows`: a list of `kind`,
-            `label`, `count`, `seconds`, `sure`, and with more than one piece `min` and `median`.
-        """
+        """Return the report as one line of JSON; all times are in seconds."""
         rows = self.rows()
         cells = [
             {"kind": row.kind, "label": row.label, **row.numbers(), "sure": row.sure}
@@ -147,11 +119,9 @@ class TimingReport:
         )
 
 
+# A piece within another one of its own kind and label is part of that one.
 def _alone(pieces: Sequence[Measured]) -> list[tuple[Measured, float]]:
-    """Return the pieces in order of their start, with the seconds that inner pieces do not cover.
-
-    A piece within another one of its own kind and label is part of that one.
-    """
+    """Return the pieces by their start, with the seconds that inner pieces do not cover."""
     # Of two pieces with the same ends, the one added later encloses the other.
     order = sorted(range(len(pieces)), key=lambda at: (pieces[at].start, -pieces[at].end, -at))
     within: dict[int, float] = {}  # seconds, by the index of the piece

@@ -17,16 +17,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def dtype_input(tooltip: str, name: str = "dtype", *, optional: bool = False) -> io.Combo.Input:
-    """Return the choice of a dtype, a key of `DTYPES` or `AUTO`.
-
-    Args:
-        tooltip: Text of the tooltip.
-        name: Id of the input.
-        optional: The input is optional.
-
-    Returns:
-        The input.
-    """
+    """Return the choice of a dtype, a key of `DTYPES` or `AUTO`."""
     return io.Combo.Input(
         name,
         options=[AUTO, *DTYPES],
@@ -56,17 +47,7 @@ class PrecisionInput(io.Combo.Input):
 
 
 def check_precision(value: object) -> str:
-    """Check the value of a `precision_input`.
-
-    Args:
-        value: Expected to be a key of `PRECISIONS`, or what older workflows have in this place.
-
-    Returns:
-        The value.
-
-    Raises:
-        ValueError: It is something else.
-    """
+    """Return a key of `PRECISIONS`, or what older workflows have in this place."""
     if isinstance(value, str) and (value in (*PRECISIONS, *_REMOVED) or is_selection(value)):
         return value
     raise ValueError(f"got {described(value)}; expected one of: {', '.join(PRECISIONS)}")

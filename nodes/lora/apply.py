@@ -48,21 +48,7 @@ def apply_lora(
     mode: LoraMode = "auto",
     phase: int | None = None,
 ) -> tuple[ModelPatcher, str]:
-    """Return a clone of a model with the LoRAs of a stack in addition to those that it has.
-
-    Args:
-        model: The model.
-        stack: The LoRAs.
-        mode: How they are applied; "auto": by the environment variables, or the fastest way.
-        phase: The phase of schedules such as `1;0` for this model; None: the phase that the sampler
-            gives (`run_phase`), or the first.
-
-    Returns:
-        The clone, and a report on the keys of the files.
-
-    Raises:
-        ValueError: A file cannot be used, or nothing in it fits this model.
-    """
+    """Return a clone of a model with a stack's LoRAs besides its own, and the key reports."""
     if mode == "merged":
         return merge(model, stack, phase or 0)
     clone = model.clone()
@@ -92,13 +78,7 @@ def apply_lora(
 
 
 class AttachedLoras:
-    """LoRAs that are applied while a model is called.
-
-    Attributes:
-        parts: The entries of the stack, each with the phase of the model, if it is known.
-        bank: The LoRAs of their files.
-        sessions: The sessions, by bank and device: a model on several GPUs has several banks.
-    """
+    """LoRAs that are applied while a model is called."""
 
     def __init__(
         self,

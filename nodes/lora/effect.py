@@ -13,25 +13,14 @@ _ALMOST_ALL = 0.995
 
 
 class Survival:
-    """The shares of deltas that survive the rounding of the weights that they are added to.
-
-    Args:
-        dtype: Dtype of the sums.
-        mode: How the LoRAs are applied.
-    """
+    """The shares of deltas that survive the rounding of the weights that they are added to."""
 
     def __init__(self, dtype: torch.dtype, mode: str) -> None:
         self._dtype, self._mode = dtype, mode
         self._shares: list[tuple[float, float]] = []  # of each delta: its energy, and the share
 
     def add(self, weight: Tensor | None, rms: float, numel: int) -> None:
-        """Add a delta.
-
-        Args:
-            weight: `[out, in, ...]`; None: the model does not have it.
-            rms: Root mean square of the delta.
-            numel: Number of elements of the delta.
-        """
+        """Add a delta of `numel` elements to a weight `[out, in, ...]`; None: it has none."""
         sample = None if weight is None or rms == 0 else sample_of(weight)
         if sample is not None:
             self._shares.append((rms**2 * numel, kept(sample, rms, self._dtype)))
@@ -62,17 +51,7 @@ def effect_lines(
     parameters: Mapping[str, Tensor],
     mode: str,
 ) -> list[str]:
-    """Return a line about deltas that are too small for the weights that they are added to.
-
-    Args:
-        bank: The LoRAs.
-        parts: The entries of the stack with their phases; the largest strength of each counts.
-        parameters: Parameters of the model by name, `[...]`.
-        mode: How the LoRAs are applied.
-
-    Returns:
-        One line, or none.
-    """
+    """Return a line about deltas that are too small for the weights that they are added to."""
     survival = Survival(bank.flat.dtype, mode)
     if mode != "bypass" and bank.flat.dtype != torch.float32:
         amounts = Amounts(bank, [entry for entry, _ in parts], NETWORK)

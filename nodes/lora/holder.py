@@ -17,15 +17,7 @@ KEY = "fast_video_vae.lora"
 
 
 def holder_of(bank: Bank, model: ModelPatcher) -> ModelPatcher:
-    """Return a patcher that loads a bank together with a model.
-
-    Args:
-        bank: The bank.
-        model: The model.
-
-    Returns:
-        A patcher for the devices of the model; patchers of one bank have a common parent.
-    """
+    """Return a patcher that loads a bank with a model; those of one bank have a common parent."""
     # ComfyUI warns of loaded models without a live patcher.
     given = bank, model.load_device, model.offload_device, not model.is_dynamic()
     known = given[1:]
@@ -52,36 +44,20 @@ def _patcher(
 
 
 def holders(patcher: Any) -> list[ModelPatcher]:  # noqa: ANN401 - a patcher, or None
-    """Return the holders of a model's banks.
-
-    Args:
-        patcher: The patcher of the model, or None.
-
-    Returns:
-        Holders for the device of the patcher; none if the bank is fetched block by block.
-    """
+    """Return the patchers of a model's banks; none if the bank is fetched block by block."""
     return [] if patcher is None else patcher.get_additional_models_with_key(KEY)
 
 
 def follow(patcher: Any) -> None:  # noqa: ANN401 - a patcher, or None
-    """Give a model that was moved to another device, or made static, a holder of its kind.
-
-    Args:
-        patcher: The patcher of the model, or None.
-    """
+    """Give a model that was moved to another device, or made static, a holder of its kind."""
     for holder in holders(patcher):
         theirs = patcher.load_device, patcher.is_dynamic()
         if (holder.load_device, holder.is_dynamic()) != theirs:
             patcher.set_additional_models(KEY, [holder_of(holder.model, patcher)])
 
 
+# ComfyUI expects of dynamic models that their memory can be taken away at any time.
 def give_back(holder: ModelPatcher) -> None:
-    """Free the device memory of a bank after a run, if ComfyUI would not do it when needed.
-
-    It expects of dynamic models that their memory can be taken away at any time.
-
-    Args:
-        holder: The patcher of the bank.
-    """
+    """Free the device memory of a bank after a run, if ComfyUI would not do it when needed."""
     if holder.is_dynamic():
         holder.partially_unload(holder.offload_device, 1e32)

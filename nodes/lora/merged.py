@@ -24,22 +24,7 @@ from .targets import NETWORK, targets_of
 
 
 def merge(model: ModelPatcher, stack: Sequence[StackEntry], phase: int) -> tuple[ModelPatcher, str]:
-    """Return a clone of a model that has the LoRAs merged into its weights once it is loaded.
-
-    ComfyUI keeps the original weights and restores them.
-
-    Args:
-        model: The model.
-        stack: The LoRAs.
-        phase: The phase of their schedules for this model.
-
-    Returns:
-        The clone, and a report on the keys of the files.
-
-    Raises:
-        ValueError: A file cannot be used, a strength changes during a run, or weights are
-            quantised.
-    """
+    """Return a clone whose weights get the LoRAs when it is loaded, and the key reports."""
     clone = model.clone()
     targets = targets_of(model)
     reports: list[str] = []
@@ -87,15 +72,7 @@ def _patch(model: ModelPatcher, target: Target, adapter: Adapter, strength: floa
 
 
 def changes(entry: StackEntry, phase: int | None) -> bool:
-    """Return whether a strength changes during a run.
-
-    Args:
-        entry: The LoRA.
-        phase: The phase of the model; None: it can be any.
-
-    Returns:
-        False: it is one number.
-    """
+    """Return whether a strength changes during a run in `phase`; None: any phase."""
     return len(set(entry.schedule.values(phase))) != 1 or entry.schedule.window is not None
 
 
@@ -136,21 +113,7 @@ class MergedAdapter(comfy.weight_adapter.base.WeightAdapterBase):
         intermediate_dtype: torch.dtype = torch.float32,
         original_weight: object = None,
     ) -> Tensor:
-        """Apply the adapter to a weight; ComfyUI's interface.
-
-        Args:
-            weight: `[out, in, ...]`; overwritten unless its shape changes.
-            key: Ignored.
-            strength: The user's factor.
-            strength_model: Ignored.
-            offset: Ignored.
-            function: Ignored.
-            intermediate_dtype: Ignored.
-            original_weight: Ignored.
-
-        Returns:
-            The changed weight.
-        """
+        """Apply the adapter in the memory of `weight`, unless its shape changes."""
         changed = self.weights[0].to(weight.device).apply(weight, strength)
         if changed.shape != weight.shape:
             return changed

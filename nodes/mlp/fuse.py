@@ -58,23 +58,13 @@ class FusedMLP:
     """Base of the classes that `fused` creates."""
 
 
+# The class is replaced, as by PyTorch's parametrizations and `fully_shard`, not `forward`: it
+# refers to no module, so it works for every copy of a model on any device, and ComfyUI, which
+# restores what it read before, leaves nothing behind. Its forward calls the children, so that
+# patched and quantised weights, offloading and hooks keep working.
 @functools.cache
 def fused(cls: type[nn.Module], wiring: Wiring) -> type[nn.Module]:
-    """Return the fused class of a gated MLP; equal arguments return the same class.
-
-    The class is replaced, as by PyTorch's parametrizations and `fully_shard`, not `forward`: it
-    refers to no module, so it works for every copy of a model on any device, and ComfyUI, which
-    restores what it read before, leaves nothing behind. Its forward takes `[..., C]` to `[...,
-    C_out]` and calls the children, so that patched and quantised weights, offloading and hooks keep
-    working.
-
-    Args:
-        cls: Class of the module.
-        wiring: How the module is a gated MLP.
-
-    Returns:
-        A subclass of `cls`.
-    """
+    """Return the fused subclass of a gated MLP; equal arguments return the same class."""
 
     # By position, or under the name that the class uses.
     def forward(self: nn.Module, *args: Tensor, **named: Tensor) -> Tensor:

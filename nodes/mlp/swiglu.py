@@ -52,34 +52,17 @@ _CHANNELS = 1024
 
 @dataclass(frozen=True)
 class Wiring:
-    """How a module is a gated MLP: `down(silu(parts[gate]) * parts[1 - gate])`.
+    """How a module is a gated MLP: `down(silu(parts[gate]) * parts[1 - gate])`."""
 
-    Attributes:
-        projections: Names of the children that take the input. Two: the parts are their results.
-            One: the halves of its result. None: the halves of the input.
-        gate: The part that passes SiLU: 0 or 1.
-        down: Name of the child that takes the product; None: the product is the result.
-        saturates: Dtypes in which infinities and NaN of the product are replaced by `saturated`.
-    """
-
-    projections: tuple[str, ...]
-    gate: int
-    down: str | None
-    saturates: frozenset[torch.dtype] = frozenset()
+    projections: tuple[str, ...]  # children that take the input; one, or none: halves of it
+    gate: int  # the part that passes SiLU: 0 or 1
+    down: str | None  # the child that takes the product; None: there is none
+    saturates: frozenset[torch.dtype] = frozenset()  # where `saturated` is used
 
 
+# The weights are not accessed: they may be offloaded, quantised or on another device.
 def recognise(module: nn.Module, cls: type[nn.Module]) -> Wiring | None:
-    """Return how `module`, with the forward of `cls`, is a gated MLP; None: not proved.
-
-    The weights are not accessed: they may be offloaded, quantised or on another device.
-
-    Args:
-        module: The module.
-        cls: Class with the forward.
-
-    Returns:
-        The wiring, or None.
-    """
+    """Return how `module`, with the forward of `cls`, is a gated MLP; None: not proved."""
     try:
         if not _may_be(module, cls):
             return None

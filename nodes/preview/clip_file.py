@@ -26,19 +26,7 @@ _PREFIX = "fast_vae_preview"
 
 
 def save_animation(images: Tensor, fps: float) -> ui.SavedImages:
-    """Write images to an animated WebP.
-
-    Args:
-        images: `[T, H, W, 3]`, float in [0, 1].
-        fps: Images per second; at 0.0025 a clip of more than 5,300 images is played faster, because
-            a file lasts at most 24 days.
-
-    Returns:
-        What a node returns as `ui` to show the file.
-
-    Raises:
-        InterruptProcessingException: The user pressed stop. It derives from `BaseException`.
-    """
+    """Write images `[T, H, W, 3]` in [0, 1] to an animated WebP, and return the node's `ui`."""
     count = len(images)
     fps = max(fps, 1000 * count / _LONGEST_MS)
     step = -(-count // _MOST_PICTURES)

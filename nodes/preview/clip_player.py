@@ -27,13 +27,7 @@ Picture = tuple[str, Image.Image, int]
 
 
 class ClipPlayer:
-    """Plays the latest pictures of a clip in a loop until it is stopped.
-
-    Outside of a server nothing is sent, and there is no thread.
-
-    Args:
-        rate: Pictures per second.
-    """
+    """Plays the latest pictures in a loop, `rate` a second; without a server nothing is sent."""
 
     def __init__(self, rate: float) -> None:
         self._period_s = 1 / rate

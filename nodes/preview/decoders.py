@@ -35,19 +35,7 @@ class TinyModel(NamedTuple):
 
 
 def tiny_model(name: str, channels: int) -> TinyModel:
-    """Load a tiny decoder; the last two are kept.
-
-    Args:
-        name: File in models/vae_approx.
-        channels: Channels of the latents.
-
-    Returns:
-        The decoder, on ComfyUI's offload device for VAEs.
-
-    Raises:
-        OSError: The file is missing or cannot be opened.
-        ValueError: It is not a tiny decoder, or one for other latents.
-    """
+    """Load the tiny decoder of a file for latents of `channels`; the last two are kept."""
     path = path_of(name)
     found = path.stat()
     model = _loaded(path, found.st_mtime_ns, found.st_size)
@@ -60,38 +48,12 @@ def tiny_model(name: str, channels: int) -> TinyModel:
 
 
 def tiny_decoder_on(device: torch.device, name: str, channels: int) -> TinyDecoder:
-    """Return a copy of a tiny decoder on `device`, which ComfyUI does not move.
-
-    Args:
-        device: Device of the copy.
-        name: File in models/vae_approx.
-        channels: Channels of the latents.
-
-    Returns:
-        The copy, in the dtype of `dtype_on`.
-
-    Raises:
-        OSError: The file is missing or cannot be opened.
-        ValueError: It is not a tiny decoder, or one for other latents.
-    """
+    """Return a copy of a tiny decoder on `device`, which ComfyUI does not move."""
     return _copied(tiny_model(name, channels).decoder, device)
 
 
 def decode(name: str, latent: Tensor) -> Tensor:
-    """Decode latents to an IMAGE with a tiny decoder, with progress bar and retries.
-
-    Args:
-        name: File in models/vae_approx.
-        latent: `[B, C, t, h, w]`, raw.
-
-    Returns:
-        `[B * (4 t - 3), H, W, 3]`, float32 in [0, 1], on the output device.
-
-    Raises:
-        OSError: The file is missing or cannot be opened.
-        ValueError: It is not a tiny decoder, or one for other latents.
-        torch.OutOfMemoryError: Memory is short even on the CPU.
-    """
+    """Decode raw `[B, C, t, h, w]` to an IMAGE `[B * (4 t - 3), H, W, 3]` with a tiny decoder."""
     model = tiny_model(name, latent.shape[1])
     decoder, device = model.decoder, model.patcher.load_device
     frames = 4 * latent.shape[2] - 3
@@ -121,16 +83,10 @@ def empty_images(*shape: int) -> Tensor:
     return torch.empty(shape, device=comfy.model_management.intermediate_device())
 
 
+# On a CPU it is never float16: a decode took 4 to 6 times as long as in float32 (2026-11, AMD Zen
+# 5).
 def dtype_on(device: torch.device) -> torch.dtype:
-    """Return the dtype of tiny decoders on `device`.
-
-    Args:
-        device: The device.
-
-    Returns:
-        ComfyUI's choice for VAEs, which its command line sets; on a CPU the fastest one, which is
-        never float16: a decode took 4 to 6 times as long as in float32 (2026-11, AMD Zen 5).
-    """
+    """Return the dtype of tiny decoders on `device`: ComfyUI's choice, on a CPU the fastest."""
     if device.type == "cpu":
         return fastest_decode_dtype(device)
     return comfy.model_management.vae_dtype(device, [torch.float16, torch.bfloat16])

@@ -27,17 +27,7 @@ _FRAMES = 4
 
 
 def format_of(latent: Tensor) -> LatentFormat:
-    """Return the format of a raw latent by its channels and dimensions.
-
-    Args:
-        latent: `[B, C, t, h, w]`, or `[N, C, h, w]`, images.
-
-    Returns:
-        The format: Wan's for 16 and 48 channels, otherwise the only one that has factors for them.
-
-    Raises:
-        ValueError: No format has, or several do.
-    """
+    """Return the format of a raw latent, Wan's first, or raise an error if it is not clear."""
     channels = latent.shape[1]
     if channels in _WAN:
         if latent.ndim == 4 and channels == 16:
@@ -70,14 +60,6 @@ def has_factors(latent_format: LatentFormat, channels: int) -> bool:
 
 
 def color(latent_format: Any, x: Tensor) -> Tensor:  # noqa: ANN401, any format
-    """Return the rough colors of one latent.
-
-    Args:
-        latent_format: A format that has factors for it.
-        x: `[C, T, h, w]`, as the diffusion model sees it.
-
-    Returns:
-        `[T, h, w, 3]`, uint8, on the device of `x`.
-    """
+    """Return the rough colors of `[C, T, h, w]`, as the model sees it: `[T, h, w, 3]` uint8."""
     factors, bias = latent_format.latent_rgb_factors, latent_format.latent_rgb_factors_bias
     return torch.cat([rgb_of_latent(few, factors, bias) for few in x.split(_FRAMES, dim=1)])

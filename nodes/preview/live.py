@@ -54,19 +54,7 @@ _METHODS = ("decode_latent_to_preview", "decode_latent_to_preview_image")
 def playing(
     model: ModelPatcher, steps: int, seen: dict[str, Any], latent: Tensor
 ) -> Iterator[Callback]:
-    """Provide the function to call after each step, as ComfyUI's `prepare_callback` does.
-
-    Args:
-        model: The model of the run.
-        steps: Steps of the run.
-        seen: Gets the denoised latent of the last step as `x0`.
-        latent: `[B, C, t, h, w]`, or several in one (`is_nested`): what the run starts from.
-
-    Yields:
-        A function of the step, the denoised latent, the noisy latent and the number of steps. It
-        shows the progress and the preview. Errors in making pictures are logged and end only the
-        preview.
-    """
+    """Provide the function to call after each step, as ComfyUI's `prepare_callback` does."""
     first = latent.unbind()[0] if latent.is_nested else latent
     if not _may_play(model, first):
         yield latent_preview.prepare_callback(model, steps, seen)
@@ -89,12 +77,10 @@ def playing(
         player.stop()
 
 
+# A maker that fails is removed, and so are those after one that made pictures: better pictures are
+# never replaced by rougher ones.
 def _make(makers: list[_Maker], x0: Tensor) -> numpy.ndarray | None:
-    """Return the pictures of the first maker that makes some; None: the last pictures stay.
-
-    A maker that fails is removed, and so are those after one that made pictures: better pictures
-    are never replaced by rougher ones.
-    """
+    """Return the pictures of the first maker that makes some; None: the last pictures stay."""
     for maker in makers.copy():
         try:
             pictures = maker(x0)
@@ -119,13 +105,10 @@ class _Colors:
         return color(self._format, x0[0]).cpu().numpy()
 
 
+# Where a decode does not fit into the time or the memory, there are none. A decode that takes
+# longer than it may is given up after a latent frame, and tried again when there is twice the time.
 class _TinyFrames:
-    """Makes pictures by a tiny decoder: every fourth frame, one for each latent frame.
-
-    Where a decode does not fit into the time or the memory, there are none. A decode that takes
-    longer than it may is given up after a latent frame, and tried again when there is twice the
-    time.
-    """
+    """Makes pictures by a tiny decoder: every fourth frame, one for each latent frame."""
 
     def __init__(self, decoder: TinyDecoder, latent_format: Any) -> None:  # noqa: ANN401
         self._decoder, self._format = decoder, latent_format

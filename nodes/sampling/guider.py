@@ -39,14 +39,7 @@ class _Prepared:
 
 
 class StagedGuider(comfy.samplers.CFGGuider):
-    """A guider that calls a different model per noise level, according to a plan.
-
-    Args:
-        models: One model per stage; they are not modified.
-        plan: The plan of the run.
-        free: Unload a model when the next one does not share its weights.
-        on_stage: Called with the name of each stage when it starts.
-    """
+    """A guider that calls the model of each stage of a plan, and names each that starts."""
 
     def __init__(
         self,
@@ -88,19 +81,7 @@ class StagedGuider(comfy.samplers.CFGGuider):
         *args: Any,  # noqa: ANN401
         **kwargs: Any,  # noqa: ANN401
     ) -> Tensor:
-        """Run the sampler, as in the base class, starting with the model of the first noise level.
-
-        Args:
-            noise: `[B, C, t, h, w]`.
-            latent_image: `[B, C, t, h, w]`.
-            sampler: The sampler.
-            sigmas: `[steps + 1]`.
-            *args: As in the base class.
-            **kwargs: As in the base class.
-
-        Returns:
-            The latent, `[B, C, t, h, w]`.
-        """
+        """Run the sampler, as in the base class, from the model of the first noise level on."""
         if len(sigmas):
             self._first = self._plan.stage_at(float(sigmas[0]))
             self._last = max(self._first, self._plan.stage_at(float(sigmas[-1])))
@@ -110,15 +91,7 @@ class StagedGuider(comfy.samplers.CFGGuider):
         return super().sample(noise, latent_image, sampler, sigmas, *args, **kwargs)
 
     def outer_sample(self, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
-        """Prepare the other models within their wrappers, then run as the base class.
-
-        Args:
-            *args: As in the base class.
-            **kwargs: As in the base class.
-
-        Returns:
-            The latent, `[B, C, t, h, w]`.
-        """
+        """Prepare the other models within their wrappers, then run as the base class."""
         first = self._take(self._first)
         try:
             return self._prepare(self._first + 1, args, kwargs)
@@ -141,23 +114,7 @@ class StagedGuider(comfy.samplers.CFGGuider):
         seed: int | None,
         latent_shapes: list | None = None,
     ) -> Tensor:
-        """Keep the arguments for the other models, then run as the base class.
-
-        Args:
-            noise: `[B, C, t, h, w]`.
-            latent_image: `[B, C, t, h, w]`.
-            device: Device of the model.
-            sampler: The sampler.
-            sigmas: `[steps + 1]`.
-            denoise_mask: Mask, or None.
-            callback: Called after each step.
-            disable_pbar: Hide the progress bar.
-            seed: Seed of the noise.
-            latent_shapes: Shapes of nested latents.
-
-        Returns:
-            The latent, `[B, C, t, h, w]`.
-        """
+        """Keep the arguments for the other models, then run as the base class."""
         self.add_time("load")
         self._given = noise, latent_image, device, denoise_mask, seed, latent_shapes
         self._on_stage(self._plan.stages[self.stage].name)
@@ -173,17 +130,7 @@ class StagedGuider(comfy.samplers.CFGGuider):
         model_options: dict[str, Any] | None = None,
         seed: int | None = None,
     ) -> Tensor:
-        """Call the model of a noise level, with the guidance of its step.
-
-        Args:
-            x: `[B, C, t, h, w]`.
-            timestep: `[B]`, noise levels.
-            model_options: Options of the model.
-            seed: Seed of the noise.
-
-        Returns:
-            The prediction, `[B, C, t, h, w]`.
-        """
+        """Call the model of a noise level, with the guidance of its step."""
         sigma = float(timestep.flatten()[0])
         stage = min(max(self._plan.stage_at(sigma), self._first), self._last)
         if stage != self.stage:

@@ -13,21 +13,7 @@ from .plan import SamplingPlan
 def with_loras(
     models: Sequence[ModelPatcher], stacks: Sequence[tuple], plan: SamplingPlan, mode: LoraMode
 ) -> tuple[list[ModelPatcher], list[str]]:
-    """Return the model of each stage with its LoRAs, and the key reports.
-
-    Args:
-        models: One model per expert; they are not modified.
-        stacks: One stack per expert.
-        plan: The plan of the run.
-        mode: How LoRAs are applied.
-
-    Returns:
-        Models by stage, and lines of the reports.
-
-    Raises:
-        ValueError: A file cannot be used or nothing in it fits its model, or a strength has another
-            number of phases than the run; the message starts with the input's name.
-    """
+    """Return the model of each stage with its LoRAs, and the key reports."""
     staged, reports = [], []
     for number, stage in enumerate(plan.stages):
         name = ("loras_high", "loras_low")[stage.expert]

@@ -21,44 +21,26 @@ Sigmas = tuple[float, ...]
 
 @dataclass(frozen=True)
 class SamplingStage:
-    """The part of a run that one model handles; steps are counted in the whole list.
-
-    Attributes:
-        name: Name of the stage.
-        expert: 0: the first model, 1: the second.
-        plain: It runs without LoRAs, except those that name this phase.
-        floor: It handles noise levels from this one up, after the stages before it.
-        first: Its first step.
-        steps: Number of its steps.
-        cfg: Guidance for each step of the list.
-    """
+    """The part of a run that one model handles; steps are counted in the whole list."""
 
     name: str
     expert: int
-    plain: bool
-    floor: float
+    plain: bool  # runs without LoRAs, except those that name this phase
+    floor: float  # it handles noise levels from this one up, after the stages before it
     first: int
     steps: int
-    cfg: tuple[float, ...]
+    cfg: tuple[float, ...]  # for each step of the list
 
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """The plan of a run.
-
-    Attributes:
-        sigmas: The whole list, falling, one more than steps.
-        stages: The stages from high noise to low.
-        start: First step of the run.
-        end: Step before which the run ends.
-        leftover: Keep the noise at the end of a run that ends early.
-    """
+    """The plan of a run: all noise levels, falling, and the steps from `start` to `end`."""
 
     sigmas: Sigmas
     stages: tuple[SamplingStage, ...]
     start: int
     end: int
-    leftover: bool
+    leftover: bool  # keep the noise at the end of a run that ends early
 
     @property
     def run(self) -> Sigmas:
@@ -84,18 +66,7 @@ class SamplingPlan:
 
 
 def parse_values(name: str, text: str) -> tuple[float, ...] | None:
-    """Parse a number, or comma-separated numbers for the steps.
-
-    Args:
-        name: Name of the input for the message.
-        text: The text.
-
-    Returns:
-        The numbers; None: `auto`.
-
-    Raises:
-        ValueError: A value is not a number.
-    """
+    """Parse a number, or comma-separated numbers for the steps; None: `auto`."""
     if text.strip().lower() in ("", AUTO):
         return None
     values = [parse_number(piece) for piece in text.split(",")]
@@ -107,18 +78,7 @@ def parse_values(name: str, text: str) -> tuple[float, ...] | None:
 
 
 def parse_shift(name: str, text: str) -> tuple[float, ...] | None:
-    """Parse shifts as `parse_values`.
-
-    Args:
-        name: Name of the input for the message.
-        text: The text.
-
-    Returns:
-        The shifts; None: `auto`.
-
-    Raises:
-        ValueError: A value is not a number above 0.
-    """
+    """Parse shifts, which are above 0, as `parse_values`."""
     values = parse_values(name, text)
     wrong = next((value for value in values or () if value <= 0), None)
     if wrong is not None:
@@ -127,17 +87,7 @@ def parse_shift(name: str, text: str) -> tuple[float, ...] | None:
 
 
 def parse_boundary(text: str) -> float | int | None:
-    """Parse a boundary: a noise level with a decimal point, or a step as a whole number.
-
-    Args:
-        text: The text.
-
-    Returns:
-        The boundary; None: `auto`.
-
-    Raises:
-        ValueError: It is neither, or outside 0-1.
-    """
+    """Parse a noise level with a decimal point, or a step as a whole number; None: `auto`."""
     text = text.strip().lower()
     if text in ("", AUTO):
         return None
@@ -158,21 +108,7 @@ def blend(
     low: Sequence[float | None] | None,
     boundary: float | int,
 ) -> Sigmas:
-    """Return one list of noise levels, each step with the shift of its expert.
-
-    Args:
-        lists: Returns the list of a shift; None: the model's own.
-        high: Shift of the first expert: one, or one per step.
-        low: Shift of the second expert; None: there is no second.
-        boundary: As from `parse_boundary`.
-
-    Returns:
-        The noise levels.
-
-    Raises:
-        ValueError: There are neither one shift nor one per step, the levels do not fall, or a level
-            of the second expert belongs to the first.
-    """
+    """Return one list of noise levels, each step with the shift of its expert."""
     first = _of_steps("shift_high", high, lists)
     if low is None:
         return first
@@ -209,24 +145,7 @@ def make_stages(
     cfg_low: Sequence[float],
     plain_cfg: float | None,
 ) -> tuple[SamplingStage, ...]:
-    """Return the stages of a run of one or two experts, for the whole list of noise levels.
-
-    Args:
-        sigmas: The noise levels.
-        boundary: Boundary between the experts.
-        experts: 1 or 2.
-        plain_steps: First steps without LoRAs.
-        cfg_high: Guidance of the first expert: one value, or one per step of the expert or the
-            list.
-        cfg_low: Guidance of the second expert.
-        plain_cfg: Guidance of the steps without LoRAs; None: `cfg_high`.
-
-    Returns:
-        The stages.
-
-    Raises:
-        ValueError: A list has another length.
-    """
+    """Return the stages of a run of one or two experts, for the whole list of noise levels."""
     steps = len(sigmas) - 1
     count = switch_step(sigmas, boundary) if experts == 2 else steps
     plain = min(plain_steps, count)

@@ -16,28 +16,16 @@ PRESETS = (BASE, FOUR, EIGHT, THREE_PHASE)
 
 @dataclass(frozen=True)
 class Preset:
-    """Values of a preset.
-
-    Attributes:
-        steps: Steps of the whole run.
-        shift: Shift of the noise levels towards 1; None: the model's own.
-        cfg_high: Guidance of the first expert.
-        cfg_low: Guidance of the second expert.
-        boundary: The lowest noise level of the first expert.
-        sampler: ComfyUI's name of the solver.
-        scheduler: ComfyUI's name of the scheduler.
-        plain_steps: First steps without LoRAs.
-        plain_cfg: Guidance of these steps.
-    """
+    """Values of a preset; those of the first expert hold for a model with one."""
 
     steps: int = 20
-    shift: float | None = None
+    shift: float | None = None  # of the noise levels towards 1; None: the model's own
     cfg_high: float = 4.0
     cfg_low: float = 4.0
-    boundary: float = 0.875
+    boundary: float = 0.875  # the lowest noise level of the first expert
     sampler: str = "euler"
     scheduler: str = "simple"
-    plain_steps: int = 0
+    plain_steps: int = 0  # first steps without LoRAs, with their guidance
     plain_cfg: float = 3.5
 
 
@@ -49,17 +37,7 @@ _ALONE = {
 
 
 def preset_for(name: str, unet_config: Mapping[str, Any], *, experts: int) -> Preset:
-    """Return the values of a preset for a model with one or two experts.
-
-    Args:
-        name: One of `PRESETS`.
-        unet_config: ComfyUI's configuration of the model; for an unknown model `base` has the
-            defaults of the sampler.
-        experts: 1 or 2.
-
-    Returns:
-        The preset.
-    """
+    """Return the values of a preset for a model; an unknown one has the sampler's defaults."""
     base = _published(unet_config, experts)
     if name == BASE:
         return base

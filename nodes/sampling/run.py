@@ -63,14 +63,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class SamplingResult:
-    """The result of a run.
-
-    Attributes:
-        latent: A LATENT.
-        denoised: A LATENT: the last step's prediction of the latent without noise.
-        sigmas: The noise levels of the run, `[steps + 1]`, float32.
-        report: Lines about stages and LoRAs.
-    """
+    """Two LATENTs, the noise levels `[steps + 1]`, and lines about stages and LoRAs."""
 
     latent: dict[str, Any]
     denoised: dict[str, Any]
@@ -86,22 +79,7 @@ def sample(
     latent: dict[str, Any],
     settings: Settings,
 ) -> SamplingResult:
-    """Run a sampler over one model or over two experts.
-
-    Args:
-        models: One or two models; they are not modified.
-        stacks: One stack of LoRAs per model.
-        positive: The positive CONDITIONING.
-        negative: The negative CONDITIONING; None: guidance must be 1.
-        latent: A LATENT, which is not modified.
-        settings: The values of the widgets.
-
-    Returns:
-        The result.
-
-    Raises:
-        ValueError: Something does not fit; the message starts with the input's name.
-    """
+    """Run a sampler over one model or two experts; the inputs are not modified."""
     for name, conditioning in (("positive", positive), ("negative", negative)):
         if conditioning is not None and not len(conditioning):
             raise ValueError(f"{name}: the conditioning is empty; expected an encoded prompt")

@@ -66,16 +66,7 @@ class EncoderCall:
 
 
 class Forwards:
-    """Runs calls and counts them.
-
-    Args:
-        dtype: Dtype of the activations, as for `ready`.
-        compiled: Compile the blocks, as for `ready`.
-
-    Attributes:
-        count: Forward calls.
-        rows: Rows of these calls.
-    """
+    """Runs calls in a dtype and compiled as `ready` says; counts forward calls and their rows."""
 
     def __init__(self, dtype: torch.dtype | None, compiled: bool) -> None:
         self._dtype, self._compiled = dtype, compiled

@@ -20,11 +20,7 @@ MOST_BYTES = 256 << 20
 
 
 class TextCache:
-    """Conditionings by text encoder and prompt; the least recently used are dropped.
-
-    Attributes:
-        nbytes: Bytes of all tensors.
-    """
+    """Conditionings by text encoder and prompt; the least recently used are dropped."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most_bytes = most_bytes
@@ -46,13 +42,7 @@ class TextCache:
         return copied(found)
 
     def put(self, key: tuple[Hashable, ...], conditioning: Conditioning, most: int) -> None:
-        """Store a copy of a conditioning.
-
-        Args:
-            key: Its key; when a weak reference in it has died, the entry is dropped.
-            conditioning: The conditioning.
-            most: Most entries of the cache.
-        """
+        """Store a copy of a conditioning, and drop the oldest entries above `most`."""
         stored = copied(conditioning)
         with self._lock:
             self._forget_the_dead()

@@ -43,16 +43,7 @@ _OF_ALL = ("encode_token_weights", "set_clip_options", "reset_clip_options")
 
 @dataclass(frozen=True)
 class EncodeReport:
-    """The work of an encoding.
-
-    Attributes:
-        prompts: Number of prompts.
-        different: Number of different prompts.
-        cached: Number of these from the cache.
-        calls: Forward calls of the encoders; None: unknown.
-        rows: Rows of tokens in them.
-        seconds: Seconds, with loading.
-    """
+    """The work of an encoding; calls are None where they are unknown."""
 
     prompts: int
     different: int
@@ -80,18 +71,7 @@ def encode(
     compiled: bool = False,
     cache_size: int = 0,
 ) -> tuple[list[Conditioning], EncodeReport]:
-    """Encode prompts as ComfyUI's CLIPTextEncode does, in one pass.
-
-    Args:
-        clip: The CLIP, which is not modified; it is loaded on ComfyUI's device.
-        prompts: One or more prompts.
-        dtype: Dtype of the activations, as for `shadow.ready`.
-        compiled: Compile the blocks, as for `shadow.ready`.
-        cache_size: Prompts to keep in the cache; 0: the cache is not used.
-
-    Returns:
-        A conditioning for each prompt, and the report.
-    """
+    """Encode prompts as CLIPTextEncode does, in one pass; a `cache_size` of 0: no cache."""
     first = time.perf_counter()
     different = list(dict.fromkeys(prompts))
     identity = _identity(clip, dtype, compiled) if cache_size > 0 else None

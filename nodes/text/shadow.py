@@ -19,18 +19,7 @@ _compiling = {"works": True}
 
 
 def shadow(module: nn.Module, replace: Callable[[nn.Module], nn.Module | None]) -> nn.Module:
-    """Return a module of the same class with some of its parts replaced.
-
-    Parameters, buffers and hooks are shared. If nothing is replaced the result is the module
-    itself.
-
-    Args:
-        module: The module.
-        replace: Returns the replacement of a module; None: its parts are examined.
-
-    Returns:
-        The shadow.
-    """
+    """Return a module of the same class and weights with some of its parts replaced, or itself."""
     replacement = replace(module)
     if replacement is not None:
         return replacement
@@ -54,16 +43,7 @@ def with_parts(module: nn.Module, parts: dict[str, nn.Module | None]) -> nn.Modu
 def ready(
     encoder: SDClipModel, dtype: torch.dtype | None, compiled: bool
 ) -> tuple[SDClipModel, bool]:
-    """Return an encoder with the given dtype and compilation, and whether anything is compiled.
-
-    Args:
-        encoder: The encoder.
-        dtype: Weights are cast to it layer by layer; None: ComfyUI's, which is float32.
-        compiled: Run the blocks through `torch.compile`, which compiles in their calls.
-
-    Returns:
-        The encoder, and whether it has compiled blocks.
-    """
+    """Return an encoder with dtype and compilation, and whether it has compiled blocks."""
     transformer = encoder.transformer
     if compiled and _compiling["works"]:
         blocks = _blocks(transformer)

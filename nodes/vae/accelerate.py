@@ -40,44 +40,18 @@ _DTYPE_FLAGS = ("fp32_vae", "fp16_vae", "bf16_vae", "cpu_vae")
 
 @dataclass(frozen=True)
 class Choice:
-    """The user's settings for a VAE.
-
-    Attributes:
-        dtype: Dtype of decoding; None: ComfyUI's choice, set on its command line.
-        encode_dtype: Dtype of encoding; None: as for decoding.
-        chunk: Latents per step; -1: all; None: chosen from size and memory.
-        allow_fp16: As of `VideoVAE`. It is not chosen, but true where neither `dtype` nor ComfyUI's
-            command line is.
-        devices: The devices that share a video, a selection of `host.devices`; None: those of the
-            VAE, or one.
-        precisions: Precisions of decoding and of encoding; None: those of the VAE, or "auto".
-    """
+    """The user's settings for a VAE; None: ComfyUI's, the VAE's own, or chosen by the plan."""
 
     dtype: torch.dtype | None = None
     encode_dtype: torch.dtype | None = None
-    chunk: int | None = None
-    allow_fp16: bool = False
-    devices: str | None = None
-    precisions: tuple[str, str] | None = None
+    chunk: int | None = None  # latents per step; -1: all
+    allow_fp16: bool = False  # not chosen: true without `dtype` and ComfyUI's own options
+    devices: str | None = None  # a selection of `host.devices`
+    precisions: tuple[str, str] | None = None  # of decoding and of encoding
 
 
 def load(path: str | Path, choice: Choice) -> FastVAE:
-    """Load a VAE from a checkpoint of a supported layout, in any dialect.
-
-    ComfyUI reloads it from `path` for another device.
-
-    Args:
-        path: The checkpoint.
-        choice: The settings.
-
-    Returns:
-        The VAE.
-
-    Raises:
-        OSError: The file is missing or cannot be opened.
-        LayoutError: It holds another network.
-        ValueError: It is incomplete, or not a checkpoint; or it cannot use the selected devices.
-    """
+    """Load a VAE from a checkpoint; ComfyUI reloads it from `path` for another device."""
     vae = _loaded(path, choice)
     _use_devices(vae)
     vae.first_stage_model.prepare(vae.device)
@@ -85,19 +59,7 @@ def load(path: str | Path, choice: Choice) -> FastVAE:
 
 
 def accelerate(vae: comfy.sd.VAE, choice: Choice) -> comfy.sd.VAE:
-    """Put this pack's network into a copy of a VAE that ComfyUI loaded.
-
-    Args:
-        vae: The VAE, which is not modified.
-        choice: The settings.
-
-    Returns:
-        The fast VAE with the same weights; or `vae` itself, with the reason in the log.
-
-    Raises:
-        ValueError: The weights are incomplete, or not finite; or the VAE cannot use the selected
-            devices.
-    """
+    """Put this pack's network into a copy of a VAE, or return it with the reason in the log."""
     reason = _refusal(vae, choice)
     if reason is not None:
         _logger.info("Fast Video VAE: this VAE is unchanged: %s", reason)
@@ -114,19 +76,7 @@ def accelerate(vae: comfy.sd.VAE, choice: Choice) -> comfy.sd.VAE:
 
 
 def accelerated(vae: comfy.sd.VAE, choice: Choice, kinds: str) -> FastVAE:
-    """Return the fast VAE of `accelerate`, or raise an error.
-
-    Args:
-        vae: The VAE.
-        choice: The settings.
-        kinds: The expected kinds of VAE, for the message.
-
-    Returns:
-        The fast VAE.
-
-    Raises:
-        ValueError: The VAE cannot be accelerated.
-    """
+    """Return the fast VAE of `accelerate`, or raise an error that names the expected `kinds`."""
     fast = accelerate(vae, choice)
     if not isinstance(fast, FastVAE):
         raise ValueError(
@@ -238,12 +188,10 @@ def _built(
     return model
 
 
+# For this configuration if ComfyUI's class supports it, otherwise for the published VAE of the same
+# layout.
 def _core_vae(config: VAEConfig) -> comfy.sd.VAE:
-    """Return ComfyUI's own VAE object around a network without memory.
-
-    For this configuration if ComfyUI's class supports it, otherwise for the published VAE of the
-    same layout.
-    """
+    """Return ComfyUI's own VAE object around a network without memory."""
     with torch.device("meta"):
         for each in (config, config.standard()):
             shapes = VideoVAE(each, torch.float32, torch.float32).state_dict()

@@ -23,18 +23,7 @@ from .first_stage import FastVideoVAE, tile_size
 
 
 def one_video(vae: object, latent: Tensor) -> Tensor:
-    """Return the latent of one video.
-
-    Args:
-        vae: The VAE.
-        latent: A LATENT's samples, `[1, C_latent, t, h, w]` or `[t, C_latent, h, w]`.
-
-    Returns:
-        `[1, C_latent, t, h, w]`; `latent` unchanged for a VAE that is not fast.
-
-    Raises:
-        ValueError: There are several videos, or the VAE does not support them.
-    """
+    """Return a LATENT's one video as `[1, C_latent, t, h, w]`; unchanged if the VAE is not fast."""
     if latent.is_nested:
         latent = latent.unbind()[0]
     if isinstance(vae, FastVAE):
@@ -51,22 +40,17 @@ def one_video(vae: object, latent: Tensor) -> Tensor:
     return latent
 
 
+# Unknown arguments, such as an option of a newer ComfyUI, are passed to ComfyUI's own methods,
+# which use the same network.
 class FastVAE(comfy.sd.VAE):
-    """A `comfy.sd.VAE` around a `FastVideoVAE`; not created by calling this class.
-
-    Unknown arguments, such as an option of a newer ComfyUI, are passed to ComfyUI's own methods,
-    which use the same network.
-    """
+    """A `comfy.sd.VAE` around a `FastVideoVAE`; not created by calling this class."""
 
     first_stage_model: FastVideoVAE
 
+    # It belongs to the current network, because ComfyUI replaces the network in copies.
     @property
     def format_encoded(self) -> Callable[[Tensor], Tensor] | None:
-        """Conversion of the network's output `[B, C, t, h, w]` to a LATENT for ComfyUI's methods.
-
-        None: not needed. It belongs to the current network, because ComfyUI replaces the network in
-        copies.
-        """
+        """Conversion of the network's output for ComfyUI's methods; None: not needed."""
         model = self.first_stage_model
         return model.comfy_format_encoded if model.is_seedvr2 else None
 
@@ -79,25 +63,7 @@ class FastVAE(comfy.sd.VAE):
         tile: tuple[int, int] | None = None,
         **newer: object,
     ) -> Tensor:
-        """Decode latents to an IMAGE.
-
-        Args:
-            samples_in: `[B, C_latent, t, h, w]`, or `[B, C_latent, h, w]` for images (for SeedVR2
-                `[B, C_latent * t, h, w]` for videos), not normalised.
-            vae_options: Options of other VAEs, ignored.
-            options: Chunk and dtype of this decode; None: the VAE's.
-            tile: Height and width, in latents, of exact tiles for the last layers; None: tiles only
-                if whole frames do not fit. For SeedVR2, which is not tiled, the memory of such a
-                tile is the limit.
-            newer: Options of a newer ComfyUI.
-
-        Returns:
-            `[B, T, H, W, C]`, or `[B, H, W, C]` for images, contiguous, in [0, 1] on the output
-            device.
-
-        Raises:
-            ValueError: The latents have another shape or dtype, or are not finite.
-        """
+        """Decode latents to an IMAGE `[B, T, H, W, C]` or `[B, H, W, C]` in [0, 1]."""
         if newer:
             return super().decode(samples_in, vae_options or {}, **newer)
         if self.latent_dim == 2 and samples_in.ndim == 5:
@@ -123,20 +89,7 @@ class FastVAE(comfy.sd.VAE):
         overlap_t: int | None = None,
         **newer: object,
     ) -> Tensor:
-        """Decode latents to an IMAGE in exact tiles; the result is that of `decode`.
-
-        Args:
-            samples: As `samples_in` of `decode`, `[B, C_latent, t, h, w]`.
-            tile_x: Width of a tile in latents.
-            tile_y: Height of a tile in latents.
-            overlap: Ignored: a tile has the halo that it needs.
-            tile_t: Ignored: the stream is exact and its memory bounded.
-            overlap_t: Ignored.
-            newer: Options of a newer ComfyUI.
-
-        Returns:
-            `[B, T, H, W, C]` or `[B, H, W, C]`.
-        """
+        """Decode in exact tiles, given in latents; the result is that of `decode`."""
         if newer:
             return super().decode_tiled(
                 samples, tile_x, tile_y, overlap, tile_t, overlap_t, **newer
@@ -152,25 +105,7 @@ class FastVAE(comfy.sd.VAE):
         tile: tuple[int, int] | None = None,
         **newer: object,
     ) -> Tensor:
-        """Encode an IMAGE.
-
-        Args:
-            pixel_samples: `[N, H, W, C]` in [0, 1], or `[B, T, H, W, C]`. Height and width are
-                cropped about the center to multiples of the compression, frames to `4 n + 1`.
-            not_video: The `N` images are independent, not frames of one video; None: the VAE's
-                setting.
-            options: As for `decode`.
-            tile: As for `decode`, for the first layers.
-            newer: As for `decode`.
-
-        Returns:
-            `[B, C_latent, t, H / 8, W / 8]`, or `[N, C_latent, H / 16, W / 16]` for a VAE of
-            images; not normalised (for SeedVR2 scaled), on the output device.
-
-        Raises:
-            ValueError: The images have another shape or dtype, or are not finite; or the VAE has no
-                encoder.
-        """
+        """Encode an IMAGE `[N, H, W, C]`, or `[B, T, H, W, C]`; None: `not_video` is the VAE's."""
         if newer:
             return super().encode(pixel_samples, not_video=bool(not_video), **newer)
         self.throw_exception_if_invalid()
@@ -196,20 +131,7 @@ class FastVAE(comfy.sd.VAE):
         overlap_t: int | None = None,
         **newer: object,
     ) -> Tensor:
-        """Encode an IMAGE in exact tiles; the result is that of `encode`.
-
-        Args:
-            pixel_samples: As for `encode`, `[N, H, W, C]`.
-            tile_x: Width of a tile in pixels.
-            tile_y: Height of a tile in pixels.
-            overlap: Ignored.
-            tile_t: Ignored.
-            overlap_t: Ignored.
-            newer: Options of a newer ComfyUI.
-
-        Returns:
-            As `encode`, `[B, C_latent, t, h, w]`.
-        """
+        """Encode in exact tiles, given in pixels; the result is that of `encode`."""
         if newer:
             return super().encode_tiled(
                 pixel_samples, tile_x, tile_y, overlap, tile_t, overlap_t, **newer

@@ -16,25 +16,18 @@ from ..host.progress import Progress, stop_between_layers
 
 
 class FastVideoVAE(VideoVAE):
-    """A `VideoVAE` that ComfyUI can use.
+    """A `VideoVAE` that ComfyUI can use."""
 
-    Attributes:
-        comfy_has_chunked_io: ComfyUI's flag for a `decode` that writes into its buffer and an
-            `encode` that fetches its own input.
-        chunk: Latents per step; -1: all; None: chosen from size and memory.
-        selection: The devices that share a video, as in the input of the nodes.
-        is_seedvr2: The VAE is SeedVR2's, whose module in ComfyUI differs: it returns the posterior
-            mean, which ComfyUI scales by `comfy_format_encoded`, without the time dimension for a
-            single latent; and it takes latents of four dimensions with time in their channels.
-    """
-
+    # `decode` writes into ComfyUI's buffer, and `encode` fetches its own input.
     comfy_has_chunked_io = True
 
     def __init__(self, config: VAEConfig, dtype: torch.dtype, encode_dtype: torch.dtype) -> None:
         super().__init__(config, dtype, encode_dtype)
-        self.chunk: int | None = None
+        self.chunk: int | None = None  # latents per step; -1: all
         self.selection = ONE
         self._asked: list[torch.device] = []
+        # ComfyUI's module of SeedVR2 differs: it returns the unscaled mean, without the time
+        # dimension for a single latent, and takes latents `[B, C_latent * t, h, w]`.
         self.is_seedvr2 = config.family == SEEDVR2
         for network in (self.encoder, self.decoder):
             if network is not None:
@@ -67,21 +60,7 @@ class FastVideoVAE(VideoVAE):
     def decode(
         self, latent: Tensor, output_buffer: Tensor | None = None, **vae_options: object
     ) -> Tensor:
-        """Decode a latent.
-
-        Args:
-            latent: `[B, C_latent, t, h, w]`, or `[B, C_latent, h, w]` for images (for SeedVR2 `[B,
-                C_latent * t, h, w]` for videos), not normalised, as in a LATENT.
-            output_buffer: Buffer for the frames, any dtype, strides and device; None: a new tensor,
-                channels-last, on the device.
-            vae_options: Options of other VAEs, ignored.
-
-        Returns:
-            The buffer, with the shape of `decode_output_shape`, in about [-1, 1].
-
-        Raises:
-            ValueError: The latent has another shape or dtype, or is not finite.
-        """
+        """Decode `[B, C_latent, t, h, w]` or `[B, C_latent, h, w]`, into a buffer if given."""
         return self._decode(latent, output_buffer, self.chunk)
 
     @eager
@@ -94,20 +73,7 @@ class FastVideoVAE(VideoVAE):
         tile_t: int | None = None,
         overlap_t: int | None = None,
     ) -> Tensor:
-        """Decode in exact tiles, one latent per step.
-
-        Args:
-            latent: As for `decode`, `[B, C_latent, t, h, w]`.
-            tile_x: Width of a tile in latents; for SeedVR2, which is not tiled, its memory is the
-                limit.
-            tile_y: Height of a tile in latents.
-            overlap: Ignored: a tile has the halo that it needs.
-            tile_t: Ignored.
-            overlap_t: Ignored.
-
-        Returns:
-            Frames as from `decode`, channels-last.
-        """
+        """Decode in exact tiles, given in latents, one latent per step."""
         single_frame = self.video_shape(latent.shape)[2:3] == (1,)
         step = self.config.spatial_compression * self.config.output_scale
         tile = tile_size(tile_x, tile_y)
@@ -116,21 +82,7 @@ class FastVideoVAE(VideoVAE):
 
     @eager
     def encode(self, frames: Tensor, device: torch.device | None = None) -> Tensor:
-        """Encode frames.
-
-        Args:
-            frames: `[B, C, T, H, W]`, or `[B, C, H, W]`, in [-1, 1], on any device. Only `4 n + 1`
-                frames of `T` are used.
-            device: Ignored: the computation runs where ComfyUI has put the weights.
-
-        Returns:
-            The posterior mean, not scaled, `[B, C_latent, t, h, w]`, or `[B, C_latent, h, w]` for
-            four dimensions (for SeedVR2: for a single latent).
-
-        Raises:
-            ValueError: The frames have another shape or dtype, or are not finite; or the checkpoint
-                has no encoder.
-        """
+        """Return the unscaled means `[B, C_latent, t, h, w]` of `[B, C, T, H, W]` in [-1, 1]."""
         latent = self._encode(frames)
         is_flat = latent.shape[2] == 1 if self.is_seedvr2 else frames.ndim == 4
         return latent.squeeze(2) if is_flat else latent
@@ -145,19 +97,7 @@ class FastVideoVAE(VideoVAE):
         tile_t: int | None = None,
         overlap_t: int | None = None,
     ) -> Tensor:
-        """Encode in exact tiles; for SeedVR2 always with five dimensions.
-
-        Args:
-            frames: As for `encode`, `[B, C, T, H, W]`.
-            tile_x: Width of a tile in pixels.
-            tile_y: Height of a tile in pixels.
-            overlap: Ignored.
-            tile_t: Ignored.
-            overlap_t: Ignored.
-
-        Returns:
-            As `encode`, `[B, C_latent, t, h, w]`.
-        """
+        """Encode in exact tiles, given in pixels; for SeedVR2 always with five dimensions."""
         step = self.config.spatial_compression
         single_frame = frames.ndim == 4 or frames.shape[2] <= self.config.temporal_compression
         tile = tile_size(tile_x, tile_y)
@@ -167,32 +107,15 @@ class FastVideoVAE(VideoVAE):
         return latent.squeeze(2) if frames.ndim == 4 and not self.is_seedvr2 else latent
 
     def comfy_format_encoded(self, latent: Tensor) -> Tensor:
-        """Convert the output of `encode` to a LATENT's `[B, C_latent, t, h, w]`.
-
-        Args:
-            latent: `[B, C_latent, t, h, w]` or `[B, C_latent, h, w]`.
-
-        Returns:
-            The scaled latent with a time dimension.
-        """
+        """Return the output of `encode`, scaled, as a LATENT's `[B, C_latent, t, h, w]`."""
         video = latent.unsqueeze(2) if latent.ndim == 4 else latent
         return video * self.config.latent_scale
 
+    # The norms of SeedVR2 are over the whole frame, so its tiles would differ for any overlap.
     def tile_limit(
         self, tile: tuple[int, int] | None, *, encode: bool = False, single_frame: bool = False
     ) -> int | None:
-        """Return the memory of the shortest steps on a tile, for a VAE that cannot be tiled.
-
-        The norms of SeedVR2 are over the whole frame, so its tiles would differ for any overlap.
-
-        Args:
-            tile: Height and width in latents, or None.
-            encode: For encoding; otherwise for decoding.
-            single_frame: The video has one frame.
-
-        Returns:
-            Bytes; None for other VAEs, or without a tile.
-        """
+        """Return the bytes of the shortest steps on a tile in latents; None: it can be tiled."""
         if tile is None or not self.is_seedvr2:
             return None
         height, width = (max(1, side) * self.config.spatial_compression for side in tile)

@@ -15,36 +15,13 @@ from ..host.error_text import described
 
 
 def decoded(vae: Any, latent: Tensor) -> Tensor:  # noqa: ANN401, any VAE
-    """Decode `latent` `[B, C, ...]` with another VAE, usually to an IMAGE.
-
-    Args:
-        vae: The VAE.
-        latent: `[B, C, ...]`.
-
-    Returns:
-        The result of its `decode`, usually `[N, H, W, C]`.
-
-    Raises:
-        ValueError: It fails.
-    """
+    """Decode `latent` `[B, C, ...]` with another VAE, usually to an IMAGE `[N, H, W, C]`."""
     with timing.span("VAE decode"):
         return _asked("samples", "decodes", lambda: vae.decode(latent), latent)
 
 
 def encoded(vae: Any, images: Tensor, name: str = "pixels") -> Tensor:  # noqa: ANN401, any VAE
-    """Encode an IMAGE with another VAE.
-
-    Args:
-        vae: The VAE.
-        images: `[N, H, W, C]`.
-        name: Name of the input for the message.
-
-    Returns:
-        The latent, `[B, C, ...]`.
-
-    Raises:
-        ValueError: It fails; the message starts with `name`.
-    """
+    """Encode an IMAGE `[N, H, W, C]` with another VAE; errors start with `name`."""
     with timing.span("VAE encode"):
         return _asked(name, "encodes", lambda: vae.encode(images), images)
 

@@ -30,6 +30,8 @@ _MOVED_TOGETHER = 16
 _TILES = (64, 32, 16)
 
 
+# When memory runs out it continues from the frame where it stopped: first within the stream by a
+# smaller plan, then with all models unloaded, in smaller tiles, and finally on the CPU.
 def decode_pieces(
     vae: comfy.sd.VAE,
     latent: Tensor,
@@ -41,24 +43,7 @@ def decode_pieces(
     tile: tuple[int, int] | None = None,
     deep: bool = False,
 ) -> Iterator[Tensor]:
-    """Decode on the device and yield frames as soon as they are done.
-
-    When memory runs out it continues from the frame where it stopped: first within the stream by a
-    smaller plan, then with all models unloaded, in smaller tiles, and finally on the CPU.
-
-    Args:
-        vae: The VAE; its weights are loaded to their device.
-        latent: `[B, C_latent, t, h, w]`, not normalised, checked.
-        options: Chunk and dtype of this decode; None: the VAE's.
-        frames: The frames to decode; None: all.
-        images: `[B, T, H, W, C]` for them; None: new frames.
-        out: `[B, C, T, H, W]` for them, instead of images.
-        tile: Height and width of tiles in latents; None: only if whole frames do not fit.
-        deep: The frames are for a file of more than 8 bits, see `VideoVAE.decode_stream`.
-
-    Yields:
-        Frames `[B, C, n, H, W]` in about [-1, 1], or images `[B, n, H, W, C]`.
-    """
+    """Decode `[B, C_latent, t, h, w]` and yield frames, or images, as soon as they are done."""
     model = vae.first_stage_model
     count = model.config.frames(latent.shape[2])
     wanted = range(count) if frames is None else frames
@@ -92,35 +77,14 @@ def encode_pieces(
     options: StreamOptions = AUTOMATIC,
     to_range: Callable[[Tensor], Tensor] | None = None,
 ) -> Iterator[Tensor]:
-    """Encode on the device and yield posterior means as soon as they are done.
-
-    If memory runs out, the caller starts again with the next way.
-
-    Args:
-        vae: The VAE, loaded.
-        pieces: `[B, C, t, H, W]` each, as for `VideoVAE.encode_stream`.
-        way: The way to run.
-        options: Chunk and dtype of this encode.
-        to_range: Converts float pieces to [-1, 1], on the device; None: they are in that range.
-
-    Yields:
-        `[B, C_latent, n, h, w]`.
-    """
+    """Encode `[B, C, t, H, W]` pieces on the device and yield the means as they are done."""
     asked = _options(vae, way, options)
     stream = vae.first_stage_model.encode_stream
     return stream(pieces, asked, scaled=False, to_range=to_range)
 
 
 def moved(vae: comfy.sd.VAE, latents: Iterator[Tensor]) -> Tensor:
-    """Join latents on the output device, several per copy, because each copy waits for the device.
-
-    Args:
-        vae: The VAE.
-        latents: `[B, C_latent, n, h, w]` each.
-
-    Returns:
-        `[B, C_latent, t, h, w]` in the dtype of the VAE's output.
-    """
+    """Join latents on the output device, several per copy, because each copy waits for it."""
     done: list[Tensor] = []
     while held := list(itertools.islice(latents, _MOVED_TOGETHER)):
         done.append(torch.cat(held, dim=2).to(vae.output_device, vae.vae_output_dtype()))
@@ -130,18 +94,7 @@ def moved(vae: comfy.sd.VAE, latents: Iterator[Tensor]) -> Tensor:
 def with_chunk(
     vae: comfy.sd.VAE, height: int, width: int, options: StreamOptions, way: Way
 ) -> StreamOptions:
-    """Return the options of an encode with a definite chunk, for frames in pieces.
-
-    Args:
-        vae: The VAE.
-        height: Height of the frames.
-        width: Width of the frames.
-        options: Chunk and dtype of the encode.
-        way: The way to run.
-
-    Returns:
-        The options.
-    """
+    """Return the options of an encode with a definite chunk, for frames in pieces."""
     asked = StreamOptions(dtype=options.dtype, limit_bytes=way.limit_bytes)
     model = vae.first_stage_model
     chunk = options.chunk or model.chunk or model.plan(height, width, asked, encode=True).chunk
@@ -155,17 +108,7 @@ def ways(
     encode: bool = False,
     single_frame: bool = False,
 ) -> list[Way]:
-    """Return the ways to try while memory runs out.
-
-    Args:
-        vae: The VAE.
-        tile: Requested height and width of tiles in latents, or None.
-        encode: For encoding; otherwise for decoding.
-        single_frame: The video has one frame.
-
-    Returns:
-        The ways in order.
-    """
+    """Return the ways to try while memory runs out, the first with the requested tile."""
     model = vae.first_stage_model
     step = model.config.spatial_compression * model.config.output_scale
 
@@ -187,13 +130,7 @@ def ways(
 
 
 def load(vae: comfy.sd.VAE, memory_bytes: float, way: Way | None = None) -> None:
-    """Load the weights to the device of the work, and free memory on it and on selected ones.
-
-    Args:
-        vae: The VAE.
-        memory_bytes: Memory that the work needs.
-        way: The way to run; None: on the VAE's device.
-    """
+    """Load the weights to the device of the work, and free `memory_bytes` on it and others."""
     if way is not None and way.on_host:
         comfy.model_management.unload_model_and_clones(vae.patcher)
         vae.first_stage_model.share([vae.device])

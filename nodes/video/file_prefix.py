@@ -15,16 +15,7 @@ _FORBIDDEN = re.compile(r'[<>:"|?*]')
 
 
 def check_prefix(prefix: str, folder: Path, *, windows: bool = os.name == "nt") -> None:
-    """Check the folder and the start of a file name.
-
-    Args:
-        prefix: As the user wrote it, with `%width%` and other placeholders.
-        folder: The folder that the file must stay in.
-        windows: Apply the rules of Windows.
-
-    Raises:
-        ValueError: No file can have this name, or it would leave the folder.
-    """
+    """Check the start of a file name as the user wrote it, which must stay in `folder`."""
     reason = _reason(prefix, folder, windows=windows)
     if reason:
         raise ValueError(

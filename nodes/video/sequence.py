@@ -14,14 +14,7 @@ from ...vae.media import VideoFile, convert_pictures, read_video
 
 
 class ImageSequence(Input.Video):
-    """The images of a folder in the order of their numbers; they are read when they are needed.
-
-    Their alpha is not part of the VIDEO.
-
-    Args:
-        folder: The folder; it has at least one image.
-        fps: Frames per second.
-    """
+    """The images of a folder by number, without their alpha, which are read on demand."""
 
     def __init__(self, folder: Path, fps: Fraction) -> None:
         self.paths = sorted(folder.iterdir(), key=lambda path: (len(path.name), path.name))
@@ -49,24 +42,11 @@ class ImageSequence(Input.Video):
         return Types.VideoComponents(images=self[range(len(self))], frame_rate=self._fps)
 
     def save_to(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401, as ComfyUI's
-        """Encode the images to a file.
-
-        Args:
-            *args: As for ComfyUI's class.
-            **kwargs: As for ComfyUI's class.
-        """
+        """Encode the images to a file, with ComfyUI's arguments."""
         self._in_memory().save_to(*args, **kwargs)
 
     def as_trimmed(self, *args: Any, **kwargs: Any) -> Input.Video | None:  # noqa: ANN401
-        """Return a part of the video.
-
-        Args:
-            *args: As for ComfyUI's class.
-            **kwargs: As for ComfyUI's class.
-
-        Returns:
-            The part, or None if the video is shorter.
-        """
+        """Return a part of the video, or None if the video is shorter."""
         return self._in_memory().as_trimmed(*args, **kwargs)
 
     def get_dimensions(self) -> tuple[int, int]:

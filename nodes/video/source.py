@@ -31,20 +31,12 @@ Sound = dict[str, Any]
 
 @dataclass(frozen=True)
 class Fit:
-    """The requested form of a video.
+    """The requested form of a video."""
 
-    Attributes:
-        fps: Frames per second, by repeating and dropping frames; None: all frames.
-        size: Height and width that the picture covers; the rest is cropped about the center. None:
-            unchanged.
-        multiple: Height and width are then cropped about the center to multiples of this.
-        limit: Most frames; None: unlimited.
-    """
-
-    fps: Fraction | None = None
-    size: tuple[int, int] | None = None
-    multiple: int = 1
-    limit: int | None = None
+    fps: Fraction | None = None  # by repeating and dropping frames; None: all frames
+    size: tuple[int, int] | None = None  # the picture covers it; the rest is cropped
+    multiple: int = 1  # height and width are then cropped about the center to multiples
+    limit: int | None = None  # most frames
 
     def seconds(self, fps: Fraction) -> Fraction | None:
         """Return the seconds of the frames within the limit at `fps`; None: unlimited."""
@@ -52,18 +44,7 @@ class Fit:
 
 
 def source_of(video: Input.Video) -> "Source":
-    """Return the frames of a VIDEO, a file with its trim window or tensors, read on demand.
-
-    Args:
-        video: The VIDEO.
-
-    Returns:
-        The source.
-
-    Raises:
-        OSError: The file is missing or not readable.
-        ValueError: It is not a video.
-    """
+    """Return the frames of a VIDEO, a file with its trim window or tensors, read on demand."""
     if isinstance(video, ImageSequence):
         return _Tensors(video, None, video.get_frame_rate())
     if type(video).get_stream_source is Input.Video.get_stream_source:
@@ -73,16 +54,7 @@ def source_of(video: Input.Video) -> "Source":
 
 
 def shape_of(size: tuple[int, int], width: int, height: int) -> tuple[int, int] | None:
-    """Return the requested height and width, or None if neither is given.
-
-    Args:
-        size: Height and width of the video.
-        width: Requested width; 0: from height and aspect ratio.
-        height: Requested height; 0: from width and aspect ratio.
-
-    Returns:
-        Height and width, or None.
-    """
+    """Return the requested height and width, 0: from the aspect ratio; None: neither is given."""
     if not width and not height:
         return None
     own_height, own_width = size
@@ -93,14 +65,7 @@ def shape_of(size: tuple[int, int], width: int, height: int) -> tuple[int, int] 
 
 
 def as_images(piece: Tensor) -> Tensor:
-    """Convert a piece of a video to an IMAGE.
-
-    Args:
-        piece: `[1, C, t, H, W]`, uint8 in 0-255, uint16 in 0-65535, or float in [-1, 1].
-
-    Returns:
-        `[t, H, W, C]` float in [0, 1].
-    """
+    """Convert a piece `[1, C, t, H, W]` of a video to an IMAGE `[t, H, W, C]`."""
     if piece.is_floating_point():
         unit = (piece + 1) / 2
     else:
@@ -109,15 +74,7 @@ def as_images(piece: Tensor) -> Tensor:
 
 
 class FileSource:
-    """The frames of a file, given by path or in memory.
-
-    Args:
-        video: The VIDEO.
-
-    Attributes:
-        fps: Frames per second.
-        size: Height and width in square pixels, upright.
-    """
+    """The frames of a file, given by path or in memory; `size` is in square pixels, upright."""
 
     def __init__(self, video: Input.Video) -> None:
         self._source: str | BinaryIO = video.get_stream_source()
@@ -128,17 +85,7 @@ class FileSource:
         self.size = self._file.height, self._file.width
 
     def pieces(self, fit: Fit) -> Iterator[Tensor]:
-        """Yield the frames in the form of `fit`.
-
-        Args:
-            fit: The requested form.
-
-        Yields:
-            `[1, C, t, H, W]` each, uint8 in 0-255, or uint16 in 0-65535 for more than 8 bits.
-
-        Raises:
-            ValueError: The picture is too small, or no frame can be read.
-        """
+        """Yield `[1, C, t, H, W]` in the form of `fit`, uint8, or uint16 for more than 8 bits."""
         return self._file.pieces(
             multiple=fit.multiple,
             frames=_FRAMES,
@@ -166,13 +113,7 @@ class FileSource:
 
 
 class _Tensors:
-    """An IMAGE with a frame rate and optional sound, with the interface of `FileSource`.
-
-    Args:
-        images: `[N, H, W, C]`, or the images of a folder, which are read when they are needed.
-        audio: The AUDIO, or None.
-        fps: Frames per second.
-    """
+    """An IMAGE, or a folder, with a rate and sound, with the interface of `FileSource`."""
 
     def __init__(
         self, images: "Tensor | ImageSequence", audio: Sound | None, fps: Fraction

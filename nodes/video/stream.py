@@ -31,22 +31,7 @@ def decode_pictures(
     dtype: torch.dtype = torch.uint8,
     alpha: bool = True,
 ) -> Iterator[Tensor]:
-    """Decode a latent and yield the pictures as soon as they are done.
-
-    Args:
-        vae: The VAE.
-        latent: `[1, C_latent, t, h, w]`.
-        options: Chunk and dtype of this decode.
-        frames: The frames to decode; None: all.
-        dtype: uint8, each byte `floor(255 * x)`, as ComfyUI saves an IMAGE; uint16; or float32.
-        alpha: Keep the alpha channel, if the VAE has one.
-
-    Yields:
-        `[n, H, W, C]` on the device of the VAE; `n` varies.
-
-    Raises:
-        ValueError: The latent has another shape or dtype, or is not finite.
-    """
+    """Decode `[1, C_latent, t, h, w]` and yield pictures `[n, H, W, C]` on the VAE's device."""
     vae.throw_exception_if_invalid()
     try:
         # In another function, so that its tensors are gone before memory is released.
@@ -62,25 +47,7 @@ def encode_video(
     count_estimate: int | None = None,
     options: StreamOptions = driver.AUTOMATIC,
 ) -> Tensor:
-    """Encode a video in pieces.
-
-    Args:
-        vae: The VAE.
-        pieces: Returns the video from its start: `[1, C, t, H, W]` each, any `t >= 1`, uint8,
-            uint16, or float in [-1, 1]. It is called again if memory ran out and the stream could
-            not recover. Frames after the last `4 n + 1` are dropped with a log line.
-        count_estimate: Number of frames for the progress bar; None: unknown.
-        options: Chunk and dtype of this encode.
-
-    Returns:
-        `[1, C_latent, t, H / 8, W / 8]`, or `[T, C_latent, H / 16, W / 16]` for a VAE of images;
-        not normalised (for SeedVR2 scaled), on the output device.
-
-    Raises:
-        ValueError: A piece has another shape or dtype; there are no frames; or the VAE has no
-            encoder.
-        InterruptProcessingException: The user pressed stop. It derives from `BaseException`.
-    """
+    """Encode pieces `[1, C, t, H, W]`, which are read again if memory ran out, to a LATENT."""
 
     def go(way: Way) -> Tensor:
         read = timing.drawn("file", pieces(), device=vae.device)

@@ -36,26 +36,14 @@ _RANGE = re.compile(r"\s*(\d+)\s*(-\s*(\d*))?\s*")
 
 @dataclass(frozen=True)
 class VideoTarget:
-    """Settings of a video file.
-
-    Attributes:
-        fps: Frames per second.
-        codec: One of `available_codecs`.
-        quality: 0 to 100.
-        hardware: Use a hardware encoder if there is one.
-        prefix: Folder and start of the file name.
-        folder: One of `FOLDERS`.
-        bit_depth: Bits per component; None: those of the codec.
-        dither: Dither to 8 bits; None: if the codec is lossy.
-        alpha: Store the alpha channel of frames that have one; None: if the codec has one.
-    """
+    """Settings of a video file; None: those of the codec."""
 
     fps: Fraction
-    codec: str
-    quality: int
+    codec: str  # one of `available_codecs`
+    quality: int  # 0 to 100
     hardware: bool
     prefix: str
-    folder: str
+    folder: str  # one of `FOLDERS`
     bit_depth: int | None = None
     dither: bool | None = None
     alpha: bool | None = None
@@ -76,32 +64,12 @@ class VideoTarget:
         return self._model.keeps_alpha
 
     def check(self, height: int, width: int, channels: int = 3) -> None:
-        """Check that the file can be written, before any work is done.
-
-        Args:
-            height: Height of the frames.
-            width: Width of the frames.
-            channels: Channels of the frames.
-
-        Raises:
-            ValueError: The codec cannot store such frames, or there is no encoder for it.
-        """
+        """Check that the file can be written, before any work is done."""
         with about("codec"):
             self._model.check(height, width, channels)
 
     def sound(self, audio: dict[str, Any] | None, frames: range) -> "Audio | None":
-        """Return the part of an AUDIO during the given frames.
-
-        Args:
-            audio: The AUDIO, or None.
-            frames: Frames of the video.
-
-        Returns:
-            The sound, or None.
-
-        Raises:
-            ValueError: It is not valid, or no encoder supports it.
-        """
+        """Return the part of an AUDIO, or None, during the given frames of the video."""
         if audio is None:
             return None
         if media.codec_named(self.codec).is_sequence:
@@ -119,27 +87,7 @@ class VideoTarget:
         audio: "Audio | None",
         tags: dict[str, str],
     ) -> tuple[Path, ui.SavedResult]:
-        """Write a file, which appears when it is complete.
-
-        A thread writes pictures while the next ones are decoded; after an error the pieces are
-        closed.
-
-        Args:
-            pieces: Pictures `[n, H, W, C]` in `dtype` on any device.
-            height: Height of the pictures.
-            width: Width of the pictures.
-            audio: The sound, or None.
-            tags: Metadata by name.
-
-        Returns:
-            The path of the file or folder, and the entry of the file, or of the first image, for
-            the frontend.
-
-        Raises:
-            OSError: The disk is full, or the file is not writable.
-            ValueError: The prefix leaves the folder, or the encoder failed.
-            InterruptProcessingException: The user pressed stop. It derives from `BaseException`.
-        """
+        """Write pictures `[n, H, W, C]` to a file, and return its path and frontend entry."""
         with closing(pieces):
             path, result = self._new_file(height, width)
             with self._writer(path, audio, tags) as writer:
@@ -191,18 +139,7 @@ class VideoTarget:
 
 
 def frame_range(text: str, count: int | None) -> range:
-    """Parse the frames that a user requests.
-
-    Args:
-        text: The first and the last, such as `40-80`; `40-`: to the end; empty: all.
-        count: Frames of the video; None: unknown, and only the syntax is checked.
-
-    Returns:
-        The range; empty for an unknown `count`.
-
-    Raises:
-        ValueError: It is not a range, or not in this video.
-    """
+    """Parse `40-80`, `40-`, `40` or all; without a `count` only the syntax is checked."""
     if not text.strip():
         return range(count or 0)
     match = _RANGE.fullmatch(text)

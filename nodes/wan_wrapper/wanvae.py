@@ -38,14 +38,7 @@ _LOG_VARIANCE = (-30.0, 20.0)
 
 
 class WanVideoWrapperVAE:
-    """A `FastVAE` of Wan 2.1 or 2.2 with the methods of ComfyUI-WanVideoWrapper's VAE.
-
-    The network, its weights and its patches are those of the `FastVAE`, and so is its place in
-    ComfyUI's memory management; see `to`.
-
-    Raises:
-        ValueError: It is another VAE, or its frames do not have three channels.
-    """
+    """A `FastVAE` of Wan 2.1 or 2.2 with the methods of ComfyUI-WanVideoWrapper's VAE."""
 
     def __init__(self, vae: FastVAE) -> None:
         config = vae.first_stage_model.config
@@ -82,22 +75,7 @@ class WanVideoWrapperVAE:
         dtype: torch.dtype | None = None,
         non_blocking: bool = False,
     ) -> "WanVideoWrapperVAE":
-        """Set the device and the dtype of the next work.
-
-        With the device of the work nothing is done until there is work. With another device the
-        memory on the device of the work is freed.
-
-        Args:
-            device: A device, or a dtype.
-            dtype: Compute dtype; None: unchanged.
-            non_blocking: Ignored.
-
-        Returns:
-            The object.
-
-        Raises:
-            ValueError: The dtype is not supported.
-        """
+        """Set the device and the dtype of the next work; another device frees its memory."""
         if isinstance(device, torch.dtype):
             device, dtype = None, device
         if dtype is not None and dtype not in _DTYPES:
@@ -112,6 +90,8 @@ class WanVideoWrapperVAE:
             comfy.model_management.unload_model_and_clones(patcher, all_devices=True)
         return self
 
+    # Rows, columns and frames at the end that do not fill a latent are dropped. `end_`: the last
+    # frame is a separate video, whose latent comes last.
     def encode(
         self,
         videos: Tensor | Sequence[Tensor],
@@ -123,29 +103,7 @@ class WanVideoWrapperVAE:
         pbar: bool = True,
         sample: bool = False,
     ) -> Tensor:
-        """Encode videos to normalised float32 latents.
-
-        Rows and columns at the end that do not fill a latent are dropped, and so are frames.
-
-        Args:
-            videos: `[B, C, T, H, W]`, or a list of `[C, T, H, W]` of one shape, in [-1, 1], on any
-                device.
-            device: Device of the latents.
-            tiled: Use exact tiles of `tile_size`: the same result with less memory.
-            end_: Encode the last frame as a separate video, whose latent comes last.
-            tile_size: Height and width of a tile in latents.
-            tile_stride: Ignored.
-            pbar: Show a progress bar.
-            sample: Sample from the posterior instead of returning its mean; as in the wrapper, the
-                noise has the spread before normalisation.
-
-        Returns:
-            `[B, C_latent, t, h, w]`.
-
-        Raises:
-            ValueError: The videos have another shape or dtype, or are not finite; or the VAE has no
-                encoder.
-        """
+        """Encode videos `[B, C, T, H, W]` in [-1, 1] to normalised float32 latents."""
         network = self._network
         if network.encoder is None:
             raise ValueError("the VAE has no encoder; only decoding works with it")
@@ -161,6 +119,10 @@ class WanVideoWrapperVAE:
         )
         return in_turn(pieces.devices(self._vae), "an encode", ways, go)
 
+    # The frames of a tiled decode, and of a call with none of `end_`, `pbar`, `output_device` and
+    # `output_dtype`, are clamped to [-1, 1] and in float32 by default: the nodes of March 2025 have
+    # none of these arguments, and those of 2026 give `end_` or `pbar`. They are stored as `[B, T,
+    # H, W, C]`, so that the caller's IMAGE is contiguous.
     def decode(
         self,
         hidden_states: Tensor | Sequence[Tensor],
@@ -173,32 +135,7 @@ class WanVideoWrapperVAE:
         output_device: torch.device | str | None = None,
         output_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Decode normalised latents to frames in about [-1, 1].
-
-        The frames of a tiled decode, and of a call with none of `end_`, `pbar`, `output_device` and
-        `output_dtype`, are clamped to [-1, 1] and in float32 by default: the nodes of March 2025
-        have none of these arguments, and those of 2026 give `end_` or `pbar`.
-
-        Args:
-            hidden_states: `[B, C_latent, t, h, w]`, or a list of `[C_latent, t, h, w]` of one
-                shape, on any device.
-            device: Device of the frames.
-            tiled: Use exact tiles of `tile_size`; the frames are then on the host, as from the
-                wrapper's tiled decode.
-            end_: Decode the last latent as a separate video; None: no.
-            tile_size: Height and width of a tile in latents.
-            tile_stride: Ignored.
-            pbar: Show a progress bar; None: yes.
-            output_device: Device of the frames, instead of `device`; the host if memory is short.
-            output_dtype: Dtype of the frames, instead of `dtype` or float32.
-
-        Returns:
-            `[B, C, T, H, W]`, stored as `[B, T, H, W, C]`, so that the caller's IMAGE is
-            contiguous.
-
-        Raises:
-            ValueError: The latents have another shape or dtype, or are not finite.
-        """
+        """Decode normalised latents to frames `[B, C, T, H, W]` in about [-1, 1]."""
         network = self._network
         latents = _one_by_one(hidden_states, "hidden_states")
         for each in latents:
