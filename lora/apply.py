@@ -77,10 +77,7 @@ class JoinedPairs:
 
 @dataclass(frozen=True)
 class ScaledAdapter:
-    """An adapter that is not a plain pair, on any device, with the user's factor.
-
-    `part` as in `JoinedPairs`.
-    """
+    """An adapter that is not a plain pair, on any device, with the user's factor."""
 
     adapter: Adapter
     strength: float

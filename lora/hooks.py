@@ -1,15 +1,12 @@
 """Hooks on the modules of a model, which apply LoRAs during a call.
 
-The hooks leave a module's forward untouched, whether its own or another pack's. They are registered
-once and do nothing between calls; `torch.compile` sees that from the attribute that they read. No
-weight is written: the change is made to a copy.
-
-A module that applies functions to its weights after casting (ComfyUI's have `weight_function` and
-`bias_function`) has ours during the whole call of the model. So a weight that is read without a
-call of the module also gets the LoRA, as ComfyUI reads Wan's int8 feed forwards; and a module that
-is neither called nor read, because a pack skips its block, costs nothing. In the forward of a
-module that bypass serves, the functions are away, so quantised products stay quantised. Any other
-module gets another parameter for the time of its forward.
+They leave a module's forward untouched, are registered once and do nothing between calls. No weight
+is written: the change is made to a copy. A module that applies functions to its weights after
+casting (ComfyUI's have `weight_function` and `bias_function`) has ours during the whole call of the
+model: so a weight that is read without a call of the module also gets the LoRA, as ComfyUI reads
+Wan's int8 feed forwards, and a module that is neither called nor read costs nothing. In the forward
+of a module that bypass serves, the functions are away, so quantised products stay quantised. Any
+other module gets another parameter for the time of its forward.
 """
 
 import math
@@ -236,7 +233,9 @@ class LayerHook:
         if self.work is None:
             return bias
         self._bias_changed = True
-        return with_adapters(self.work.now_bias(), bias)
+        for adapter in self.work.now_bias():
+            bias = adapter.into_weight(bias)
+        return bias
 
     def _is_own(self, weight: Tensor) -> bool:
         """Return whether some memory may belong to the module, or to another pack's function."""
@@ -267,13 +266,6 @@ def replace_parameter(module: nn.Module, name: str, value: Tensor) -> Callable[[
     own = module._parameters[name]
     module._parameters[name] = nn.Parameter(value, requires_grad=False)
     return lambda: module._parameters.__setitem__(name, own)
-
-
-def with_adapters(adapters: Sequence[ScaledAdapter], value: Tensor) -> Tensor:
-    """Return `value` `[...]`, a parameter that is not a matrix, with `adapters` applied."""
-    for adapter in adapters:
-        value = adapter.into_weight(value)
-    return value
 
 
 def _parameter(module: nn.Module, name: str) -> Tensor | None:

@@ -1,11 +1,9 @@
 """The base class of adapters: tensors of a LoRA file that change one weight.
 
-An adapter never writes into its input weight. Strengths change while a model is in use, and adding
-and subtracting a delta leaves rounding errors, so the changed weight is computed from the stored
-one each time, in float32, and rounded once.
-
-DoRA, which several kinds of adapters can have, is here: Liu et al., "DoRA: Weight-Decomposed
-Low-Rank Adaptation", arXiv 2402.09353.
+An adapter never writes into its input weight: adding and subtracting a delta leaves rounding
+errors, so the changed weight is computed from the stored one each time, in float32, and rounded
+once. DoRA, which several kinds can have, is here: Liu et al., "DoRA: Weight-Decomposed Low-Rank
+Adaptation", arXiv 2402.09353.
 """
 
 import math
@@ -56,16 +54,13 @@ class Adapter(ABC):
 
     # A kernel can be flattened in the adapter or in the weight, and a weight can grow to fit
     # (`reshape_weight`).
-    def misfit(self, shape: Sequence[int]) -> str | None:
+    @abstractmethod
+    def misfit(self, shape: tuple[int, ...]) -> str | None:
         """Return why the adapter does not fit a weight of `shape`; None: it fits."""
-        return self._misfit(tuple(shape))
 
     def grown(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the changed weight for a weight of `shape`."""
         return tuple(shape)
-
-    @abstractmethod
-    def _misfit(self, shape: tuple[int, ...]) -> str | None: ...
 
     @abstractmethod
     def _changed(self, working: Tensor, strength: float) -> Tensor:
@@ -92,17 +87,12 @@ class Adapter(ABC):
             self, **{each.name: replaced(getattr(self, each.name)) for each in fields(self)}
         )
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the adapter's tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors())
-
     def to(self: _A, device: torch.device | str) -> _A:
         """Return a copy with its tensors on `device`; tensors already there are shared."""
         return self.with_tensors(tensor.to(device) for tensor in self.tensors())
 
     def _check(self, shape: Sequence[int]) -> None:
-        if (reason := self.misfit(shape)) is not None:
+        if (reason := self.misfit(tuple(shape))) is not None:
             raise ValueError(f"{self.kind}: {reason}")
 
     def _working_copy(self, weight: Tensor) -> Tensor:
@@ -150,7 +140,7 @@ class Additive(Adapter):
         self._accumulate(out, self.scale)
         return out.to(dtype)
 
-    def _misfit(self, shape: tuple[int, ...]) -> str | None:
+    def misfit(self, shape: tuple[int, ...]) -> str | None:
         grown = self.grown(shape)
         if as_matrix(self._delta_shape) != as_matrix(grown):
             return f"delta is {spell(self._delta_shape)}; the weight is {spell(grown)}"
@@ -169,7 +159,7 @@ class Diff(Additive):
     def _delta_shape(self) -> tuple[int, ...]:
         return tuple(self.difference.shape)
 
-    def _misfit(self, shape: tuple[int, ...]) -> str | None:
+    def misfit(self, shape: tuple[int, ...]) -> str | None:
         return _unequal("delta", self.difference, shape)
 
     def _accumulate(self, out: Tensor, factor: float) -> None:
@@ -184,7 +174,7 @@ class Replacement(Adapter):
 
     value: Tensor
 
-    def _misfit(self, shape: tuple[int, ...]) -> str | None:
+    def misfit(self, shape: tuple[int, ...]) -> str | None:
         return _unequal("set_weight", self.value, shape)
 
     def _changed(self, working: Tensor, strength: float) -> Tensor:
@@ -192,6 +182,11 @@ class Replacement(Adapter):
         return working.copy_(self.value)
 
 
+# The direction `V` is the sum divided by the norms of its columns, and the new weight is
+# `dora_scale * V` (arXiv 2402.09353, equation 5). This is ComfyUI's convention: if the first
+# dimension of `dora_scale` is that of the weight, norms are of the rows of the weight alone, or
+# (`of_sum`, as in PEFT's lora/dora.py) of the sum; otherwise of the columns of the sum. The strength
+# blends the weight and the result.
 def decompose(
     weight: Tensor,
     delta: Tensor,
@@ -200,24 +195,7 @@ def decompose(
     *,
     of_sum: bool = False,
 ) -> Tensor:
-    """Apply DoRA: scale the rows or columns of `weight + delta` to the magnitudes of the file.
-
-    The direction `V` is the sum divided by the norms of its columns, and the new weight is
-    `dora_scale * V` (arXiv 2402.09353, equation 5). Files with a magnitude per output use the norms
-    of the weight alone. This is ComfyUI's convention: if the first dimension of `dora_scale` is
-    that of the weight, norms are of the rows of the weight, otherwise of the columns of the sum.
-    The strength blends the weight and the result; the file's scale is part of the delta.
-
-    Args:
-        weight: `[out, in, ...]`; overwritten.
-        delta: Same shape and dtype, scaled; overwritten.
-        dora_scale: `[out, 1, ...]` or `[1, in, ...]`.
-        strength: Blend factor; 1: the result only.
-        of_sum: Norms of rows are also those of the sum, as in PEFT (`lora/dora.py`).
-
-    Returns:
-        `weight`.
-    """
+    """Return `weight` with the rows or columns of `weight + delta` scaled; both are overwritten."""
     shape = tuple(weight.shape)
     by_output = dora_scale.shape[0] == shape[0]
     merged = delta.add_(weight)

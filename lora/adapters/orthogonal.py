@@ -25,12 +25,12 @@ class _Rotation(Adapter):
 
     blocks: Tensor
     rescale: Tensor | None = None  # a factor per output, applied after the rotation
-    # The file's alpha: the largest Frobenius norm of all `Q` together; 0 or less, or no alpha: none.
-    # (ComfyUI ignores a BOFT adapter without alpha.)
+    # The file's alpha: the largest Frobenius norm of all `Q` together, if it is above 0. ComfyUI
+    # ignores a BOFT adapter without alpha.
     constraint: float = 0.0
     dora_scale: Tensor | None = None
 
-    def _misfit(self, shape: tuple[int, ...]) -> str | None:
+    def misfit(self, shape: tuple[int, ...]) -> str | None:
         blocks, size = self.blocks.shape[-3:-1]
         if not shape or blocks * size != shape[0]:
             return f"{blocks} blocks of {size} outputs; the weight is {spell(shape)}"
@@ -84,11 +84,11 @@ class BOFT(_Rotation):
 
     kind: ClassVar[str] = "boft"
 
-    def _misfit(self, shape: tuple[int, ...]) -> str | None:
+    def misfit(self, shape: tuple[int, ...]) -> str | None:
         stages, blocks = self.blocks.shape[:2]
         if blocks % 2 ** (stages - 1):
             return f"{blocks} blocks cannot be halved {stages - 1} times"
-        return super()._misfit(shape)
+        return super().misfit(shape)
 
     def _turned(self, working: Tensor, strength: float) -> Tensor:
         skew = self._skew(working)

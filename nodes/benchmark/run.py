@@ -15,7 +15,7 @@ import comfy.utils
 import torch
 from torch import Tensor
 
-from ...kernels import table_entry
+from ...kernels import first_line, table_entry
 from ...vae import StreamOptions, VAEConfig
 from ...vae.bench import (
     BenchmarkReport,
@@ -154,7 +154,7 @@ def stock_of(fast: FastVAE, dtype: torch.dtype) -> comfy.sd.VAE:
                 reason = "this ComfyUI loads it as another network"
         except Exception as error:
             # Any error of the constructor: shapes, missing keys, an unknown layout.
-            reason = str(error).strip().partition("\n")[0]
+            reason = first_line(error)
     if reason:
         raise ValueError(
             f"vae: ComfyUI has no network for this {config.family} VAE, so they cannot be "

@@ -1,21 +1,11 @@
-"""Time measurement of a prompt: pieces of work, reported when the prompt has ended.
+"""Time measurement of a prompt: pieces of work, logged as a table when the prompt has ended.
 
-Code measures its work with `span`, or with `instant` and `add`; a node returns `text()`. Kernels
-and graphs record their preparation themselves (`kernels.preparations`), and `torch.compile` its
-compilations. A piece belongs to the prompt that runs in its context. Outside prompts, and in a
-thread that a node starts, there is no prompt: the last pieces are kept for that thread and never
-printed. A thread that runs in `contextvars.copy_context()` of its node has the prompt of the node.
+A piece belongs to the prompt that runs in its context. In a thread that a node starts there is no
+prompt, unless it runs in `contextvars.copy_context()` of the node: its last pieces are never
+printed. Device time needs CUDA events at both ends of a piece. Nothing waits for the device during
+the work: `text` marks pieces that it has not finished, and only the table at the end waits.
 
-The seconds of a piece are device time if both of its ends have a CUDA event, otherwise host time.
-Nothing waits for the device during the work: `text` uses host time, with a mark, for pieces that
-the device has not finished, and only the table at the end waits.
-
-At the end of a prompt with measured pieces the table is logged, also if the prompt failed or was
-interrupted.
-
-Environment:
-    FAST_VIDEO_VAE_TIMING: Output format: `table` (default), `json`: one line of JSON, `0` or
-        `off`: none.
+FAST_VIDEO_VAE_TIMING sets the output: `table` (default), `json`: one line; `0` or `off`: none.
 """
 
 import logging

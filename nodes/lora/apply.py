@@ -1,10 +1,9 @@
 """ComfyUI's MODEL with LoRAs of this pack: the contents of a clone, and its calls.
 
 A clone carries its stack, one wrapper around its calls, and the bank as an additional model, which
-ComfyUI loads, counts and frees together with the model. The model itself is unchanged: its patches
-and their identity `patches_uuid`, by which ComfyUI decides whether to reload weights, are the
-input's. Hooks on the modules are shared by all clones and do the work of the clone that is called
-(`lora.session`).
+ComfyUI loads, counts and frees together with the model. The model's patches and `patches_uuid`, by
+which ComfyUI decides whether to reload weights, are the input's. Hooks on the modules are shared by
+all clones and do the work of the clone that is called (`lora.session`).
 """
 
 import functools

@@ -1,12 +1,9 @@
 """Recognise SiLU-gated MLPs and their wiring by running their own code.
 
 `down(silu(gate(x)) * up(x))` (Shazeer, "GLU Variants Improve Transformer", 2020) is written in many
-ways: two projections or the halves of one, either half under the SiLU, clamped in float16 or not, a
-whole MLP or only its activation. Names and shapes do not distinguish them, and do not show a factor
-or another activation. So the module's own forward is run on tensors that only reveal their dtype,
-without a shape, device or value to branch on, and that only support `silu`, products, halves and
-`nan_to_num`. The operations are then the same for every input, and the result identifies them. A
-forward that raises is not recognised.
+ways, which names and shapes do not distinguish. So the module's own forward is run on tensors
+without a shape, device or value to branch on, which only support `silu`, products, halves and
+`nan_to_num`. The operations are then the same for every input, and the result identifies them.
 """
 
 import functools

@@ -1,14 +1,10 @@
 """The preview of a sampling run: the whole clip plays while the next step is computed.
 
-After each step the denoised latent becomes one picture per latent frame, and a thread sends these
-one after another (`clip_player`). ComfyUI's choice of a method holds: `--preview-method`, or the
-prompt's own. With latent2rgb (and auto, which means it) the colors are one small product on the
-device; with taesd a tiny decoder decodes the clip in the step's thread, for about a tenth of the
-time of the run. Each step waits for the device once, as in ComfyUI's own preview.
-
-ComfyUI's own callback is used where there is nothing to play (no previews, images, other models),
-and where another pack has replaced a part of its preview, such as VideoHelperSuite. Nothing of
-ComfyUI is replaced here. Facts about it are from latent_preview.py of 0.33.
+ComfyUI's choice of a method holds (`--preview-method`, or the prompt's own): latent2rgb, or taesd
+with a tiny decoder in the step's thread, for about a tenth of the time of the run. ComfyUI's own
+callback is used where there is nothing to play (no previews, images, other models), and where
+another pack has replaced a part of its preview, such as VideoHelperSuite. Nothing of ComfyUI is
+replaced here. Facts about it are from latent_preview.py of 0.33.
 """
 
 import logging

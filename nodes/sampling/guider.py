@@ -1,10 +1,9 @@
 """One run of a sampler over several models: ComfyUI's guider, with a model for each noise level.
 
-The sampler is called once, over one list of noise levels, and calls the guider as usual. So a
-solver with a memory of earlier steps keeps it across the switch, and the latent is passed from one
-model to the next without new noise. The parts of a model (weights, options, wrappers,
-conditionings) are prepared for each model. The guider's own attributes are those of the current
-model, so that ComfyUI's base class cleans up after that model in every case.
+The sampler is called once, over one list of noise levels, so a solver with a memory of earlier
+steps keeps it across the switch, and the latent is passed on without new noise. The guider's own
+attributes are those of the current model, so that ComfyUI's base class cleans up after that model
+in every case.
 """
 
 import logging

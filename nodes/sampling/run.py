@@ -33,12 +33,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Settings:
-    """The values of the widgets; their tooltips in `nodes.py` have the meaning of each.
-
-    None, 0, -1 and "auto" leave a value to the preset. Shifts and guidances are one value, or one
-    per step; without `shift_low` the second model uses `shift_high`. `sigmas` is the whole list,
-    `[steps + 1]`, instead of a scheduler's.
-    """
+    """The values of the widgets (see their tooltips); None, 0, -1 and "auto": the preset's."""
 
     preset: str
     steps: int

@@ -1,13 +1,9 @@
 """Calls of a text encoder, collected and run together.
 
 A call has the arguments of ComfyUI's `SDClipModel.encode`: rows of token ids of one length, and
-options such as the layer. Rows do not interact, so rows of many calls form one batch, and a row of
-several calls (such as the empty prompt, the reference for weights such as `(word:1.3)`) is computed
-once.
-
-Rows of different lengths share a batch where padding has no effect: in encoders that mask it, T5
-and the llama family, whose positions do not depend on later tokens. Whether pads are masked is read
-from ComfyUI's own `process_tokens` for each row.
+options such as the layer. Rows do not interact, so a row of several calls (such as the empty
+prompt, the reference for weights such as `(word:1.3)`) is computed once. Rows of different lengths
+share a batch where padding has no effect: in encoders that mask it, T5 and the llama family.
 """
 
 from collections.abc import Iterator, Sequence

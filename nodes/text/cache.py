@@ -63,40 +63,29 @@ class TextCache:
                 self._drop(key)
 
 
-def copied(conditioning: Conditioning) -> Conditioning:
-    """Copy a conditioning.
-
-    Args:
-        conditioning: The conditioning.
-
-    Returns:
-        It with new lists, dicts, tuples and tensors; other values, such as hooks, are shared.
-    """
-    return _copied(conditioning)
-
-
-def nbytes(conditioning: Conditioning) -> int:
-    """Return the bytes of all tensors of `conditioning`, also in lists, dicts and tuples."""
-    return sum(each.nbytes for each in _tensors(conditioning))
-
-
-def _copied(value: Any) -> Any:  # noqa: ANN401
+def copied(value: Any) -> Any:  # noqa: ANN401
+    """Return a conditioning, or a part of it, with new lists, dicts, tuples and tensors."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, dict):
         twin = copy.copy(value)  # keeps the class
         for key, each in value.items():
-            twin[key] = _copied(each)
+            twin[key] = copied(each)
         return twin
     if isinstance(value, list):
         twin = copy.copy(value)
-        twin[:] = map(_copied, value)
+        twin[:] = map(copied, value)
         return twin
     if type(value) is tuple:
-        return tuple(map(_copied, value))
+        return tuple(map(copied, value))
     if isinstance(value, tuple) and hasattr(value, "_make"):
-        return value._make(map(_copied, value))
-    return value
+        return value._make(map(copied, value))
+    return value  # hooks, for example, are shared
+
+
+def nbytes(conditioning: Conditioning) -> int:
+    """Return the bytes of all tensors of `conditioning`, also in lists, dicts and tuples."""
+    return sum(each.nbytes for each in _tensors(conditioning))
 
 
 def _tensors(value: object) -> Iterator[Tensor]:

@@ -1,14 +1,10 @@
 """Several prompts through ComfyUI's CLIP in one pass of its text encoder.
 
-ComfyUI processes each prompt (weights, templates, truncation, pooling) with
-`CLIP.encode_from_tokens_scheduled`. Only the calls of the encoder's network are answered here. At
-the first call with an unknown result, the encoding of a prompt is aborted; all such calls of all
-prompts are run together, and the prompts are encoded again up to the next unknown call, for example
-in CLIP-L and then CLIP-G. So each network runs once for any number of prompts.
-
-This uses shadows of the CLIP and its modules (`shadow.py`); ComfyUI's own are not modified. A CLIP
-without such a network, with hooks that change its weights between steps, or with methods replaced
-by another pack encodes one prompt after the other.
+ComfyUI processes each prompt with `CLIP.encode_from_tokens_scheduled`; only the calls of the
+encoder's network are answered here. At the first call with an unknown result, the encoding of a
+prompt is aborted; all such calls of all prompts are run together, and the prompts are encoded again
+up to the next unknown call, for example in CLIP-L and then CLIP-G. This uses shadows of the CLIP
+and its modules (`shadow.py`); ComfyUI's own are not modified.
 """
 
 import copy

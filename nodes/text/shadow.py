@@ -13,6 +13,8 @@ import torch
 from comfy.sd1_clip import SDClipModel
 from torch import Tensor, nn
 
+from ...kernels import first_line
+
 _logger = logging.getLogger(__name__)
 
 _compiling = {"works": True}
@@ -61,11 +63,10 @@ def ready(
 def give_up_compiling(error: Exception) -> None:
     """Disable compilation in this process, and log `error`."""
     _compiling["works"] = False
-    lines = str(error).strip().splitlines() or [""]
     _logger.warning(
         "Fast Video VAE: torch.compile fails, the text encoder runs without it: %s: %s",
         type(error).__name__,
-        lines[0],
+        first_line(error),
     )
 
 

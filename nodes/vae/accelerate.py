@@ -1,10 +1,9 @@
 """Construct a `FastVAE` from a file, or from a VAE that ComfyUI loaded.
 
-ComfyUI builds its own object from tensors with a shape and no memory, so that devices and defaults
-are ComfyUI's and follow its upgrades. A copy of that object then gets this pack's network, a plain
-`ModelPatcher` that keeps the weights resident, and the class `FastVAE`.
-
-Facts about ComfyUI here are from comfy/sd.py and comfy/model_patcher.py of 0.33.
+ComfyUI builds its own object from tensors without memory, so that devices and defaults are
+ComfyUI's and follow its upgrades. A copy of that object then gets this pack's network, a plain
+`ModelPatcher` that keeps the weights resident, and the class `FastVAE`. Facts about ComfyUI here
+are from comfy/sd.py and comfy/model_patcher.py of 0.33.
 """
 
 import contextlib

@@ -313,7 +313,7 @@ def _loaded(vae_name: str, choice: object) -> object:
     try:
         (loaded,) = core_nodes.VAELoader().load_vae(vae_name)
     except Exception as error:
-        reason = kernels.shown(str(error).partition("\n")[0], 90)
+        reason = kernels.shown(kernels.first_line(error), 90)
         why = kernels.shown(layout, 170)
         raise ValueError(f"vae_name: {why}; and Load VAE fails with: {reason}") from error
     _logger.info("Fast Video VAE: %s is loaded as by Load VAE: %s", vae_name, layout)

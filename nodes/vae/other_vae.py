@@ -10,6 +10,7 @@ from typing import Any
 import comfy.model_management
 from torch import Tensor
 
+from ...kernels import first_line
 from ..host import timing
 from ..host.error_text import described
 
@@ -34,9 +35,8 @@ def _asked(name: str, does: str, call: Callable[[], Tensor], given: Tensor) -> T
     except Exception as error:
         if comfy.model_management.is_oom(error):
             raise
-        text = str(error).strip().partition("\n")[0]
         # With the traceback of the failure, which ComfyUI shows below the message.
         raise ValueError(
             f"{name}: this VAE, which is not a fast one, {does} no "
-            f"{described(given).partition(' ')[2]}: {type(error).__name__}: {text}"
+            f"{described(given).partition(' ')[2]}: {type(error).__name__}: {first_line(error)}"
         ).with_traceback(error.__traceback__) from error

@@ -5,7 +5,6 @@ is ComfyUI's object around a `FastVideoVAE`. Facts about ComfyUI are from comfy/
 comfy/model_management.py of 0.33.
 """
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -150,7 +149,12 @@ def load(vae: comfy.sd.VAE, memory_bytes: float, way: Way | None = None) -> None
 
 def release(vae: comfy.sd.VAE) -> Callable[[torch.device], None]:
     """Return a function that unloads other models from a device of `vae`."""
-    return functools.partial(_release, vae)
+
+    def unload(device: torch.device) -> None:
+        # Others are names of the VAE's own, such as mps:0 for mps.
+        free_others(vae.patcher, device if device in devices(vae) else vae.device)
+
+    return unload
 
 
 def devices(vae: comfy.sd.VAE) -> list[torch.device]:
@@ -180,11 +184,6 @@ def encode_bytes(vae: comfy.sd.VAE, shape: torch.Size, way: Way) -> int:
     """Return the bytes for encoding frames of `shape` in `way`, per video of `vae`'s batch."""
     single_frame = len(shape) == 4 or shape[2] <= vae.first_stage_model.config.temporal_compression
     return _plan_bytes(vae, *shape[-2:], way, encode=True, single_frame=single_frame)
-
-
-def _release(vae: comfy.sd.VAE, device: torch.device) -> None:
-    # Others are names of the VAE's own, such as mps:0 for mps.
-    free_others(vae.patcher, device if device in devices(vae) else vae.device)
 
 
 def _make_room(vae: comfy.sd.VAE, memory_bytes: float, device: torch.device) -> None:

@@ -1,12 +1,9 @@
 """The fast VAE for the nodes of ComfyUI-WanVideoWrapper and their type WANVAE.
 
-The public members here are all that these nodes use: taken from every access in that pack's source
-of May 2026, and from older versions, back to March 2025.
-
-The versions differ in the frames of a decode. Those of a tiled decode are float32, clamped to
-[-1, 1], in both. In March 2025 all others are so too; in 2026 they have the VAE's dtype and are not
-clamped. This matters where a node scales frames by their own minimum and maximum: WanVideo Decode
-of March 2025 always does, that of 2026 with `minmax` and for loops.
+The public members here are all that these nodes use, from March 2025 to May 2026. The frames of a
+tiled decode are float32, clamped to [-1, 1]. In March 2025 all others are so too; in 2026 they have
+the VAE's dtype and are not clamped, which matters where a node scales frames by their own minimum
+and maximum: WanVideo Decode of March 2025 always does, that of 2026 with `minmax` and for loops.
 """
 
 import contextlib
