@@ -54,13 +54,16 @@ class Adapter(ABC):
 
     # A kernel can be flattened in the adapter or in the weight, and a weight can grow to fit
     # (`reshape_weight`).
-    @abstractmethod
-    def misfit(self, shape: tuple[int, ...]) -> str | None:
+    def misfit(self, shape: Sequence[int]) -> str | None:
         """Return why the adapter does not fit a weight of `shape`; None: it fits."""
+        return self._misfit(tuple(shape))
 
     def grown(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the changed weight for a weight of `shape`."""
         return tuple(shape)
+
+    @abstractmethod
+    def _misfit(self, shape: tuple[int, ...]) -> str | None: ...
 
     @abstractmethod
     def _changed(self, working: Tensor, strength: float) -> Tensor:
@@ -92,7 +95,7 @@ class Adapter(ABC):
         return self.with_tensors(tensor.to(device) for tensor in self.tensors())
 
     def _check(self, shape: Sequence[int]) -> None:
-        if (reason := self.misfit(tuple(shape))) is not None:
+        if (reason := self.misfit(shape)) is not None:
             raise ValueError(f"{self.kind}: {reason}")
 
     def _working_copy(self, weight: Tensor) -> Tensor:
@@ -140,7 +143,7 @@ class Additive(Adapter):
         self._accumulate(out, self.scale)
         return out.to(dtype)
 
-    def misfit(self, shape: tuple[int, ...]) -> str | None:
+    def _misfit(self, shape: tuple[int, ...]) -> str | None:
         grown = self.grown(shape)
         if as_matrix(self._delta_shape) != as_matrix(grown):
             return f"delta is {spell(self._delta_shape)}; the weight is {spell(grown)}"
@@ -159,7 +162,7 @@ class Diff(Additive):
     def _delta_shape(self) -> tuple[int, ...]:
         return tuple(self.difference.shape)
 
-    def misfit(self, shape: tuple[int, ...]) -> str | None:
+    def _misfit(self, shape: tuple[int, ...]) -> str | None:
         return _unequal("delta", self.difference, shape)
 
     def _accumulate(self, out: Tensor, factor: float) -> None:
@@ -174,7 +177,7 @@ class Replacement(Adapter):
 
     value: Tensor
 
-    def misfit(self, shape: tuple[int, ...]) -> str | None:
+    def _misfit(self, shape: tuple[int, ...]) -> str | None:
         return _unequal("set_weight", self.value, shape)
 
     def _changed(self, working: Tensor, strength: float) -> Tensor:
@@ -185,8 +188,8 @@ class Replacement(Adapter):
 # The direction `V` is the sum divided by the norms of its columns, and the new weight is
 # `dora_scale * V` (arXiv 2402.09353, equation 5). This is ComfyUI's convention: if the first
 # dimension of `dora_scale` is that of the weight, norms are of the rows of the weight alone, or
-# (`of_sum`, as in PEFT's lora/dora.py) of the sum; otherwise of the columns of the sum. The strength
-# blends the weight and the result.
+# (`of_sum`, as in PEFT's lora/dora.py) of the sum; otherwise of the columns of the sum. The
+# strength blends the weight and the result.
 def decompose(
     weight: Tensor,
     delta: Tensor,

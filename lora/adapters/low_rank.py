@@ -37,13 +37,13 @@ class Pair(Additive):
         """Return `reshape` if the file has it, otherwise `shape`."""
         return tuple(shape) if self.reshape is None else self.reshape
 
-    def misfit(self, shape: tuple[int, ...]) -> str | None:
+    def _misfit(self, shape: tuple[int, ...]) -> str | None:
         if self.reshape is not None and (
             len(shape) != len(self.reshape)
             or any(size > target for size, target in zip(shape, self.reshape, strict=True))
         ):
             return f"reshape_weight is {spell(self.reshape)}; the weight is {spell(shape)}"
-        return super().misfit(shape)
+        return super()._misfit(shape)
 
     def _accumulate(self, out: Tensor, factor: float) -> None:
         matrix = out.view(as_matrix(out.shape))
@@ -121,7 +121,7 @@ class GLoRA(Adapter):
         older = self.b2.shape[1] == self.b1.shape[0] == self.a1.shape[0] == self.a2.shape[1]
         return first, older
 
-    def misfit(self, shape: tuple[int, ...]) -> str | None:
+    def _misfit(self, shape: tuple[int, ...]) -> str | None:
         a1, a2, b1, b2 = (as_matrix(part.shape) for part in self._factors)
         if self._is_older(shape):
             delta, inputs = (b2[0], b1[1]), (a2[0], a1[1])

@@ -30,7 +30,7 @@ class _Rotation(Adapter):
     constraint: float = 0.0
     dora_scale: Tensor | None = None
 
-    def misfit(self, shape: tuple[int, ...]) -> str | None:
+    def _misfit(self, shape: tuple[int, ...]) -> str | None:
         blocks, size = self.blocks.shape[-3:-1]
         if not shape or blocks * size != shape[0]:
             return f"{blocks} blocks of {size} outputs; the weight is {spell(shape)}"
@@ -84,11 +84,11 @@ class BOFT(_Rotation):
 
     kind: ClassVar[str] = "boft"
 
-    def misfit(self, shape: tuple[int, ...]) -> str | None:
+    def _misfit(self, shape: tuple[int, ...]) -> str | None:
         stages, blocks = self.blocks.shape[:2]
         if blocks % 2 ** (stages - 1):
             return f"{blocks} blocks cannot be halved {stages - 1} times"
-        return super().misfit(shape)
+        return super()._misfit(shape)
 
     def _turned(self, working: Tensor, strength: float) -> Tensor:
         skew = self._skew(working)
