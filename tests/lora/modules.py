@@ -90,6 +90,7 @@ LORA = [
     Row("dora-one-output", (1, 7), pair((1, 2), (2, 7), dora_scale=(1, 7))),
     Row("conv", KERNEL, pair(*CONV), alpha=2.0),
     Row("conv-flat", KERNEL, pair((8, 4), (4, 54)), alpha=2.0),
+    Row("conv-of-flat-weight", (8, 54), pair(*CONV), alpha=2.0),
     Row("conv-1d", (8, 6, 3), pair((8, 4, 1), (4, 6, 3))),
     Row("conv-3d", KERNEL_3D, pair((8, 4, 1, 1, 1), (4, 6, 1, 2, 2)), alpha=8.0),
     Row("pointwise-on-linear", (8, 6), pair(*MID)),

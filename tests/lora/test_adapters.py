@@ -170,53 +170,24 @@ def test_an_adapter_equals_its_formula(row):
 
 
 @by_name(ROWS)
-def test_inputs_are_not_modified_and_strength_0_gives_a_copy(row):
-    """Also for a weight that is not contiguous."""
+def test_a_weight_is_copied_and_rounded_once(row):
+    """Inputs are not modified, also a parameter or a weight that is not contiguous."""
     weight, parts = row.tensors()
     before = [tensor.clone() for tensor in (weight, *parts.values())]
     adapter = make_adapter(parts, "here")
-    strided = torch.stack([weight, weight], -1)[..., 0]
-    assert torch.equal(adapter.apply(strided, 0.7), adapter.apply(weight, 0.7))
-    adapter.delta(weight.shape, torch.float32, "cpu")
-    result = adapter.apply(weight, 0.0)
-    expected = torch.zeros(row.grows or row.weight)
+    strided = torch.nn.Parameter(torch.stack([weight, weight], -1)[..., 0])
+    result = adapter.apply(strided, 0.7)
+    assert not result.requires_grad
+    assert torch.equal(result, adapter.apply(weight, 0.7))
+    for dtype in (torch.float16, torch.bfloat16):
+        low = weight.to(dtype)
+        assert torch.equal(adapter.apply(low, 0.7), adapter.apply(low.float(), 0.7).to(dtype))
+    result, expected = adapter.apply(weight, 0.0), torch.zeros(row.grows or row.weight)
     expected[tuple(slice(size) for size in weight.shape)] = weight
     assert torch.equal(result, expected)
     assert result.data_ptr() != weight.data_ptr()
     after = (weight, *parts.values())
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
-
-
-@by_name(ROWS)
-def test_a_16_bit_weight_is_rounded_once(row):
-    for dtype in (torch.float16, torch.bfloat16):
-        weight, parts = row.tensors(dtype)
-        weight, adapter = weight.to(dtype), make_adapter(parts, "here")
-        result = adapter.apply(weight, 0.7)
-        assert result.dtype == dtype
-        assert torch.equal(result, adapter.apply(weight.float(), 0.7).to(dtype))
-
-
-@by_name(ROWS)
-def test_an_adapter_can_be_moved_and_reports_its_size(row):
-    _, parts = row.tensors()
-    adapter = make_adapter(parts, "here")
-    names = parts.keys() - {"alpha", "reshape_weight"}
-    assert adapter.nbytes == 4 * sum(parts[name].numel() for name in names)
-    moved = adapter.to("meta")
-    assert type(moved) is type(adapter)
-    assert moved.nbytes == adapter.nbytes
-
-
-@pytest.mark.slow  # starting the profiler takes seconds
-def test_lokr_does_not_allocate_the_kronecker_product():
-    """The product is as large as the weight; only the result is allocated."""
-    factors = {"lokr_w1": torch.ones(8, 8), "lokr_w2": torch.ones(64, 64)}
-    adapter, weight = make_adapter(factors, "here"), torch.zeros(512, 512)
-    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
-        adapter.apply(weight, 1.0)
-    taken = sum(max(event.self_cpu_memory_usage, 0) for event in profile.key_averages())
-    assert weight.nbytes <= taken < 1.2 * weight.nbytes
 
 
 def broken(name, **changes):
@@ -228,35 +199,25 @@ def broken(name, **changes):
 BAD = [
     ("rank-4", {"up": torch.ones(12, 8)}, "up has rank 8, down has rank 4; expected the same rank"),
     ("conv-mid", {"mid": torch.ones(4, 3, 3, 3)}, "down has rank 4, mid has rank 3"),
-    ("conv-mid", {"mid": torch.ones(3, 4, 3, 3)}, "up has rank 4, mid has rank 3"),
     ("loha", {"hada_w2_b": torch.ones(4, 10)}, "hada_w2_a has rank 3, hada_w2_b has rank 4"),
     ("loha", {"hada_w2_b": torch.ones(3, 9)}, "hada_w1 is 12x10, hada_w2 is 12x9"),
     ("loha-tucker", {"hada_t2": torch.ones(2, 3, 3, 3)}, "w2_a has rank 3, hada_t2 has rank 2"),
-    ("lokr-w2", {"lokr_w2_b": torch.ones(4, 5)}, "lokr_w2_a has rank 3, lokr_w2_b has rank 4"),
     ("glora", {"a2": torch.ones(5, 10)}, "a1 is 10x3, a2 is 5x10, b1 is 12x3, b2 is 3x10"),
     ("rank-4", {"down": None, "alpha": None}, "up without down"),
-    ("rank-4", {"up": None}, "alpha, down without up"),
-    ("loha", {"hada_w2_a": None}, "without hada_w2_a"),
-    ("loha-tucker", {"hada_t2": None}, "without hada_t2"),
     ("lokr", {"lokr_w2": None}, "lokr_w1 without lokr_w2_a, lokr_w2_b"),
-    ("lokr-w1", {"lokr_w1_b": None}, "without lokr_w1_b"),
     ("lokr", {"lokr_w1": torch.ones(3, 2, 1, 1)}, "lokr_w1 is 3x2x1x1; expected two dimensions"),
     ("lokr", {"lokr_w1_a": torch.ones(3, 2)}, "lokr_w1 both whole and decomposed"),
-    ("glora", {"b1": None}, "without b1"),
     ("oft-rescale", {"oft_blocks": None}, "rescale without oft_blocks"),
     ("rank-4", {"up": torch.full((12, 4), math.nan)}, "up holds nan; expected finite numbers"),
     ("rank-4", {"down": torch.full((4, 10), -math.inf)}, "down holds -inf; expected finite"),
     ("rank-4", {"alpha": torch.tensor(math.inf)}, "alpha is inf; expected one finite number"),
     ("rank-4", {"alpha": torch.ones(2)}, r"alpha is \[2\]; expected one finite number"),
-    ("dora-out", {"dora_scale": torch.full((12, 1), math.nan)}, "dora_scale holds nan"),
     ("dora-out", {"dora_scale": torch.tensor(1.0)}, "dora_scale is a scalar"),
     ("rank-4", {"up": torch.ones(12, 4, dtype=torch.int8)}, "up is torch.int8; expected floating"),
     ("rank-4", {"up": torch.ones(12)}, r"up has the shape \[12\]; expected two dimensions"),
     ("rank-4", {"up": torch.ones(12, 0)}, r"up has the shape \[12, 0\]; expected values"),
     ("rank-4", {"diff": torch.ones(12, 10)}, "the parts are alpha, diff, down, up; expected those"),
     ("rank-4", {"up": None, "down": None}, "the parts are alpha; expected"),
-    ("rank-4", {"up": None, "down": None, "alpha": None}, "the parts are empty; expected"),
-    ("rank-4", {"diff_b": torch.ones(12)}, "the parts are alpha, diff_b, down, up; expected"),
     ("diff", {"dora_scale": torch.ones(12, 1)}, "dora_scale with a whole weight"),
     ("diff", {"w_norm": torch.ones(12, 10)}, "diff and w_norm together"),
     ("rank-4", {"gate": torch.ones(1)}, "unknown part 'gate'"),
@@ -289,24 +250,17 @@ def test_every_part_is_covered_by_a_row():
 
 # Row, shapes of replaced parts, shape of the weight (None: the row's), reason.
 MISFITS = [
-    ("rank-4", {}, (512, 512), "delta is 12x10; the weight is 512x512"),
     ("rank-4", {}, (10, 12), "delta is 12x10; the weight is 10x12"),
     ("rank-4", {}, (120,), "delta is 12x10; the weight is 120"),
-    ("rank-4", {}, (), "delta is 12x10; the weight is a scalar"),
     ("conv", {}, (8, 6, 1, 1), "delta is 8x6x3x3; the weight is 8x6x1x1"),
-    ("conv-mid", {}, (8, 6, 1, 1), "delta is 8x6x3x3; the weight is 8x6x1x1"),
     ("grows", {}, (12, 11), "reshape_weight is 12x10; the weight is 12x11"),
     ("grows", {}, (12, 8, 1), "reshape_weight is 12x10; the weight is 12x8x1"),
-    ("loha-tucker", {}, (8, 6), "delta is 8x6x3x3; the weight is 8x6"),
     ("lokr-conv", {}, (8, 7, 3, 3), "delta is 8x6x3x3; the weight is 8x7x3x3"),
-    ("glora", {}, (12, 11), "delta is 12x10; the weight is 12x11"),
     ("glora-conv", {}, (8, 54), "a1 and a2 are for 6x6 inputs; the weight is 8x54"),
     ("oft", {}, (16, 10), "3 blocks of 4 outputs; the weight is 16x10"),
     ("boft-3", {}, (12, 10), "4 blocks of 4 outputs; the weight is 12x10"),
     ("diff", {}, (10, 12), "delta is 12x10; the weight is 10x12"),
-    ("diff", {}, (12, 10, 1), "delta is 12x10; the weight is 12x10x1"),
     ("set", {}, (10, 12), "set_weight is 12x10; the weight is 10x12"),
-    ("dora-out", {"dora_scale": (11, 1)}, None, "dora_scale is 11x1; the weight is 12x10"),
     ("dora-out", {"dora_scale": (1, 12)}, None, "dora_scale is 1x12; the weight is 12x10"),
     ("dora-in", {"dora_scale": (12, 10)}, None, "dora_scale is 12x10; the weight is 12x10"),
     ("oft", {"rescale": (11, 1)}, None, "rescale has 11 numbers; the weight is 12x10"),
@@ -322,20 +276,6 @@ def test_a_mismatch_has_a_reason(name, parts, shape, reason):
     assert adapter.misfit(shape) == reason
     with pytest.raises(ValueError, match=f"^{adapter.kind}: {reason}$"):
         adapter.apply(torch.zeros(shape), 1.0)
-
-
-def test_a_kernel_can_be_flat_in_the_file_or_in_the_model():
-    weight, parts = named("conv").tensors()
-    adapter = make_adapter(parts, "here")
-    flat = weight.flatten(1)
-    assert adapter.misfit(flat.shape) is None
-    assert torch.equal(adapter.apply(flat, 0.7), adapter.apply(weight, 0.7).flatten(1))
-
-
-def test_autograd_does_not_record_a_parameter():
-    weight, parts = named("rank-4").tensors()
-    result = make_adapter(parts, "here").apply(torch.nn.Parameter(weight), 1.0)
-    assert not result.requires_grad
 
 
 @pytest.mark.parametrize("strength", [1.0, 0.5, -1.0])

@@ -77,6 +77,13 @@ def test_rows_record_their_file_and_ranks_are_padded_with_zeros(stack):
     down, up = layer.pairs(bank.flat)
     assert not down[23:].any()
     assert not up[:, 23:].any()
+    amounts = amounts_of(bank)
+    for strengths, rows in (
+        ((1, 0, 0), (0, 4)), ((0, 1, 0), (4, 7)), ((1, 1, 0), (0, 7)), ((0, 1, 1), (4, 23)),
+        ((1, 0, 1), (0, 23)), ((0, 0, 0), (0, 0)),  # from the first active file to the last
+    ):  # fmt: skip
+        amounts.set(strengths)
+        assert amounts.rows(layer) == rows
     scales = bank.scales[layer.row : layer.row + layer.rank]
     assert scales.tolist() == [0.5] * 4 + [1.0] * 3 + [0.5] * 16 + [0.0]
 

@@ -13,7 +13,6 @@ from fast_video_vae.lora.keys import Targets
 from fast_video_vae.lora.offload import BankLoader
 from fast_video_vae.tests.lora.models import PREFIX
 from fast_video_vae.tests.lora.nets import (
-    CPU,
     MODES,
     WIDTH,
     Casting,
@@ -149,19 +148,3 @@ def test_a_buffer_is_kept_until_its_copy_is_done(adapters, monkeypatch):
         loader.adapters(layer)
     assert len(copied) == BLOCKS + 1
     assert recorded == copied
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("mode", MODES)
-def test_adapters_reach_a_gpu_before_their_use(adapters, mode):
-    model, bank, _ = adapters
-    device = torch.device("cuda", torch.cuda.current_device())
-    expected = called(session_of(bank, [0.5], mode), model, video())
-    model.to(device)
-    session = session_of(bank, [0.5], mode)
-    for _ in range(3):
-        with torch.backends.cudnn.flags(allow_tf32=False), session.call(model, device):
-            y = model(video().to(device))
-        assert_close(y.to(CPU), expected.double())
-        session.release()

@@ -93,7 +93,7 @@ def test_unknown_keys_are_not_split(key):
         # One block more than the model has, and a layer that only the first VACE block has.
         "blocks.13.self_attn.q", "lora_unet_blocks_13_self_attn_q", "vace_blocks.2.self_attn.q",
         "vace_blocks.1.proj_in",
-        "blocks.0.self_attn", "blocks.0.attn3.to_q", "self_attn.q", "q", "", "lora_unet_",
+        "blocks.0.self_attn", "blocks.0.attn3.to_q", "blocks.4.norm1", "self_attn.q", "q", "", "lora_unet_",
         "diffusion_model.", "locks.0.self_attn.q", "xblocks.0.self_attn.q",
         "other.blocks.0.self_attn.q", "blocks.0.self_attn.q.extra",
     ],
@@ -106,19 +106,11 @@ def test_modules_missing_in_the_model_are_not_found(stem):
 def test_diffusers_names_of_norms_and_tables_are_found(spelling):
     targets = MODELS["wan"][1]
     assert len(THEIR_REST) > 7 * 15
-    for theirs, ours in THEIR_REST.items():
+    # diffusers' norm3 is Wan's norm2, which has no parameters; its norm2 is Wan's norm3.
+    for theirs, ours in (THEIR_REST | {ours: ours for ours in THEIR_REST.values()}).items():
         key = f"{PREFIX}{ours}"
         key = key if key in WAN else f"{key}.weight"
         assert targets.find(SPELLINGS[spelling](theirs), "diff") == Target(key), theirs
-
-
-def test_norm3_of_wan_differs_from_norm3_of_diffusers():
-    # diffusers' norm3 is Wan's norm2, which has no parameters; its norm2 is Wan's norm3.
-    targets = MODELS["wan"][1]
-    for name in ("norm2", "norm3"):
-        found = targets.find(f"diffusion_model.blocks.4.{name}", "diff")
-        assert found == Target(f"{PREFIX}blocks.4.norm3.weight")
-    assert targets.find("transformer.blocks.4.norm1", "diff") is None
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -142,15 +134,6 @@ def test_a_modulation_is_found_by_its_block_or_its_own_name():
             assert targets.find(spelling(f"{owner}.modulation"), "diff") == expected
     assert targets.find("blocks.13", "diff_m") is None
     assert targets.find("blocks.0.self_attn", "diff_m") is None
-
-
-def test_names_of_qwen_and_wan_do_not_match_the_other_model():
-    for mine, others in (("wan", "qwen"), ("qwen", "wan")):
-        names = set(names_of(others)) - set(names_of(mine))
-        assert len(names) > 100
-        for name in names:
-            for spelling in SPELLINGS.values():
-                assert MODELS[mine][1].find(spelling(name), "up") is None
 
 
 # Halves of fused layers by name, as in Flux's `double_blocks` and Qwen-Image's gate.

@@ -1,6 +1,5 @@
 """Strengths over a run: the lists of Wan2GP's guide, and the window of steps."""
 
-import itertools
 import math
 import re
 from fractions import Fraction
@@ -160,31 +159,10 @@ def test_adjacent_windows_cover_the_run_once(steps, percent, by_sigma):
 
 
 @quick
-@given(lists, st.integers(1, 60))
-def test_values_spread_evenly_if_there_are_enough_steps(values, steps):
-    strengths = run(",".join(map(repr, values)), steps)
-    begins = [math.ceil(Fraction(i * steps, len(values))) for i in range(len(values) + 1)]
-    turns = [strengths[begin:end] for begin, end in itertools.pairwise(begins)]
-    assert [x for turn in turns for x in turn] == strengths
-    assert all(set(turn) <= {value} for turn, value in zip(turns, values, strict=True))
-    assert max(map(len, turns)) - min(map(len, turns)) <= 1
-
-
-@quick
 @given(schedules)
 def test_the_text_of_a_schedule_parses_to_the_same_schedule(schedule):
     assert parse_schedule(str(schedule)) == schedule
     assert hash(parse_schedule(str(schedule))) == hash(schedule)
-
-
-@quick
-@given(schedules, st.integers(1, 12), st.data())
-def test_every_strength_is_in_the_list_of_values(schedule, steps, data):
-    phase = data.draw(st.integers(0, len(schedule.phases) - 1))
-    step = data.draw(st.integers(0, steps - 1))
-    got = schedule.strength(step, steps, data.draw(st.floats(0, 100)), phase, len(schedule.phases))
-    assert got in schedule.values(phase)
-    assert set(schedule.values(phase)) <= set(schedule.values())
 
 
 @pytest.mark.parametrize(
@@ -194,7 +172,7 @@ def test_every_strength_is_in_the_list_of_values(schedule, steps, data):
         ("1,1;1", (1,)),
         ("1;0", (1, 0)),
         ("2,1,2;3", (2, 1, 3)),
-        ("-0", (0,)),
+        ("-0", (0,)),  # and its text is 0
         ("0,0;0", (0,)),
         ("0@0-0.5", (0,)),
         ("1@0-0.5", (1, 0)),
@@ -204,10 +182,7 @@ def test_every_strength_is_in_the_list_of_values(schedule, steps, data):
 )
 def test_a_schedule_lists_its_possible_strengths(text, values):
     assert parse_schedule(text).values() == values
-
-
-def test_negative_zero_becomes_zero():
-    assert str(parse_schedule("-0,0@0-0.5")) == "0,0@0-0.5"
+    assert "-" not in str(parse_schedule(text)).partition("@")[0]
 
 
 def test_a_phase_lists_only_its_own_values():
@@ -236,18 +211,6 @@ def test_an_invalid_schedule_is_a_one_line_error(text):
         parse_schedule(text)
     assert f"strength {str(text)!r}" in str(error.value)
     assert "\n" not in str(error.value)
-
-
-@quick
-@given(st.text("0123456789.,;@-+e sigma:\nnf", max_size=12))
-def test_any_text_parses_or_is_a_one_line_error(text):
-    try:
-        schedule = parse_schedule(text)
-    except ValueError as error:
-        assert repr(text) in str(error)  # noqa: PT017
-        assert "\n" not in str(error)  # noqa: PT017
-    else:
-        assert all(map(math.isfinite, schedule.values()))
 
 
 LIGHTNING = [1.0, 0.9375, 0.8333, 0.625, 0.0]
@@ -282,17 +245,6 @@ def test_the_sigma_of_a_call_determines_its_step(sigma, sigmas, expected):
 def test_a_run_without_sigmas_is_an_error():
     with pytest.raises(ValueError, match="sigmas is empty"):
         step_of(1.0, [])
-
-
-@quick
-@given(
-    st.lists(st.integers(0, 1000), min_size=2, unique=True).map(lambda x: sorted(x, reverse=True)),
-    st.data(),
-)
-def test_a_sigma_between_two_steps_belongs_to_the_first(sigmas, data):
-    step = data.draw(st.integers(0, len(sigmas) - 2))
-    part = data.draw(st.floats(0, 0.9))
-    assert step_of(sigmas[step] + part * (sigmas[step + 1] - sigmas[step]), sigmas) == step
 
 
 @pytest.mark.parametrize(

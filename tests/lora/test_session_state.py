@@ -1,8 +1,6 @@
 """State of a model around a session: memory, staged pairs and compiled calls."""
 
-import gc
 import hashlib
-import weakref
 
 import pytest
 import torch
@@ -79,28 +77,6 @@ def test_strength_zero_adds_no_hooks_or_deltas(stack):
     assert (session.counts.stream, session.counts.bypass, session.counts.formula) == (0, 0, 0)
 
 
-def test_rows_of_files_at_strength_zero_are_skipped(stack, monkeypatch):
-    from fast_video_vae.lora.apply import JoinedPairs
-
-    model, seen, bypass = Model(Casting), set(), JoinedPairs.bypass
-
-    def watched(pairs, y, x):
-        assert pairs.down.shape[0] == pairs.up.shape[1] == pairs.amounts.numel()
-        seen.add(pairs.down.shape[0])
-        return bypass(pairs, y, x)
-
-    monkeypatch.setattr(JoinedPairs, "bypass", watched)
-    session = stack(model, whole=False).session((0, 0, 0), "bypass")
-    for strengths, rank in (
-        ((1, 0, 0), 4), ((0, 1, 0), 3), ((0, 0, 1), 16), ((1, 1, 0), 7), ((0, 1, 1), 19),
-        ((1, 0, 1), 23),  # from the first active file to the last
-    ):  # fmt: skip
-        session.amounts.set(strengths)
-        seen.clear()
-        called(session, model, video())
-        assert seen == {rank}
-
-
 def test_sessions_and_models_can_be_combined_freely(stack):
     one, two = Model(Casting, seed=1), Model(Casting, seed=2)
     made = stack(one)
@@ -125,16 +101,6 @@ def test_the_memory_of_a_bank_can_move_after_a_run(stack, staged):
     # The reference of the parameter is gone; the remaining one is `held`.
     assert (before, torch._C._storage_Use_Count(held._cdata)) == (2, 1)
     assert torch.equal(called(session, model, x), expected)
-
-
-def test_a_dropped_model_is_freed(stack):
-    model = Model()
-    session = stack(model).session((1, 1, 1))
-    called(session, model, video())
-    gone = weakref.ref(model)
-    del model
-    gc.collect()
-    assert gone() is None
 
 
 def test_missing_modules_are_reported(stack):
@@ -220,60 +186,6 @@ def _nothing_compiled():
     torch.compiler.reset()
     yield
     torch.compiler.reset()
-
-
-@pytest.mark.parametrize(
-    ("linear", "mode"),
-    [
-        ("casting", "stream"),
-        ("plain", "auto"),
-        pytest.param("plain", "stream", marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.usefixtures("_nothing_compiled")
-def test_a_new_strength_does_not_recompile_a_model(stack, linear, mode):
-    model = Model(LINEARS[linear], blocks=1)
-    made = stack(model, whole=False, only="self_attn")
-    graphs, x = [], video()
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward  # not compiled further
-
-    compiled = torch.compile(model, backend=backend)
-    with torch.no_grad():
-        plain = model(x)
-        torch.testing.assert_close(compiled(x), plain)
-        session, known = made.session((1, 1, 1), mode), 0
-        for strengths in ((1, 1, 1), (0.5, 1, 1), (0.25, -2, 3), (1, 1, 1)):
-            session.amounts.set(strengths)
-            with session.call(model, CPU):
-                y = compiled(x)
-            assert_close(y, made.oracle(model, strengths)(x.double()))
-            torch.testing.assert_close(compiled(x), plain)
-            known = known or len(graphs)
-        assert len(graphs) == known
-
-
-@pytest.mark.usefixtures("_nothing_compiled")
-def test_other_compiled_code_is_not_compiled_again(stack):
-    """Only the layers that get a LoRA are, because of the functions on their weights."""
-    model, other, compiled = Model(Casting), Model(Casting, seed=1), []
-
-    def backend(graph, inputs):
-        compiled.append(graph)
-        return graph.forward  # not compiled further
-
-    call, x = torch.compile(other, backend=backend), video()
-    with torch.no_grad():
-        plain = call(x)
-        known = len(compiled)
-        made = stack(model, whole=False, only="self_attn")
-        assert_close(
-            called(made.session((1, 1, 1)), model, x), made.oracle(model, (1, 1, 1))(x.double())
-        )
-        assert torch.equal(call(x), plain)
-    assert len(compiled) == known
 
 
 @pytest.mark.parametrize("linear", LINEARS)
