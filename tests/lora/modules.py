@@ -29,7 +29,7 @@ class Row:
             name: torch.randn(shape, generator=generator).mul(0.7).to(dtype)
             for name, shape in self.parts.items()
         }
-        for name in ("dora_scale", "rescale"):  # magnitudes
+        for name in ("dora_scale", "magnitude", "rescale"):
             if name in parts:
                 parts[name] = parts[name].abs() + 0.5
         if self.alpha is not None:
@@ -85,6 +85,8 @@ LORA = [
     Row("square", SQUARE, pair((9, 3), (3, 9)), alpha=3.0),
     Row("dora-out", LINEAR, pair(*PAIR, dora_scale=OUT), alpha=2.0),
     Row("dora-in", LINEAR, pair(*PAIR, dora_scale=IN), alpha=2.0),
+    # PEFT's magnitudes, with the norms of the sum; ComfyUI does not support them.
+    Row("dora-peft", LINEAR, pair(*PAIR, magnitude=(12,)), alpha=2.0, core=False),
     Row("dora-out-square", SQUARE, pair((9, 3), (3, 9), dora_scale=(9, 1))),
     Row("dora-in-square", SQUARE, pair((9, 3), (3, 9), dora_scale=(1, 9))),
     Row("dora-one-output", (1, 7), pair((1, 2), (2, 7), dora_scale=(1, 7))),

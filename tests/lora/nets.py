@@ -131,6 +131,7 @@ class Stack:
                 f"{PREFIX}{name}.weight": 2 / rank * up @ down for name, (up, down) in exact.items()
             }
             if whole and number == 1:
+                self._kronecker(tensors, deltas)
                 for key, delta in self._differences(tensors).items():
                     both = key in deltas
                     deltas[key] = deltas[key] + delta.flatten(1) if both else delta
@@ -138,6 +139,15 @@ class Stack:
             save_file(tensors, self.paths[-1])
             self.deltas.append(deltas)
         self.targets = Targets(self.shapes)
+
+    def _kronecker(self, tensors, deltas):
+        """Put a LoKr in the place of the pair of a layer."""
+        stem, generator = f"{PREFIX}blocks.0.self_attn.o", torch.Generator().manual_seed(8)
+        for key in [key for key in tensors if key.startswith(f"{stem}.")]:
+            del tensors[key]
+        factors = [0.3 * torch.randn(4, 4, generator=generator) for _ in range(2)]
+        tensors[f"{stem}.lokr_w1"], tensors[f"{stem}.lokr_w2"] = factors[0], factors[1].half()
+        deltas[f"{stem}.weight"] = torch.kron(factors[0].double(), factors[1].half().double())
 
     def _differences(self, tensors):
         """Add differences of norms, biases, a modulation and a weight with a pair; return them."""

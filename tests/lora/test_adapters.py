@@ -102,9 +102,12 @@ def turned_by_boft(p, weight, strength):
 
 
 def with_dora(p, weight, delta, strength, eps):
-    merged, magnitude = weight + delta, p["dora_scale"]
-    flat = (len(weight), -1)
-    if len(magnitude) == len(weight):
+    """By output of the weight, of the sum (PEFT: peft/tuners/lora/dora.py), or by input of it."""
+    merged, flat = weight + delta, (len(weight), -1)
+    magnitude = p["dora_scale"] if "dora_scale" in p else p["magnitude"].reshape(-1, 1)
+    if "magnitude" in p:
+        norm = np.sqrt((merged**2).sum(1, keepdims=True))
+    elif len(magnitude) == len(weight):
         norm = np.sqrt((weight.reshape(flat) ** 2).sum(1))
         norm = norm.reshape(-1, *[1] * (weight.ndim - 1))
     else:
@@ -144,7 +147,7 @@ def formula(row, weight, parts, strength):
     if "alpha" in p and "oft_blocks" not in p:
         scale = alpha / rank
     delta = scale * delta.reshape(weight.shape)
-    if "dora_scale" in p:
+    if {"dora_scale", "magnitude"} & p.keys():
         return torch.from_numpy(with_dora(p, weight, delta, strength, eps))
     return torch.from_numpy(weight + strength * delta)
 
@@ -160,8 +163,11 @@ def test_an_adapter_equals_its_formula(row):
         expected = formula(row, exact, parts, strength)
         assert relative_error(adapter.apply(exact, strength), expected) < 1e-12
     delta = adapter.delta(weight.shape, torch.float64, "cpu")
-    depends = adapter.kind in {"glora", "oft", "boft", "set"} or "dora_scale" in parts
-    assert (delta is None) == depends
+    depends = (
+        adapter.kind in {"glora", "oft", "boft", "set"}
+        or {"dora_scale", "magnitude"} & parts.keys()
+    )
+    assert (delta is None) == bool(depends)
     if delta is not None:
         grown = adapter.apply(exact, 0.0)
         assert relative_error(grown + delta, adapter.apply(exact, 1.0)) < 1e-12
@@ -244,8 +250,7 @@ def test_a_single_nan_is_found():
 
 def test_every_part_is_covered_by_a_row():
     used = {name for row in ROWS for name in row.tensors()[1]}
-    # `magnitude`, which ComfyUI does not support, has a separate test.
-    assert used == PARTS - {"b_norm", "diff_b", "diff_m", "magnitude"}
+    assert used == PARTS - {"b_norm", "diff_b", "diff_m"}
 
 
 # Row, shapes of replaced parts, shape of the weight (None: the row's), reason.
@@ -276,20 +281,3 @@ def test_a_mismatch_has_a_reason(name, parts, shape, reason):
     assert adapter.misfit(shape) == reason
     with pytest.raises(ValueError, match=f"^{adapter.kind}: {reason}$"):
         adapter.apply(torch.zeros(shape), 1.0)
-
-
-@pytest.mark.parametrize("strength", [1.0, 0.5, -1.0])
-def test_peft_magnitudes_use_the_norms_of_the_sum(strength):
-    """peft/tuners/lora/dora.py: `magnitude / norm(W + scale * B A)` for each output."""
-    generator = torch.Generator().manual_seed(0)
-
-    def made(*shape):
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    weight, up, down, magnitude = made(12, 10), made(12, 3), made(3, 10), made(12).abs()
-    parts = {"up": up, "down": down, "magnitude": magnitude, "alpha": torch.tensor(6.0)}
-    merged = weight + 2 * up @ down
-    whole = merged * (magnitude / merged.norm(dim=1))[:, None]
-    expected = weight + strength * (whole - weight)
-    actual = make_adapter(parts, "here").apply(weight, strength)
-    assert torch.allclose(actual, expected, rtol=1e-12, atol=1e-12)

@@ -109,14 +109,6 @@ def test_layers_are_in_the_order_of_the_model_without_gaps(write, shapes, blocks
     assert names == sorted(names, key=lambda name: (name.split(".")[0], int(name.split(".")[1])))
 
 
-def test_blocks_are_recognised_by_their_names():
-    for block in ("blocks.12", "vace_blocks.1", "transformer_blocks.59"):
-        assert block_of(f"diffusion_model.{block}.self_attn.q.weight") == block
-    assert block_of("layers.3.mlp.weight") == "layers.3"
-    for outside in ("head.head", "text_embedding.0"):
-        assert block_of(f"diffusion_model.{outside}.weight") == ""
-
-
 def test_the_same_files_share_a_bank_in_use(stack):
     paths = [path for path, _, _ in stack]
     bank = load_bank(paths, TARGETS)
