@@ -5,8 +5,6 @@ the library's: it is from diffusers' converter (`convert_wan_to_diffusers.py`), 
 opposite direction.
 """
 
-import functools
-
 import torch
 
 from fast_video_vae.lora.blocks import parse_blocks
@@ -67,84 +65,66 @@ WAN_DIFFUSERS_TOP_REST = {
 WAN_DIFFUSERS_VACE = {"proj_in": "before_proj", "proj_out": "after_proj"}
 
 
-def _linear(shapes, name, out, inner):
-    shapes[f"{PREFIX}{name}.weight"] = (out, inner)
-    shapes[f"{PREFIX}{name}.bias"] = (out,)
+def _shapes(linears, others):
+    """Return `{key: shape}` of linear layers with a bias, and of other parameters."""
+    shapes = {f"{name}.weight": shape for name, shape in linears.items()}
+    shapes |= {f"{name}.bias": shape[:1] for name, shape in linears.items()} | others
+    return {f"{PREFIX}{key}": shape for key, shape in shapes.items()}
 
 
 def wan(blocks=2, d=16, f=24, *, i2v=True, vace=0, text=12):
     """Return `{key: shape}` of a small Wan 2.1; without `i2v`, no image branch, as in Wan 2.2."""
-    shapes = {}
-    linear = functools.partial(_linear, shapes)
-
-    def block(name):
-        sizes = {"d": d, "f": f}
+    linears = {
+        "text_embedding.0": (d, text), "text_embedding.2": (d, d), "time_embedding.0": (d, 8),
+        "time_embedding.2": (d, d), "time_projection.1": (6 * d, d), "head.head": (4 * 6, d),
+    }  # fmt: skip
+    others = {
+        "patch_embedding.weight": (d, 6, 1, 2, 2), "patch_embedding.bias": (d,),
+        "head.modulation": (1, 2, d),
+    }  # fmt: skip
+    sizes = {"d": d, "f": f}
+    vaces = [f"vace_blocks.{number}" for number in range(vace)]
+    for name in [*(f"blocks.{number}" for number in range(blocks)), *vaces]:
         for module, (out, inner) in _WAN_BLOCK.items():
-            linear(f"{name}.{module}", sizes[out], sizes[inner])
-        norms = list(_WAN_NORMS)
+            linears[f"{name}.{module}"] = sizes[out], sizes[inner]
+        norms = [*_WAN_NORMS, "norm3"]
         if i2v:
-            linear(f"{name}.cross_attn.k_img", d, d)
-            linear(f"{name}.cross_attn.v_img", d, d)
+            linears |= {f"{name}.cross_attn.{kind}_img": (d, d) for kind in "kv"}
             norms.append("cross_attn.norm_k_img")
-        for norm in norms:
-            shapes[f"{PREFIX}{name}.{norm}.weight"] = (d,)
-        shapes[f"{PREFIX}{name}.norm3.weight"] = (d,)
-        shapes[f"{PREFIX}{name}.norm3.bias"] = (d,)
-        shapes[f"{PREFIX}{name}.modulation"] = (1, 6, d)
-
-    shapes[f"{PREFIX}patch_embedding.weight"] = (d, 6, 1, 2, 2)
-    shapes[f"{PREFIX}patch_embedding.bias"] = (d,)
-    linear("text_embedding.0", d, text)
-    linear("text_embedding.2", d, d)
-    linear("time_embedding.0", d, 8)
-    linear("time_embedding.2", d, d)
-    linear("time_projection.1", 6 * d, d)
-    for number in range(blocks):
-        block(f"blocks.{number}")
-    for number in range(vace):
-        block(f"vace_blocks.{number}")
-        if not number:
-            linear(f"vace_blocks.{number}.before_proj", d, d)
-        linear(f"vace_blocks.{number}.after_proj", d, d)
+        others |= {f"{name}.{norm}.weight": (d,) for norm in norms}
+        others |= {f"{name}.norm3.bias": (d,), f"{name}.modulation": (1, 6, d)}
     if vace:
-        shapes[f"{PREFIX}vace_patch_embedding.weight"] = (d, 10, 1, 2, 2)
-        shapes[f"{PREFIX}vace_patch_embedding.bias"] = (d,)
+        linears |= {f"{name}.after_proj": (d, d) for name in vaces}
+        linears["vace_blocks.0.before_proj"] = d, d
+        others["vace_patch_embedding.weight"] = d, 10, 1, 2, 2
+        others["vace_patch_embedding.bias"] = (d,)
     if i2v:
+        linears |= {"img_emb.proj.1": (20, 20), "img_emb.proj.3": (d, 20)}
         for norm, size in (("img_emb.proj.0", 20), ("img_emb.proj.4", d)):
-            shapes[f"{PREFIX}{norm}.weight"] = shapes[f"{PREFIX}{norm}.bias"] = (size,)
-        linear("img_emb.proj.1", 20, 20)
-        linear("img_emb.proj.3", d, 20)
-        shapes[f"{PREFIX}img_emb.emb_pos"] = (1, 5, 20)
-    linear("head.head", 4 * 6, d)
-    shapes[f"{PREFIX}head.modulation"] = (1, 2, d)
-    return shapes
+            others[f"{norm}.weight"] = others[f"{norm}.bias"] = (size,)
+        others["img_emb.emb_pos"] = 1, 5, 20
+    return _shapes({}, first) | _shapes(linears, others)
 
 
 def qwen(blocks=2, d=16):
     """Return `{key: shape}` of a small Qwen-Image."""
-    shapes = {}
-    linear = functools.partial(_linear, shapes)
-
-    linear("time_text_embed.timestep_embedder.linear_1", d, 8)
-    linear("time_text_embed.timestep_embedder.linear_2", d, d)
-    shapes[f"{PREFIX}txt_norm.weight"] = (12,)
-    linear("img_in", d, 6)
-    linear("txt_in", d, 12)
-    for number in range(blocks):
-        name = f"transformer_blocks.{number}"
+    linears = {
+        "time_text_embed.timestep_embedder.linear_1": (d, 8),
+        "time_text_embed.timestep_embedder.linear_2": (d, d),
+        "img_in": (d, 6), "txt_in": (d, 12), "norm_out.linear": (2 * d, d), "proj_out": (24, d),
+    }  # fmt: skip
+    others = {"txt_norm.weight": (12,)}
+    projections = "to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj", "to_out.0"
+    for name in (f"transformer_blocks.{number}" for number in range(blocks)):
         for stream in ("img", "txt"):
-            linear(f"{name}.{stream}_mod.1", 6 * d, d)
-            linear(f"{name}.{stream}_mlp.net.0.proj", 4 * d, d)
-            linear(f"{name}.{stream}_mlp.net.2", d, 4 * d)
-        for module in ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj"):
-            linear(f"{name}.attn.{module}", d, d)
-        linear(f"{name}.attn.to_out.0", d, d)
-        linear(f"{name}.attn.to_add_out", d, d)
+            linears[f"{name}.{stream}_mod.1"] = 6 * d, d
+            linears[f"{name}.{stream}_mlp.net.0.proj"] = 4 * d, d
+            linears[f"{name}.{stream}_mlp.net.2"] = d, 4 * d
+        for module in (*projections, "to_add_out"):
+            linears[f"{name}.attn.{module}"] = d, d
         for norm in ("norm_q", "norm_k", "norm_added_q", "norm_added_k"):
-            shapes[f"{PREFIX}{name}.attn.{norm}.weight"] = (4,)
-    linear("norm_out.linear", 2 * d, d)
-    linear("proj_out", 24, d)
-    return shapes
+            others[f"{name}.attn.{norm}.weight"] = (4,)
+    return _shapes(linears, others)
 
 
 def modules(shapes):

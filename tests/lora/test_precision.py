@@ -1,5 +1,7 @@
 """How much of a small delta survives in 16-bit weights, and what `auto` does about it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -8,7 +10,7 @@ from torch import nn
 from fast_video_vae.lora.bank import load_bank
 from fast_video_vae.lora.keys import Target, Targets
 from fast_video_vae.lora.precision import kept, sample_of
-from fast_video_vae.tests.lora.models import PREFIX
+from fast_video_vae.tests.lora.models import PREFIX, spelled
 from fast_video_vae.tests.lora.nets import CPU, session_of
 
 INNER, OUT, TOKENS = 256, 64, 4096
@@ -68,7 +70,19 @@ def test_a_sample_is_the_same_for_views_and_absent_for_packed_weights():
     assert sample_of(weight.to("meta")) is None
 
 
-# One layer of a model in bfloat16.
+class Scaled(torch.Tensor):
+    """A weight with the attributes of ComfyUI's QuantizedTensor."""
+
+
+@pytest.mark.parametrize("scale", [torch.tensor(0.1), torch.arange(1, 301).float()[:, None] / 999])
+def test_a_sample_of_a_scaled_weight_has_its_values(scale):
+    weight = (127 * scale * torch.ones(300, 200)).round(decimals=4)
+    scaled = weight.clone().as_subclass(Scaled)
+    scaled._qdata = (weight / scale).round().to(torch.int8)
+    scaled._params = SimpleNamespace(scale=scale)
+    found = sample_of(scaled)
+    torch.testing.assert_close(found.max(), weight.max(), rtol=0.1, atol=0)
+    torch.testing.assert_close(found.mean(), weight.mean(), rtol=0.1, atol=0)
 
 
 def layer_with(folder, size, dtype):
@@ -81,9 +95,7 @@ def layer_with(folder, size, dtype):
     model.diffusion_model = nn.Module()
     model.diffusion_model.q = layer
     path = folder / f"{size}.safetensors"
-    tensors = {"lora_up": up, "lora_down": down, "alpha": torch.tensor(8 * amount)}
-    names = {"lora_up": "lora_up.weight", "lora_down": "lora_down.weight", "alpha": "alpha"}
-    save_file({f"{PREFIX}q.{names[key]}": value for key, value in tensors.items()}, path)
+    save_file(spelled({"q": (up, down)}, alpha=8 * amount), path)
     bank = load_bank([path], Targets({f"{PREFIX}q.weight": (OUT, INNER)}), dtype)
     return model, layer, session_of(bank, [1.0])
 
@@ -100,7 +112,7 @@ def test_auto_streams_what_the_weights_can_keep(tmp_path, dtype, size, strengths
     """The strength of the run decides, and not the file."""
     model, layer, session = layer_with(tmp_path, size, dtype)
     x = normal(TOKENS, INNER).to(dtype)
-    for strength, way in (strengths | dict(reversed(strengths.items()))).items():
+    for strength, way in [*strengths.items(), *strengths.items()]:
         session.amounts.set([strength])
         session.counts.clear()
         with session.call(model, CPU):
@@ -126,9 +138,7 @@ def stack_of_two(tmp_path):
     paths, deltas, up, down = [], [], normal(96, 8), normal(8, 64)
     for number, alpha in enumerate((8.0, 2.0)):
         down = down + number * normal(8, 64, seed=9)
-        tensors = {"lora_up.weight": up, "lora_down.weight": down, "alpha": torch.tensor(alpha)}
-        path = tmp_path / f"{number}.safetensors"
-        save_file({f"{PREFIX}q.{name}": value for name, value in tensors.items()}, path)
-        paths.append(path)
+        paths.append(tmp_path / f"{number}.safetensors")
+        save_file(spelled({"q": (up, down)}, alpha=alpha), paths[-1])
         deltas.append(alpha / 8 * up.double() @ down.double())
     return load_bank(paths, Targets({f"{PREFIX}q.weight": (96, 64)})), deltas

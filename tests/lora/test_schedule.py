@@ -99,26 +99,20 @@ def test_the_number_of_a_phase_selects_its_values(text, steps, phase, expected):
 
 
 @pytest.mark.parametrize(
-    ("text", "phase", "phases", "said"),
+    ("text", "phase", "said"),
     [
-        ("0;1;0", 0, 2, "'0;1;0' has 3 phases, but the run has 2"),
-        ("1;0", 0, 3, "'1;0' has 2 phases, but the run has 3"),
-        ("1;0", 2, 1, "'1;0' has no phase 2; expected 0 to 1"),
+        ("0;1;0", (0, 2), "'0;1;0' has 3 phases, but the run has 2"),
+        ("1;0", (0, 3), "'1;0' has 2 phases, but the run has 3"),
+        ("1;0", (2, 1), "'1;0' has no phase 2; expected 0 to 1"),
+        ("1;0", (0, 2, 2, 2), "step is 2; expected 0 to 1"),
     ],
 )
-def test_a_wrong_number_of_phases_is_an_error(text, phase, phases, said):
+def test_a_wrong_phase_or_step_is_an_error(text, phase, said):
     with pytest.raises(ValueError, match=said):
-        parse_schedule(text).strength(0, 4, 1.0, phase, phases)
-
-
-@pytest.mark.parametrize(
-    ("step", "steps", "phase_step", "phase_steps"), [(4, 4, 0, 1), (-1, 4, 0, 1), (0, 4, 2, 2)]
-)
-def test_an_invalid_step_is_an_error(step, steps, phase_step, phase_steps):
-    with pytest.raises(
-        ValueError, match=r"step is (4; expected 0 to 3|-1; expected 0 to 3|2; expected 0 to 1)"
-    ):
-        parse_schedule("1;0").strength(step, steps, 1.0, 0, 2, phase_step, phase_steps)
+        parse_schedule(text).strength(0, 4, 1.0, *phase)
+    for step in (4, -1):
+        with pytest.raises(ValueError, match=f"step is {step}; expected 0 to 3"):
+            parse_schedule(text).strength(step, 4, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -182,14 +176,10 @@ def test_the_text_of_a_schedule_parses_to_the_same_schedule(schedule):
 )
 def test_a_schedule_lists_its_possible_strengths(text, values):
     assert parse_schedule(text).values() == values
-    assert "-" not in str(parse_schedule(text)).partition("@")[0]
-
-
-def test_a_phase_lists_only_its_own_values():
     schedule = parse_schedule("0;1,2")
-    assert schedule.values(0) == (0,)
-    assert schedule.values(1) == (1, 2)
+    assert [schedule.values(phase) for phase in (0, 1)] == [(0,), (1, 2)]
     assert parse_schedule("1,2").values(7) == (1, 2)  # the same for all phases
+    assert "-" not in str(parse_schedule(text)).partition("@")[0]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from fast_video_vae.lora.bank import load_bank
 from fast_video_vae.lora.keys import Target, Targets
 from fast_video_vae.tests.lora.models import PREFIX, random_pairs, spelled
 from fast_video_vae.tests.lora.nets import (
-    CPU,
     LINEARS,
     MODES,
     Casting,
@@ -52,34 +51,6 @@ def test_a_layer_stored_in_lower_precision_gets_the_lora_after_its_cast(stack):
     for mode in MODES:
         expected = made.oracle(model, (1, 1, 1))(video().double())
         assert_close(called(made.session((1, 1, 1), mode), model, video()), expected)
-
-
-class Whole(nn.Module):
-    """A layer with int8 weights and its own matrix product."""
-
-    def __init__(self, inner, out):
-        super().__init__()
-        self.in_features, self.out_features = inner, out
-        self.weight = nn.Parameter(torch.randint(-9, 9, (out, inner), dtype=torch.int8), False)
-
-    def forward(self, x):
-        return (x @ self.weight.float().T) / 8
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_quantised_layer_uses_bypass(tmp_path, mode):
-    layer, x, model = Whole(16, 24), torch.randn(500, 16), nn.Module()
-    model.diffusion_model = nn.Module()
-    model.diffusion_model.q = layer
-    shapes = {f"{PREFIX}q.weight": (24, 16)}
-    up, down = random_pairs(shapes, ["q"])["q"]
-    save_file(spelled({"q": (up, down)}), tmp_path / "q.safetensors")
-    session = session_of(load_bank([tmp_path / "q.safetensors"], Targets(shapes)), [1.0], mode)
-    with session.call(model, CPU):
-        y = layer(x)
-    x = x.double()
-    assert_close(y, x @ layer.weight.double().T / 8 + x @ (up.double() @ down.double()).T)
-    assert (session.counts.stream, session.counts.bypass) == (0, 1)
 
 
 # Rows and columns.

@@ -77,17 +77,6 @@ def test_strength_zero_adds_no_hooks_or_deltas(stack):
     assert (session.counts.stream, session.counts.bypass, session.counts.formula) == (0, 0, 0)
 
 
-def test_sessions_and_models_can_be_combined_freely(stack):
-    one, two = Model(Casting, seed=1), Model(Casting, seed=2)
-    made = stack(one)
-    sessions = {s: made.session(s, "auto") for s in ((1, 0, 0), (0, -1, 1))}
-    for _ in range(2):
-        for model in (one, two):
-            for strengths, session in sessions.items():
-                expected = made.oracle(model, strengths)(video().double())
-                assert_close(called(session, model, video()), expected)
-
-
 @pytest.mark.parametrize("staged", [False, True])
 def test_the_memory_of_a_bank_can_move_after_a_run(stack, staged):
     """ComfyUI moves a bank off the device; no other reference to its memory may remain."""
