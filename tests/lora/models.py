@@ -78,10 +78,8 @@ def wan(blocks=2, d=16, f=24, *, i2v=True, vace=0, text=12):
         "text_embedding.0": (d, text), "text_embedding.2": (d, d), "time_embedding.0": (d, 8),
         "time_embedding.2": (d, d), "time_projection.1": (6 * d, d), "head.head": (4 * 6, d),
     }  # fmt: skip
-    others = {
-        "patch_embedding.weight": (d, 6, 1, 2, 2), "patch_embedding.bias": (d,),
-        "head.modulation": (1, 2, d),
-    }  # fmt: skip
+    first = {"patch_embedding.weight": (d, 6, 1, 2, 2), "patch_embedding.bias": (d,)}
+    others = {"head.modulation": (1, 2, d)}
     sizes = {"d": d, "f": f}
     vaces = [f"vace_blocks.{number}" for number in range(vace)]
     for name in [*(f"blocks.{number}" for number in range(blocks)), *vaces]:
