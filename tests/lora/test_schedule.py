@@ -10,20 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fast_video_vae.lora.blocks import parse_blocks
-from fast_video_vae.lora.schedule import Schedule, Window, parse_schedule, step_of
+from fast_video_vae.lora.schedule import parse_schedule, step_of
 
-numbers = st.floats(-1e6, 1e6).map(lambda x: x + 0.0)
-lists = st.lists(numbers, min_size=1, max_size=5).map(tuple)
-windows = st.one_of(
-    st.none(),
-    st.tuples(st.floats(0, 1), st.floats(0, 1))
-    .filter(lambda ends: ends[0] != ends[1] and set(ends) != {0, 1})
-    .map(lambda ends: Window(min(ends), max(ends))),
-    st.tuples(st.floats(0, 100), st.floats(0, 100))
-    .filter(lambda ends: ends[0] != ends[1])
-    .map(lambda ends: Window(max(ends), min(ends), by_sigma=True)),
-)
-schedules = st.builds(Schedule, st.lists(lists, min_size=1, max_size=3).map(tuple), windows)
 quick = settings(derandomize=True, deadline=None, max_examples=100)
 
 
@@ -152,11 +140,13 @@ def test_adjacent_windows_cover_the_run_once(steps, percent, by_sigma):
         assert before.count(1) == math.ceil(Fraction(percent, 100) * steps)
 
 
-@quick
-@given(schedules)
-def test_the_text_of_a_schedule_parses_to_the_same_schedule(schedule):
-    assert parse_schedule(str(schedule)) == schedule
-    assert hash(parse_schedule(str(schedule))) == hash(schedule)
+@pytest.mark.parametrize(
+    "text", ["0.8", "-1,1e-07;1234567.5;0", "1@0.3-1", "1;0@0-0.123456789", "1@sigma:14.6-0.9"]
+)
+def test_the_text_of_a_schedule_parses_to_the_same_schedule(text):
+    schedule = parse_schedule(text)
+    assert str(schedule) == text
+    assert hash(parse_schedule(f" {text} ")) == hash(schedule)
 
 
 @pytest.mark.parametrize(
