@@ -183,27 +183,13 @@ def test_a_block_filter_scales_the_rows_of_blocks(stack):
         rows = amounts.flat[layer.row : layer.row + 4]
         assert rows.tolist() == [2 * factor * 0.5] * 4
         assert amounts.rows(layer) == ((0, 4) if factor else (0, 0))
-
-
-def test_strengths_of_a_file_listed_twice_add_up(stack):
-    bank = load_bank([stack[0][0]], TARGETS)
-    amounts = amounts_of(bank, (0, ""), (0, "1"))
-    amounts.set([1.0, 0.25])
-    layer = bank.layers[Target(f"{Q}.weight")]
-    assert amounts.of(layer, 0) == 1.25
-    amounts.set([1.0, -1.0])
+    # Strengths of a file that is listed twice add up.
+    amounts, layer = amounts_of(bank, (0, ""), (0, "1")), bank.layers[Target(f"{Q}.weight")]
+    for strengths, total in (((1.0, 0.25), 1.25), ((1.0, -1.0), 0.0)):
+        amounts.set(strengths)
+        assert amounts.of(layer, 0) == total
+        assert amounts.flat[layer.row : layer.row + 4].tolist() == [total * 0.5] * 4
     assert amounts.rows(layer) == (0, 0)
-    assert not amounts.flat[layer.row : layer.row + layer.rank].any()
-
-
-def test_the_version_increases_only_with_a_change(stack):
-    bank = load_bank([stack[0][0]], TARGETS)
-    amounts = amounts_of(bank)
-    versions = []
-    for strength in (0.0, 0.0, 1.0, 1.0, 0.5, 1.0):
-        amounts.set([strength])
-        versions.append(amounts.version)
-    assert [b - a for a, b in itertools.pairwise(versions)] == [0, 1, 0, 1, 1]
 
 
 # Memory, in a separate process.

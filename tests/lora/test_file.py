@@ -1,4 +1,4 @@
-"""LoRA files of every dialect against the plain one, scales of pairs, and key reports."""
+"""Scales of the pairs of LoRA files, and key reports."""
 
 import json
 import math
@@ -24,14 +24,6 @@ T2V = Targets(wan(blocks=2, i2v=False))
 NAMES = modules(WAN)
 PAIRS = random_pairs(WAN, NAMES)
 SOME = {name: PAIRS[name] for name in NAMES if name.startswith("blocks.0.self_attn")}
-
-
-def adapters_of(file):
-    return [(entry.target, file.read(entry)) for entry in file.entries]
-
-
-def read(path, targets=TARGETS):
-    return dict(adapters_of(LoraFile(path, targets)))
 
 
 @pytest.mark.parametrize(
@@ -65,8 +57,9 @@ def test_alpha_and_metadata_set_the_scale_of_a_pair(write, alpha, metadata, scal
         key: value if isinstance(value, str) else json.dumps(value)
         for key, value in metadata.items()
     }
-    for adapter in read(write(spelled(SOME, alpha=alpha), metadata=metadata)).values():
-        assert adapter.scale == pytest.approx(scale, rel=1e-6)
+    file = LoraFile(write(spelled(SOME, alpha=alpha), metadata=metadata), TARGETS)
+    for entry in file.entries:
+        assert file.read(entry).scale == pytest.approx(scale, rel=1e-6)
 
 
 # Reports about keys.
@@ -150,5 +143,5 @@ def test_the_first_of_two_pairs_for_one_weight_is_applied(write):
     one, two = spelled(SOME), spelled(others, "transformer", "kohya", names=names)
     file = LoraFile(write(one | two), TARGETS)
     assert file.report.lines()[1:] == [f"  {len(two)} keys repeat earlier keys and are ignored"]
-    ranks = {len(adapter.down) for _, adapter in adapters_of(file)}
+    ranks = {len(file.read(entry).down) for entry in file.entries}
     assert len(ranks) == 1

@@ -135,31 +135,19 @@ def test_a_layer_called_by_keyword_gets_a_changed_weight(stack):
     assert not session.counts.unserved
 
 
-# Other kinds of adapters, in the order of their files.
-
-
-def mixed(tmp_path, shapes, own):
-    """Return a bank of three files for layer `Q`, and deltas of pairs; `own` changes file 1."""
-    paths, pairs, name = [], [], "blocks.1.self_attn.q"
-    for number in range(3):
-        up, down = random_pairs(shapes, [name], seed=number)[name]
-        pairs.append((0.2 * up.double()) @ (0.2 * down.double()))
-        tensors = spelled({name: (0.2 * up, 0.2 * down)})
-        paths.append(tmp_path / f"{number}.safetensors")
-        save_file(own(tensors) if number == 1 else tensors, paths[-1])
-    bank = load_bank(paths, Targets(shapes))
-    assert bank.nbytes > bank.flat.nbytes
-    return bank, pairs
-
-
 @each_way
 def test_dora_between_pairs_is_applied_in_file_order(tmp_path, linear, mode):
     """DoRA is skipped for a layer with an inaccessible weight, and the layer is recorded."""
     model = Model(LINEARS[linear])
     magnitudes = torch.rand(16, 1) + 0.5
-    bank, pairs = mixed(
-        tmp_path, model.shapes(), lambda tensors: {**tensors, f"{Q}.dora_scale": magnitudes}
-    )
+    paths, pairs, name = [], [], "blocks.1.self_attn.q"
+    for number in range(3):
+        up, down = random_pairs(model.shapes(), [name], seed=number)[name]
+        pairs.append((0.2 * up.double()) @ (0.2 * down.double()))
+        tensors = spelled({name: (0.2 * up, 0.2 * down)})
+        paths.append(tmp_path / f"{number}.safetensors")
+        save_file(tensors | ({f"{Q}.dora_scale": magnitudes} if number == 1 else {}), paths[-1])
+    bank = load_bank(paths, Targets(model.shapes()))
     sessions = [session_of(bank, (0, 0, 0), mode, staged=staged) for staged in (False, True)]
     own = model.get_parameter(f"{Q}.weight").double()
     for first, second, third in ((0.7, 1.0, -0.5), (0.0, 0.5, 1.0), (1.0, 0.0, 0.0)):
