@@ -41,7 +41,6 @@ def load_vae(
     encode_dtype: torch.dtype | None = None,
     weights_dtype: torch.dtype | None = None,
     precision: str = "auto",
-    encode_precision: str = "auto",
 ) -> VideoVAE:
     """Load a VAE of the Wan family or of SeedVR2; its kind is read from its tensors.
 
@@ -57,7 +56,6 @@ def load_vae(
         encode_dtype: Dtype of encoding, if it differs from `dtype`.
         weights_dtype: Dtype of the stored weights; None: that of the computation.
         precision: Precision of decoding: "auto", or "int8" (`VideoVAE.precision`).
-        encode_precision: Precision of encoding.
 
     Returns:
         The VAE. It shares no memory with `source`.
@@ -86,7 +84,7 @@ def load_vae(
         weights_dtype=weights_dtype,
     )
     vae.allow_fp16 = dtype is None
-    vae.precision, vae.encode_precision = precision, encode_precision
+    vae.precision = precision
     vae.prepare()
     return vae
 

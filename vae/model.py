@@ -20,7 +20,6 @@ from .planning.plan import Plan, empty_limit, make_plan
 from .sharding.shared_ranks import SharedRanks
 from .streaming.bands.shared_devices import SharedDevices
 from .streaming.executors import Team
-from .streaming.int8.encodes import within_range
 from .streaming.int8.layers import Int8Choices
 from .streaming.options import AUTOMATIC, StreamOptions
 from .streaming.output import Output, background_writer, delivered, until_complete
@@ -50,7 +49,6 @@ class VideoVAE(PreparedVAE, SharedDevices, SharedRanks, VAEWeights):
         graphs: On a GPU, capture repeated chunks as a CUDA graph. Off until a gain is measured.
         skips_static: Skip static frames in an encode; not on AMD GPUs, whose library would search
             for the shapes of shorter steps.
-        allow_tf32: In float32, keep PyTorch's own switches, which may allow TF32.
         allow_fp16: Let a decode in bfloat16 compute in float16 if that is faster
             on the device. `load_vae` sets it if no dtype is chosen. The first overflow clears it,
             and the decode continues in bfloat16.
@@ -60,7 +58,7 @@ class VideoVAE(PreparedVAE, SharedDevices, SharedRanks, VAEWeights):
     def __init__(self, config: VAEConfig, dtype: torch.dtype, encode_dtype: torch.dtype) -> None:
         super().__init__(config, dtype, encode_dtype)
         self.limit_bytes: int | None = None
-        self.allow_tf32 = self.graphs = False
+        self.graphs = False
         self.skips_static = True
         self.team = Team(self.replicas)
         self._int8 = Int8Choices()
@@ -152,11 +150,11 @@ class VideoVAE(PreparedVAE, SharedDevices, SharedRanks, VAEWeights):
             mean = x[:, :latents] if self.conv1 is None else self.conv1(x, outputs=slice(latents))
             return (mean if scale == 1 else mean * scale).to(dtype)
 
-        run = functools.partial(
-            self._stream,
+        return self._stream(
             encoder,
             options,
             computed,
+            source,
             enter=lambda x: fold_pixels(x, self.config.patch_size),
             to_range=to_range,
             leave=lambda x: relief.attempt(lambda: mean_of(x)),
@@ -164,10 +162,6 @@ class VideoVAE(PreparedVAE, SharedDevices, SharedRanks, VAEWeights):
             known=known,
             single_frame=known and self.config.latent_frames(pieces.shape[2]) == 1,
         )
-        coding = self.ready_coding(computed, encode=True)
-        if coding is None:
-            return run(source)
-        return within_range(coding, source, encoder, self.config, run, relief, known=known)
 
     @eager
     def decode_stream(
@@ -298,7 +292,7 @@ class VideoVAE(PreparedVAE, SharedDevices, SharedRanks, VAEWeights):
         device = device or self.device
         asked = options.dtype or (self.encode_dtype if encode else self.dtype)
         dtype = decode_dtype(asked, device, allow_fp16=not encode and allows_fp16(self, options))
-        coded = self.planned_codes(dtype, device, encode=encode)
+        coded = frozenset[str]() if encode else self.planned_codes(dtype, device)
         model = network, self.config, (1, *size), dtype, device
         job = job_of(*model, single_frame=single_frame, ranks=ranks, coded=coded)
         limit = self.limit_bytes if options.limit_bytes is None else options.limit_bytes
@@ -372,7 +366,6 @@ class VideoVAE(PreparedVAE, SharedDevices, SharedRanks, VAEWeights):
             relief,
             single_frame=single_frame,
             begins=begins,
-            full=dtype == torch.float32 and not self.allow_tf32,
             graphs=self.graphs,
             skips=network is self.encoder and self.skips_static,
             kernels=functools.partial(self.kernels_of, network, dtype, coding),

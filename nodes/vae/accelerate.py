@@ -46,7 +46,7 @@ class Choice:
     chunk: int | None = None  # latents per step; -1: all
     allow_fp16: bool = False  # not chosen: true without `dtype` and ComfyUI's own options
     devices: str | None = None  # a selection of `host.devices`
-    precisions: tuple[str, str] | None = None  # of decoding and of encoding
+    precision: str | None = None  # of decoding
 
 
 def load(path: str | Path, choice: Choice) -> FastVAE:
@@ -144,21 +144,21 @@ def _refusal(vae: comfy.sd.VAE, choice: Choice) -> str | None:
 def _settled(vae: comfy.sd.VAE, choice: Choice) -> Choice:
     """Return the choice with open values filled in from the VAE."""
     decodes = encodes = vae.vae_dtype
-    chunk, devices, precisions = choice.chunk, choice.devices, choice.precisions
+    chunk, devices, precision = choice.chunk, choice.devices, choice.precision
     allow_fp16 = not any(getattr(args, flag, False) for flag in _DTYPE_FLAGS)
     if isinstance(vae, FastVAE):
         model = vae.first_stage_model
         decodes, encodes, chunk = model.dtype, model.encode_dtype, chunk or model.chunk
         allow_fp16 = model.allow_fp16
         devices = devices or model.selection
-        precisions = precisions or (model.precision, model.encode_precision)
+        precision = precision or model.precision
     return Choice(
         choice.dtype or decodes,
         choice.encode_dtype or choice.dtype or encodes,
         chunk,
         choice.dtype is None and allow_fp16,
         devices,
-        precisions,
+        precision,
     )
 
 
@@ -181,9 +181,9 @@ def _built(
     )
     model.chunk, model.allow_fp16 = settled.chunk, settled.allow_fp16
     model.selection = selection
-    if settled.precisions is not None:
+    if settled.precision is not None:
         with about("precision"):
-            model.precision, model.encode_precision = settled.precisions
+            model.precision = settled.precision
     return model
 
 

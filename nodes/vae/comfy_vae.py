@@ -197,10 +197,9 @@ class FastVAE(comfy.sd.VAE):
         count = config.latent_frames(frames)
         progress = Progress(batch * count)
         means = []
-        # A single frame is passed as a tensor, which takes a separate path. Int8 would copy pieces.
-        whole = count == 1 or self.first_stage_model.encode_precision != "auto"
+        # A single frame is passed as a tensor, which takes a separate path.
         for part in video.split(self._together(needed, video, way)):
-            source = part if whole else rechunk([part], run)
+            source = part if count == 1 else rechunk([part], run)
             stream = pieces.encode_pieces(self, source, way, options, self.process_input)
             means.append(pieces.moved(self, progress.counted(stream)))
         latents = torch.cat(means)

@@ -19,6 +19,8 @@ from ..host.widgets import (
     AUTO,
     CATEGORY,
     DTYPES,
+    INT8,
+    INT8_AND_ENCODE,
     PRECISIONS,
     check_precision,
     chunk_input,
@@ -326,8 +328,10 @@ def _choice(dtype: str, encode_dtype: str, chunk: int, precision: str, devices: 
     with about("devices"):
         found = machine.available(devices)
     dtypes = DTYPES.get(dtype), DTYPES.get(encode_dtype)
-    precisions = PRECISIONS.get(precision) if precision != AUTO else None
-    return accelerate.Choice(*dtypes, chunk or None, devices=found, precisions=precisions)
+    if precision == INT8_AND_ENCODE:
+        kernels.log_once("precision: 'int8 and encode' is 'int8', which is for decodes")
+    wish = INT8 if precision in (INT8, INT8_AND_ENCODE) else None
+    return accelerate.Choice(*dtypes, chunk or None, devices=found, precision=wish)
 
 
 def _check_saved(precision: str | None, devices: str | None) -> bool | str:

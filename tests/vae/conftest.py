@@ -11,6 +11,7 @@ from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.vae.layers import conv as conv_module
 from fast_video_vae.vae.layers.inputs.coding import name_convolutions
 from fast_video_vae.vae.planning import candidates, plan
+from fast_video_vae.vae.streaming.bands import balance
 from fast_video_vae.vae.streaming.int8 import layers as int8_layers
 from fast_video_vae.vae.streaming.int8 import settings as int8_vae
 
@@ -75,6 +76,12 @@ def vae_path(tmp_path_factory):
 def plans_anew(monkeypatch):
     """No network keeps estimates for plans, because the test changes what they depend on."""
     monkeypatch.setattr(plan, "kept_candidates", candidates.Candidates)
+
+
+@pytest.fixture
+def steady(monkeypatch):
+    """Bands stay as they are planned, however slow the machine is."""
+    monkeypatch.setattr(balance, "_MEASURED", 1 << 30)
 
 
 @pytest.fixture

@@ -34,6 +34,14 @@ def test_wrong_arguments_of_encode_and_decode_are_refused(vae):
             run(torch.zeros(1, channels, 1, 8, 8), chunk="all")
 
 
+def test_dropped_frames_are_a_warning_of_the_callers_line(vae):
+    frames = random_frames(1, 3, 7, 16, 16)
+    for run in (vae.encode, lambda frames: list(vae.encode_stream(frames))):
+        with pytest.warns(UserWarning, match="the last 2 frames were dropped") as found:
+            run(frames)
+        assert [each.filename for each in found] == [__file__]
+
+
 def test_what_requires_a_gradient_is_refused(vae):
     latent, frames = torch.zeros(1, 16, 2, 1, 1), torch.zeros(1, 3, 5, 8, 8)
     runs = (vae.decode, vae.decode_stream, latent), (vae.encode, vae.encode_stream, frames)
@@ -96,10 +104,6 @@ def test_float32_switches_are_set_during_the_computation_only(monkeypatch):
     for _ in vae.decode_stream(torch.zeros(1, 16, 3, 1, 1), StreamOptions(chunk=1)):
         assert owner.fp32_precision == "tf32"  # restored between two pieces
     assert set(seen) == {"ieee"}
-    vae.allow_tf32 = True
-    seen.clear()
-    vae.decode(torch.zeros(1, 16, 1, 1, 1))
-    assert set(seen) == {"tf32"}
     full = functools.partial(precision.full_float32, torch.device("cpu"))
     with pytest.raises(KeyError), full(), full():  # an error restores them too
         raise KeyError(owner.fp32_precision)

@@ -23,12 +23,11 @@ _WIDTH, _HEIGHT = 384, 160
 _LATENTS = 3
 
 
-def int8_layers(vae: VideoVAE, *, encode: bool = False) -> Int8Layers:
+def int8_layers(vae: VideoVAE) -> Int8Layers:
     """Return the convolutions that run in int8 with the dtype of a VAE.
 
     Args:
         vae: The VAE, with any precision.
-        encode: Those of an encode; otherwise those of a decode.
 
     Returns:
         The choice, see `VideoVAE.int8_layers`.
@@ -36,8 +35,7 @@ def int8_layers(vae: VideoVAE, *, encode: bool = False) -> Int8Layers:
     Raises:
         ValueError: The VAE or its device does not support int8.
     """
-    dtype = vae.int8_dtype(encode=encode)
-    return _layers(_with_precision(vae, INT8), dtype, encode=encode)
+    return _layers(_with_precision(vae, INT8), vae.int8_dtype())
 
 
 def compare_precision(
@@ -107,10 +105,10 @@ def _with_precision(vae: VideoVAE, precision: str) -> VideoVAE:
     return twin
 
 
-def _layers(vae: VideoVAE, dtype: torch.dtype, *, encode: bool = False) -> Int8Layers:
+def _layers(vae: VideoVAE, dtype: torch.dtype) -> Int8Layers:
     """Return the choice with other layers in `dtype`, also within inference mode."""
     with torch.inference_mode(False), torch.no_grad():
-        return vae.int8_layers(dtype, encode=encode)
+        return vae.int8_layers(dtype)
 
 
 def _images(vae: VideoVAE, latent: Tensor, options: StreamOptions) -> Tensor:

@@ -73,31 +73,29 @@ def load_named(args: argparse.Namespace, path: Path, say: Say | None = None) -> 
             f"decodes in {dtype_name(vae.dtype)}"
         )
     if getattr(args, "precision", AUTO) == INT8:
-        _use_int8(args, vae, say)
+        if args.command != "encode":
+            _use_int8(args, vae, say)
+        elif say:
+            say("--precision int8 is for decodes; the encode is not affected")
     return vae
 
 
 def _use_int8(args: argparse.Namespace, vae: VideoVAE, say: Say | None) -> None:
-    """Select int8 for what the command does, or raise a `ValueError` with the reason."""
-    encode = args.command == "encode"
+    """Select int8 for decodes, or raise a `ValueError` with the reason."""
     if getattr(args, "shard", None):
         raise ValueError("--precision int8 is for one process; expected it without --shard")
     if say:
         build_kernels(vae, say)
         say("chooses the layers of int8, once for these weights")
-    layers = int8_layers(vae, encode=encode)
+    layers = int8_layers(vae)
     if not layers.names:
         raise ValueError(
             "precision is int8, but with these weights every convolution would cost more than "
             "1 dB; expected auto"
         )
-    if encode:
-        vae.encode_precision = INT8
-    else:
-        vae.precision = INT8
+    vae.precision = INT8
     if say:
-        task = "encodes" if encode else "decodes"
-        say(f"{task} with {part_in_int8(layers)} in int8 ({len(layers.names)} convolutions)")
+        say(f"decodes with {part_in_int8(layers)} in int8 ({len(layers.names)} convolutions)")
 
 
 def options_for(args: argparse.Namespace, vae: VideoVAE) -> StreamOptions:

@@ -105,11 +105,7 @@ def _encode(add: Add) -> None:
     add("-o", "--output", type=Path, required=True, metavar="LATENTS", help="x.safetensors")
     _add_stretch(add)
     _add_tile(add)
-    text = (
-        f"{_INT8}. The latents then differ slightly, and sampling from them can give another "
-        "picture"
-    )
-    _add_precision(add, text)
+    _add_precision(add, argparse.SUPPRESS)  # of older scripts, without an effect
     _add_devices(add)
     _add_shard(add)
 

@@ -108,7 +108,6 @@ def make_banded(
     relief: Relief,
     release: Callable[[torch.device], None] | None,
     *,
-    full: bool,
     known: bool,
     kernels: Callable[[torch.device], Snapshot],
 ) -> Executor:
@@ -122,7 +121,6 @@ def make_banded(
         leave: As for `make_executor`, `[B, C, T, H, W]`.
         relief: Frees memory of the first device.
         release: Releases memory of the caller on a device; None: nothing.
-        full: Compute float32 in full float32.
         known: The whole video is at hand.
         kernels: Returns what a device may run in addition to the library.
 
@@ -136,7 +134,7 @@ def make_banded(
     if bands is None:
         raise ValueError("the plan has no bands; expected those of several devices")
     output = leave if isinstance(leave, Output) else None
-    made = team.crew, team.replicas, relief, release, full, known, output
+    made = team.crew, team.replicas, relief, release, known, output
     work = BandedWork(planner, *made, kernels)
     parts = work, bands, new_cache(), reach_of(planner, bands)
     if isinstance(leave, Output):

@@ -63,7 +63,6 @@ class VideoSession:
         single_frame: The video has one frame.
         begins: The first frame is the start of the video; otherwise the frames before it are
             unknown.
-        full: Compute float32 in full float32, even if PyTorch's switches allow less.
         graphs: Replay repeated chunks as CUDA graphs.
         skips: Skip static frames.
         kernels: Returns what a device may run in addition to the library, for the whole video.
@@ -83,7 +82,6 @@ class VideoSession:
     relief: Relief
     single_frame: bool
     begins: bool
-    full: bool
     graphs: bool
     skips: bool
     kernels: Callable[[torch.device], Snapshot]
@@ -97,7 +95,7 @@ class VideoSession:
         # The operations between ranks and the counts of codes are not captured.
         self.graphs = self.graphs and self.shards is None and self.coding is None
         # Shorter steps would be searched for.
-        self.skips = self.skips and not (searches_shapes(self._device) or self.coding)
+        self.skips = self.skips and not searches_shapes(self._device)
         self._encodes = not isinstance(self.leave, Output)
         # Frames per latent at the input.
         self._group = self.config.temporal_compression if self._encodes else 1
@@ -260,7 +258,7 @@ class VideoSession:
     def _next(self) -> Tensor | None:
         """Compute and return the next result; None after the last."""
         with contextlib.ExitStack() as modes:
-            modes.enter_context(layer_modes(self._device, full=self.full))
+            modes.enter_context(layer_modes(self._device, full=self.dtype == torch.float32))
             modes.enter_context(seeing(self._seen))
             modes.enter_context(proving(self._proofs))
             if self._results is None:
@@ -347,5 +345,5 @@ class VideoSession:
         if self.team is None or self._planner is None:
             return make_executor(self._job, plan, new_cache, self.leave)
         work = self.team, self._planner, plan, new_cache, self.leave, self.relief
-        options = {"full": self.full, "known": self.known, "kernels": self.kernels}
-        return make_banded(*work, self.options.release, **options)
+        release = self.options.release
+        return make_banded(*work, release, known=self.known, kernels=self.kernels)

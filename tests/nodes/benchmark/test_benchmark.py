@@ -91,7 +91,7 @@ def test_int8_is_measured_in_the_fast_vae_with_its_loss(vae, int8, progress):
 
 
 def test_a_fast_vae_in_int8_is_measured_as_it_is(state, tmp_path, int8):
-    fast = fast_vae(state, tmp_path, precisions=("int8", "auto"))
+    fast = fast_vae(state, tmp_path, precision="int8")
     chart, _, content = run(fast, dtype="fp32")
     assert list(results(content)) == ["stock", "fast int8"]
     assert content["precision"] is None

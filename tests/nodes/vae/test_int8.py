@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from fast_video_vae.kernels import errors
 from fast_video_vae.kernels.ready import facts
 from fast_video_vae.tests.builders import refused
 from fast_video_vae.tests.nodes.vae.machines import machine
@@ -22,17 +23,11 @@ from fast_video_vae.vae.streaming.int8 import settings as int8_vae
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
 
-# What the input of the nodes means for decoding and encoding.
-CHOICES = {
-    "auto": ("auto", "auto"),
-    "int8": ("int8", "auto"),
-    "int8 and encode": ("int8", "int8"),
-}
+CHOICES = ("auto", "int8")
 
 
-def precisions(vae):
-    model = vae.first_stage_model
-    return model.precision, model.encode_precision
+def precision_of(vae):
+    return vae.first_stage_model.precision
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +42,7 @@ def test_both_nodes_store_the_precision(vae_name, stock, choice):
         ours("Load", vae_name=vae_name, precision=choice).args[0],
         ours("Accelerate", vae=stock, precision=choice).args[0],
     ):
-        assert precisions(vae) == CHOICES[choice]
+        assert precision_of(vae) == choice
 
 
 @pytest.mark.parametrize("name", ["Load", "Accelerate"])
@@ -56,11 +51,11 @@ def test_the_input_is_optional_and_auto_by_default(name, vae_name, stock):
 
     node = getattr(nodes, name)
     (field,) = [each for each in node.define_schema().inputs if each.id == "precision"]
-    assert (field.options, field.default, field.optional) == (list(CHOICES), "auto", True)
+    assert (field.options, field.default, field.optional) == ([*CHOICES], "auto", True)
     # A saved workflow has no such input.
     given = {"vae_name": vae_name} if name == "Load" else {"vae": stock}
     saved = node.execute(**given, dtype="auto", encode_dtype="auto", chunk=0)
-    assert precisions(saved.args[0]) == ("auto", "auto")
+    assert precision_of(saved.args[0]) == "auto"
 
 
 @pytest.mark.parametrize("old", ["exact", "fast", "one", "all", "gpu:0, gpu:1"])
@@ -70,7 +65,19 @@ def test_what_older_workflows_have_in_its_place_is_auto(vae_name, stock, old):
 
     for name, given in (("Load", {"vae_name": vae_name}), ("Accelerate", {"vae": stock})):
         assert getattr(nodes, name).validate_inputs(precision=old) is True
-        assert precisions(ours(name, **given, precision=old).args[0]) == ("auto", "auto")
+        assert precision_of(ours(name, **given, precision=old).args[0]) == "auto"
+
+
+def test_the_removed_choice_of_encodes_is_int8_and_said_once(vae_name, stock, caplog, monkeypatch):
+    from fast_video_vae.nodes.vae import nodes
+
+    monkeypatch.setattr(errors, "_logged", set())
+    old = "int8 and encode"
+    for name, given in (("Load", {"vae_name": vae_name}), ("Accelerate", {"vae": stock})):
+        assert getattr(nodes, name).validate_inputs(precision=old) is True
+        assert precision_of(ours(name, **given, precision=old).args[0]) == "int8"
+    (line,) = [text for text in caplog.messages if old in text]
+    assert "is 'int8', which is for decodes" in line
 
 
 def test_the_devices_of_an_older_workflow_are_used(vae_name, monkeypatch):
@@ -90,29 +97,25 @@ def test_the_devices_of_an_older_workflow_are_used(vae_name, monkeypatch):
 def test_a_wrong_precision_is_refused(vae_name):
     from fast_video_vae.nodes.vae import nodes
 
-    error = "precision: got 'fp8'; expected one of: auto, int8, int8 and encode"
+    error = "precision: got 'fp8'; expected one of: auto, int8"
     with refused(error):
         ours("Load", vae_name=vae_name, precision="fp8")
     assert error in nodes.Load.validate_inputs(precision="fp8")
 
 
 def test_auto_keeps_the_precision_of_a_fast_vae(state, tmp_path):
-    fast = fast_vae(state, tmp_path, precisions=CHOICES["int8 and encode"])
+    fast = fast_vae(state, tmp_path, precision="int8")
     assert accelerated(fast) is fast
-    assert precisions(accelerated(fast, chunk=3)) == ("int8", "int8")
+    assert precision_of(accelerated(fast, chunk=3)) == "int8"
     (again,) = ours("Accelerate", vae=fast, chunk=2).args
-    assert precisions(again) == ("int8", "int8")
-    (decodes,) = ours("Accelerate", vae=fast, precision="int8").args
-    assert precisions(decodes) == ("int8", "auto")
-    assert precisions(fast) == ("int8", "int8")
+    assert precision_of(again) == precision_of(fast) == "int8"
 
 
 def test_a_vae_that_comfyui_loads_again_keeps_the_precision(state, tmp_path):
-    fast = fast_vae(state, tmp_path, precisions=CHOICES["int8"])
+    fast = fast_vae(state, tmp_path, precision="int8")
     for vae in (fast, accelerated(fast, chunk=2)):
         factory, arguments = vae.patcher.cached_patcher_init[:2]
-        model = factory(*arguments).model
-        assert (model.precision, model.encode_precision) == ("int8", "auto")
+        assert factory(*arguments).model.precision == "int8"
 
 
 @pytest.fixture

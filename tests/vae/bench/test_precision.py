@@ -77,7 +77,7 @@ def test_the_figures_compare_clamped_frames_with_float32(vae, latent, report):
 
 
 def test_the_vae_keeps_its_settings(vae, latent, report):
-    assert (vae.precision, vae.encode_precision, vae.dtype) == ("auto", "auto", torch.float32)
+    assert (vae.precision, vae.dtype) == ("auto", torch.float32)
     vae.precision = "int8"
     try:
         again = compare_precision(vae, latent)

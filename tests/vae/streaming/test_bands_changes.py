@@ -3,14 +3,15 @@
 import contextlib
 import itertools
 import logging
-import threading
 
 import pytest
 import torch
 
 from fast_video_vae.tests.builders import random_state_dict
-from fast_video_vae.tests.vae.families import joined, latent_for, random_frames
+from fast_video_vae.tests.products import each_value_once
 from fast_video_vae.tests.vae.streaming.failing_memory import FailingMemory
+from fast_video_vae.tests.vae.streaming.test_bands import threads
+from fast_video_vae.tests.vae.streaming.test_bands_faults import latent, number, run
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.layers.oom import ExhaustedError
 from fast_video_vae.vae.streaming import precision
@@ -18,8 +19,6 @@ from fast_video_vae.vae.streaming.bands import balance
 from fast_video_vae.vae.streaming.bands.banded_executor import BandedDecode
 from fast_video_vae.vae.streaming.bands.member import Member
 from fast_video_vae.vae.streaming.tiled_executor import TiledDecode
-
-LATENTS, HEIGHT, WIDTH = 7, 16, 96
 
 
 @pytest.fixture
@@ -42,35 +41,20 @@ def cuts(monkeypatch):
     return spans
 
 
-def threads():
-    return [each for each in threading.enumerate() if each.name.startswith("fast-video-vae")]
-
-
-def run(vae, task):
-    if task == "decode":
-        return joined(vae.decode_stream(latent_for(vae, LATENTS, HEIGHT, WIDTH), StreamOptions(1)))
-    video = random_frames(1, 3, 4 * LATENTS - 3, HEIGHT, WIDTH)
-    return joined(vae.encode_stream(video, StreamOptions(1)))
-
-
 def alone(vae, task):
     """The result of one device."""
     single = load_vae(vae.state_dict(), dtype=torch.float32)
     return run(single, task)
 
 
-MODES = {
-    "grad": contextlib.nullcontext,
-    "no grad": torch.no_grad,
-    "inference": torch.inference_mode,  # as ComfyUI calls
-}
+MODES = [contextlib.nullcontext, torch.no_grad, torch.inference_mode]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("task", ["decode", "encode"])
+@each_value_once(mode=MODES, task=["decode", "encode"])
 def test_bands_are_cut_again_in_every_mode(vae, cuts, task, mode):
+    """The tails go to the bands that need them; at most twice, and with the same bits."""
     expected = alone(vae, task)
-    with MODES[mode]():
+    with mode(), torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(run(vae, task), expected)
     assert len(set(cuts)) == 3
 
@@ -88,8 +72,7 @@ def short(monkeypatch):
     return memories
 
 
-@pytest.mark.parametrize("task", ["decode", "encode"])
-@pytest.mark.parametrize("device", [0, 1, 2])
+@each_value_once(task=["decode", "encode"], device=[0, 1, 2])
 def test_memory_that_runs_out_while_tails_move_is_freed(vae, cuts, short, task, device):
     memory = short[device] = FailingMemory(3)
     assert torch.equal(run(vae, task), alone(vae, task))
@@ -97,9 +80,7 @@ def test_memory_that_runs_out_while_tails_move_is_freed(vae, cuts, short, task, 
     assert len(vae.team.crew.members(vae.device)) == 3
 
 
-@pytest.mark.parametrize("task", ["decode", "encode"])
-@pytest.mark.parametrize("devices", [[1], [1, 2]])
-@pytest.mark.parametrize("first", [1, 5])
+@each_value_once(task=["decode", "encode"], devices=[(1,), (1, 2)], first=[1, 5])
 def test_a_device_that_takes_no_tails_is_left_out(vae, cuts, short, caplog, task, devices, first):
     short.update({device: FailingMemory(first, 10_000) for device in devices})
     expected = alone(vae, task)
@@ -138,23 +119,20 @@ def test_a_running_video_keeps_the_devices_that_it_started_with(vae, monkeypatch
     expected, fill = alone(vae, "decode"), TiledDecode.fill
 
     def failing(self, *arguments):
-        if chosen and threading.current_thread().name.split("-")[3] == "1":
+        if chosen and number() == 1:
             raise RuntimeError("gone")
         fill(self, *arguments)
 
     monkeypatch.setattr(TiledDecode, "fill", failing)
     monkeypatch.setattr(balance, "_LEAST_S", 0)
     chosen = False
-    latent = latent_for(vae, LATENTS, HEIGHT, WIDTH)
-    stream = vae.decode_stream(latent, StreamOptions(1))
+    stream = vae.decode_stream(latent(), StreamOptions(1))
     pieces = [next(stream)]
     vae.devices = ["cpu"] * 2
     chosen = True
     assert torch.equal(torch.cat([*pieces, *stream], 2), expected)
     assert vae.team.crew.members(vae.device).keys() == {0, 1}
     assert vae.team.crew.speeds((False, torch.float32)) == {}
-    vae.device_speeds = [1, 2]
-    assert vae.device_speeds == [1, 2]
 
 
 def test_infinite_frames_of_a_device_that_fails_do_not_end_float16(monkeypatch, caplog):
@@ -167,7 +145,7 @@ def test_infinite_frames_of_a_device_that_fails_do_not_end_float16(monkeypatch, 
 
     def failing(self, x, *arguments):
         dtypes.append(x.dtype)
-        broken = "-1-" in threading.current_thread().name
+        broken = number() == 1
         fill(self, x * float("inf") if broken else x, *arguments)
         if broken:
             raise RuntimeError("gone")

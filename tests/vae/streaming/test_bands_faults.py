@@ -15,12 +15,15 @@ from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.products import each_value_once
 from fast_video_vae.tests.vae.families import STATES, close, joined, latent_for, random_frames
 from fast_video_vae.tests.vae.streaming.failing_memory import FailingMemory
+from fast_video_vae.tests.vae.streaming.test_bands import threads
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.layers.oom import ExhaustedError
 from fast_video_vae.vae.planning.bands import BandPlanner
 from fast_video_vae.vae.streaming.tiled_executor import TiledDecode, TiledEncode
 
 LATENTS, HEIGHT, WIDTH = 7, 16, 96
+
+pytestmark = pytest.mark.usefixtures("steady")
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +35,6 @@ def weights():
 def vae(weights):
     vae = load_vae(weights, dtype=torch.float32)
     vae.devices = ["cpu"] * 3
-    vae.device_speeds = [1, 1, 1]
     return vae
 
 
@@ -57,10 +59,6 @@ def run(vae, task, source=None, **options):
     stream = vae.decode_stream if task == "decode" else vae.encode_stream
     given = latent() if task == "decode" else video()
     return joined(stream(given if source is None else source(given), StreamOptions(1, **options)))
-
-
-def threads():
-    return [each for each in threading.enumerate() if each.name.startswith("fast-video-vae")]
 
 
 def number():
@@ -131,43 +129,44 @@ def test_pieces_of_an_iterable_are_repeated_too(vae, expected, faults, task):
     assert torch.equal(run(vae, task, pieces), expected[task])
 
 
-def test_two_devices_can_fail_one_after_the_other(vae, expected, faults, caplog):
-    faults[1] = 2, False, RuntimeError("first")
-    faults[2] = 5, True, RuntimeError("second")
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        (2, 5),  # one after the other
+        (3, 3),  # at once
+        (3, 4),  # the second one in a chunk that it repeats
+    ],
+)
+def test_two_devices_can_fail(vae, expected, faults, caplog, chunks):
+    for device, chunk in enumerate(chunks, start=1):
+        faults[device] = chunk, device == 2, RuntimeError("gone")
     with caplog.at_level(logging.WARNING):
         assert torch.equal(run(vae, "decode"), expected["decode"])
     assert len(caplog.records) == 2
+    faults["calls"].clear()
     assert torch.equal(run(vae, "encode"), expected["encode"])
-    assert sorted(faults["calls"]) == [0, 1, 2]
-
-
-def test_two_devices_can_fail_at_once(vae, expected, faults):
-    faults[1] = faults[2] = 3, False, RuntimeError("both")
-    assert torch.equal(run(vae, "encode"), expected["encode"])
-
-
-def test_a_device_can_fail_while_chunks_are_repeated(vae, expected, faults):
-    faults[1] = 3, False, RuntimeError("first")
-    faults[2] = 5, False, RuntimeError("second, in the chunk that repeats the second one")
-    assert torch.equal(run(vae, "decode"), expected["decode"])
+    assert not faults["calls"]  # one device is left
 
 
 @pytest.mark.parametrize("task", ["decode", "encode"])
-def test_an_error_of_the_first_device_is_raised(vae, faults, caplog, task):
-    faults[0] = 3, False, RuntimeError("the first one")
-    with pytest.raises(RuntimeError, match="the first one"):
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (RuntimeError("the first one"), RuntimeError, "the first one"),
+        (
+            torch.OutOfMemoryError("Tried to allocate 20.00 MiB\nmore"),
+            ExhaustedError,
+            r"20\.00 MiB more were needed",
+        ),
+    ],
+)
+def test_an_error_of_the_first_device_is_raised(vae, faults, caplog, task, error, kind, message):
+    faults[0] = 3, False, error
+    with pytest.raises(kind, match=message):
         run(vae, task)
     assert not threads()
-    assert not caplog.records
+    assert not any("failed" in text for text in caplog.messages)
     assert vae.team.crew.members(vae.device).keys() == {0, 1, 2}
-
-
-@pytest.mark.parametrize("task", ["decode", "encode"])
-def test_memory_of_the_first_device_that_stays_short_is_one_line(vae, faults, task):
-    faults[0] = 2, False, torch.OutOfMemoryError("Tried to allocate 20.00 MiB\nmore")
-    with pytest.raises(ExhaustedError, match=r"20\.00 MiB more were needed"):
-        run(vae, task)
-    assert not threads()
 
 
 def test_a_range_of_frames_survives_a_failure(vae, expected, faults):
@@ -251,11 +250,10 @@ def test_a_device_whose_memory_runs_out_runs_its_band_in_tiles(
     assert {count for n, each in tiles.items() if n != device for count in each} == {1}
 
 
-@pytest.mark.parametrize("task", ["decode", "encode"])
-def test_a_device_whose_memory_stays_short_is_left_out(vae, expected, failing, caplog, task):
+def test_a_device_whose_memory_stays_short_is_left_out(vae, expected, failing, caplog):
     failing[2] = FailingMemory(40, 10_000)
     with caplog.at_level(logging.WARNING):
-        assert torch.equal(run(vae, task), expected[task])
+        assert torch.equal(run(vae, "decode"), expected["decode"])
     assert any("failed" in each.getMessage() for each in caplog.records)
     assert vae.team.crew.members(vae.device).keys() == {0, 1}
 

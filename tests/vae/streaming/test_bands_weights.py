@@ -124,7 +124,6 @@ def test_copies_leave_a_device_that_fails(vae, latent, monkeypatch, devices, kep
 
     monkeypatch.setattr(TiledDecode, "fill", failing)
     vae.team.crew.choose(devices)
-    vae.device_speeds = [1.0] * len(devices)
     assert torch.equal(vae.decode(latent), alone(vae, latent))
     assert bool(vae.replicas.nbytes()) == kept
 
@@ -224,6 +223,5 @@ def test_a_gpu_shares_a_video(names):
     latent, frames = latent_for(vae, 4, 128, 192).cuda(), random_frames(1, 3, 13, 128, 192)
     decoded, encoded = vae.decode(latent), vae.encode(frames)
     vae.devices = names
-    vae.device_speeds = [1.0] * len(names)
     torch.testing.assert_close(vae.decode(latent), decoded, rtol=0, atol=1e-3)
     torch.testing.assert_close(vae.encode(frames), encoded, rtol=0, atol=1e-3)

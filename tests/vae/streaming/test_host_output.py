@@ -231,13 +231,12 @@ class Copied:
 
 
 @pytest.fixture
-def shared(wan, writers):
+def shared(wan, writers, steady):
     """A decode of three devices to memory of the host, and its result on one."""
     latent = latent_for(wan, 6, 32, 96)
     out = target_of(wan, latent, torch.float32, images=False)
     expected = wan.decode(latent, 1)
     wan.devices = ["cpu"] * 3
-    wan.device_speeds = [1, 1, 1]
     return wan, latent, out, expected
 
 

@@ -36,15 +36,13 @@ pytestmark = pytest.mark.usefixtures("all_int8")
 
 
 def new_vae(family="wan2.1", dtype=torch.float32, **options):
-    precisions = {"precision": "int8", "encode_precision": "int8"} | options
-    return prepared(load_vae(STATES[family](), dtype=dtype, **precisions))
+    return prepared(load_vae(STATES[family](), dtype=dtype, **{"precision": "int8"} | options))
 
 
 def given(vae, latents=5, size=2):
-    """A latent, and frames of the same size."""
+    """A latent with sides of `size`."""
     side = size * vae.config.spatial_compression
-    frames = random_frames(1, vae.config.image_channels, vae.config.frames(latents), side, side)
-    return latent_for(vae, latents, side, side), frames
+    return latent_for(vae, latents, side, side)
 
 
 def warnings_of(caplog):
@@ -57,17 +55,15 @@ def test_chunks_ranges_and_a_single_frame_have_the_bits_of_the_whole(
 ):
     monkeypatch.setattr(precision, "_is_slow", lambda dtype: False)
     vae = new_vae(family, getattr(torch, dtype))
-    latent, video = given(vae)
-    frames, latents = vae.decode(latent, -1), vae.encode(video, -1)
+    latent = given(vae)
+    frames = vae.decode(latent, -1)
     assert products
     for chunk in (1, 2, 3):
         options = StreamOptions(chunk)
         assert torch.equal(joined(vae.decode_stream(latent, options)), frames)
-        assert torch.equal(joined(vae.encode_stream(video, options)), latents)
         pieces = iter(latent.split([2, 1, 2], dim=2))
         assert torch.equal(joined(vae.decode_stream(pieces, options)), frames)
     assert torch.equal(vae.decode(latent[:, :, :1]), frames[:, :, :1])
-    assert torch.equal(vae.encode(video[:, :, :1]), latents[:, :, :1])
     end = frames.shape[2]
     for part in (range(1, end), range(end - 2, end), range(end // 2, end // 2 + 1)):
         some = joined(vae.decode_stream(latent, STEP, frames=part))
@@ -77,8 +73,8 @@ def test_chunks_ranges_and_a_single_frame_have_the_bits_of_the_whole(
 @pytest.mark.parametrize("family", ["wan2.1", "seedvr2"])
 def test_steps_in_parts_and_bands_have_the_bits_of_whole_frames(family, monkeypatch):
     vae = new_vae(family)
-    latent, video = given(vae, 4, 4)
-    frames, latents = vae.decode(latent), vae.encode(video)
+    latent = given(vae, 4, 4)
+    frames = vae.decode(latent)
     real = session_module.make_plan
 
     def small(*arguments, **options):
@@ -89,13 +85,12 @@ def test_steps_in_parts_and_bands_have_the_bits_of_whole_frames(family, monkeypa
     monkeypatch.setattr(session_module, "make_plan", small)
     close(vae.decode(latent, -1), frames)
     assert torch.equal(vae.decode(latent, -1), frames)
-    assert torch.equal(vae.encode(video, -1), latents)
 
 
 @pytest.mark.parametrize("family", CODED[:-1])  # SeedVR2 is never tiled
 def test_tiles_have_the_bits_of_whole_frames(family, products):
     vae = new_vae(family)
-    latent, _ = given(vae, 3, 8)
+    latent = given(vae, 3, 8)
     step = 4 * vae.config.spatial_compression
     options = StreamOptions(1, tile=(step, step))
     frames = vae.decode(latent)
@@ -114,20 +109,19 @@ def test_batches_have_the_bits_of_single_videos():
         assert torch.equal(both[index : index + 1], single)
 
 
-@pytest.mark.parametrize("task", ["decode", "encode"])
 @pytest.mark.parametrize(
     "in_a_row", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))]
 )
-def test_memory_that_runs_out_changes_no_frame(in_a_row, task):
+def test_memory_that_runs_out_changes_no_frame(in_a_row):
     vae = new_vae()
-    value, run = given(vae, 3)[task == "encode"], getattr(vae, f"{task}_stream")
-    expected = joined(run(value, STEP))
+    latent = given(vae, 3)
+    expected = joined(vae.decode_stream(latent, STEP))
     counter = FailingMemory()
-    stream = run(value, STEP)
+    stream = vae.decode_stream(latent, STEP)
     with counter:
         joined(stream)
     for place in range(1, counter.seen, counter.seen // 12):
-        stream = run(value, STEP)  # the choice is made
+        stream = vae.decode_stream(latent, STEP)  # the choice is made
         try:
             with FailingMemory(place, in_a_row) as memory:
                 frames = joined(stream)
@@ -142,7 +136,7 @@ def test_memory_that_runs_out_changes_no_frame(in_a_row, task):
 
 def test_tails_of_codes_are_cut_into_tiles_and_joined_again(monkeypatch):
     vae = new_vae()
-    latent, _ = given(vae, 5, 12)
+    latent = given(vae, 5, 12)
     expected = joined(vae.decode_stream(latent, STEP))
     sides = iter([48, 96, 32])
     monkeypatch.setattr(
@@ -160,7 +154,7 @@ def test_tails_of_codes_are_cut_into_tiles_and_joined_again(monkeypatch):
 
 def test_parked_tails_of_codes_change_no_frame(monkeypatch):
     vae = new_vae()
-    latent, _ = given(vae, 4)
+    latent = given(vae, 4)
     expected = joined(vae.decode_stream(latent, STEP))
     moved = set()
 
@@ -183,7 +177,7 @@ def test_parked_tails_of_codes_change_no_frame(monkeypatch):
 
 def test_tails_have_one_byte_for_each_value(monkeypatch):
     vae = new_vae()
-    latent, _ = given(vae, 3)
+    latent = given(vae, 3)
     found, real = {}, TemporalCache.tail
 
     def noted(cache, conv, context, x):
@@ -206,63 +200,60 @@ def test_tails_have_one_byte_for_each_value(monkeypatch):
 )
 def test_a_video_can_start_in_one_mode_and_end_in_another(mode, dtype):
     vae = new_vae(dtype=dtype)
-    latent, video = given(vae, 3)
+    latent = given(vae, 3)
     with mode():
         stream = vae.decode_stream(latent.clone(), STEP)
         pieces = [next(stream)]
-        latents = vae.encode(video)
     assert torch.equal(torch.cat([*pieces, *stream], dim=2), vae.decode(latent, 1))
-    assert torch.equal(latents, vae.encode(video))
 
 
-def test_auto_never_asks_for_int8(monkeypatch):
+def test_auto_and_encodes_never_ask_for_int8(monkeypatch):
     def fails(*_, **__):
         raise AssertionError("int8 was asked for")
 
-    vae = new_vae(precision="auto", encode_precision="auto")
-    latent, video = given(vae, 3)
+    vae = new_vae(precision="auto")
+    latent, video = given(vae, 3), random_frames(1, 3, 9, 16, 16)
     monkeypatch.setattr(conv_module, "int8_conv3d", fails)
     monkeypatch.setattr(int8_layers, "choose", fails)
     plain = load_vae(STATES["wan2.1"](), dtype=torch.float32)
-    assert (plain.precision, plain.encode_precision) == ("auto", "auto")
+    assert plain.precision == "auto"
     assert torch.equal(vae.decode(latent), plain.decode(latent))
-    vae.precision = "int8"  # of the decode alone
+    vae.precision = "int8"
     assert torch.equal(vae.encode(video), plain.encode(video))
-
-
-def test_an_encode_in_int8_leaves_decodes_unchanged(products):
-    vae = new_vae(precision="auto")
-    latent, video = given(vae, 3)
-    plain = load_vae(STATES["wan2.1"](), dtype=torch.float32)
-    assert torch.equal(vae.decode(latent), plain.decode(latent))
-    assert not products
-    latents, expected = vae.encode(video), plain.encode(video)
-    assert products
-    assert 1e-5 < relative_error(latents, expected) < 0.2
 
 
 def test_copies_keep_the_precision_and_choose_for_themselves(products):
     vae = new_vae()
-    latent, video = given(vae, 3)
-    frames, latents = vae.decode(latent), vae.encode(video)
+    latent = given(vae, 3)
+    frames = vae.decode(latent)
     names = set(vae.state_dict())
     assert names == set(random_state_dict(8))
     for other in (copy.deepcopy(vae), pickle.loads(pickle.dumps(vae))):
-        assert (other.precision, other.encode_precision) == ("int8", "int8")
+        assert other.precision == "int8"
         assert not other._int8._known
         products.clear()
         prepared(other)
         assert torch.equal(other.decode(latent), frames)
-        assert torch.equal(other.encode(video), latents)
         assert products
         convs = [each for each in other.modules() if isinstance(each, CausalConv3d)]
         norms = {id(each) for each in other.modules()}
         assert all(each.norm_before is None or id(each.norm_before) in norms for each in convs)
 
 
+def assign(vae, name):
+    vae.load_state_dict({name: 1.5 * vae.get_parameter(name)}, strict=False, assign=True)
+    vae.requires_grad_(False)
+
+
+def add(vae, name):
+    data = vae.get_parameter(name).data
+    data.add_(0.1 * data.flip(0))
+
+
 CHANGES = {
-    "data": lambda weight: weight.data.add_(0.1 * weight.data.flip(0)),
-    "recorded": lambda weight: weight.mul_(1.5),
+    "data": add,
+    "recorded": lambda vae, name: vae.get_parameter(name).mul_(1.5),
+    "assigned": assign,
 }
 
 
@@ -275,13 +266,13 @@ def test_changed_weights_have_other_codes_and_another_choice(change, name, monke
         return choose(*arguments)
 
     monkeypatch.setattr(int8_layers, "choose", counted)
-    vae = new_vae(encode_precision="auto")
-    latent, _ = given(vae, 2)
+    vae = new_vae()
+    latent = given(vae, 2)
     before = vae.decode(latent)
     assert torch.equal(vae.decode(latent), before)
     assert len(chosen) == 1
     with torch.no_grad():
-        CHANGES[change](vae.get_parameter(f"decoder.middle.0.{name}"))
+        CHANGES[change](vae, f"decoder.middle.0.{name}")
     after = prepared(vae).decode(latent)
     assert len(chosen) == 2
     fresh = prepared(load_vae(vae.state_dict(), dtype=torch.float32, precision="int8"))
@@ -289,20 +280,9 @@ def test_changed_weights_have_other_codes_and_another_choice(change, name, monke
     assert not torch.equal(after, before)
 
 
-def test_replaced_weights_have_their_own_codes():
-    vae = new_vae()
-    latent, _ = given(vae, 2)
-    vae.decode(latent)
-    other = random_state_dict(8, seed=1)
-    vae.load_state_dict(other, assign=True)
-    vae.requires_grad_(False)
-    fresh = prepared(load_vae(other, dtype=torch.float32, precision="int8"))
-    assert torch.equal(prepared(vae).decode(latent), fresh.decode(latent))
-
-
 def test_several_devices_decode_in_16_bits_and_log_the_reason(caplog, products):
-    vae = new_vae(encode_precision="auto")
-    latent, _ = given(vae, 2, 4)
+    vae = new_vae()
+    latent = given(vae, 2, 4)
     vae.devices = ["cpu", "cpu"]
     frames = vae.decode(latent)
     assert not products
@@ -317,9 +297,8 @@ def test_several_devices_decode_in_16_bits_and_log_the_reason(caplog, products):
     assert products
 
 
-@pytest.mark.parametrize("name", ["precision", "encode_precision"])
-def test_wrong_precisions_are_errors_of_one_line(name):
+def test_wrong_precisions_are_errors_of_one_line():
     state = STATES["wan2.1"]()
     for wish in ("fp8", "int4", "INT8", "", None, 8, torch.int8):
-        with refused(f"^{name} is ", "expected auto or int8"):
-            load_vae(state, **{name: wish})
+        with refused("^precision is ", "expected auto or int8"):
+            load_vae(state, precision=wish)

@@ -31,7 +31,7 @@ class Balance:
         self._shape: Hashable = None
         self._set_up: set[Hashable] = set()
         self._chunks = self._cuts = 0
-        self._done = crew.given is not None
+        self._done = False
 
     def restart(self) -> None:
         """Measure from the next chunk on, because the bands have changed."""

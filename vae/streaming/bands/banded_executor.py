@@ -226,7 +226,7 @@ class BandedExecutor(Executor):
         network = work.replicas.on(device, name, network, work.relief.attempt)
         relief = BandRelief(device, what, None if work.release is None else self._release)
         relief.stopped = self._stopped
-        return Member(number, job, network, relief, work.kernels(device), full=work.full)
+        return Member(number, job, network, relief, work.kernels(device))
 
     def _release(self, device: torch.device) -> None:
         """Release memory of the caller on `device`, from one thread at a time."""

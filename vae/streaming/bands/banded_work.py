@@ -23,7 +23,6 @@ class BandedWork:
         replicas: The copies of its networks.
         relief: Frees memory of the first device outside of its band.
         release: Releases memory of the caller on a device; None: nothing.
-        full: Compute float32 in full float32.
         known: The whole video is at hand, so a chunk can be taken from it again.
         output: Destination of a decoder's frames; None: the video is encoded.
         kernels: Returns what a device may run in addition to the library.
@@ -34,7 +33,6 @@ class BandedWork:
     replicas: Replicas
     relief: Relief
     release: Callable[[torch.device], None] | None
-    full: bool
     known: bool
     output: Output | None
     kernels: Callable[[torch.device], Snapshot]

@@ -29,7 +29,6 @@ class _Choice:
     """
 
     devices: tuple[torch.device, ...] = ()
-    given: tuple[float, ...] | None = None
     failed: set[int] = field(default_factory=set)
     measured: dict[Kind, dict[int, float]] = field(default_factory=dict)
 
@@ -45,20 +44,6 @@ class Crew:
     def devices(self) -> tuple[torch.device, ...]:
         """The devices; one that is named twice is two devices that share it."""
         return self._choice.devices
-
-    @property
-    def given(self) -> tuple[float, ...] | None:
-        """The speeds of the devices in any unit, which are not measured then; None: measured."""
-        return self._choice.given
-
-    @given.setter
-    def given(self, speeds: tuple[float, ...] | None) -> None:
-        """Set the speeds.
-
-        Args:
-            speeds: One per device; None: they are measured.
-        """
-        self._choice.given = speeds
 
     def of_video(self) -> "Crew":
         """Return the devices of a video, which stay when others are chosen for later ones."""
@@ -96,11 +81,8 @@ class Crew:
 
     def speeds(self, kind: Kind) -> dict[int, float]:
         """Return the known speeds for a `kind` of work, by number."""
-        choice = self._choice
-        if choice.given is not None:
-            return dict(enumerate(choice.given))
         with self._lock:
-            return dict(choice.measured.get(kind, {}))
+            return dict(self._choice.measured.get(kind, {}))
 
     def measured(self, kind: Kind, speeds: Mapping[int, float]) -> None:
         """Remember measured `speeds` for a `kind` of work."""

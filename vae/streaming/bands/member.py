@@ -1,10 +1,10 @@
 """A device of one video: its thread, its memory, and the executor of its band."""
 
-import contextlib
 import functools
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TypeVar
 
 import torch
@@ -62,7 +62,6 @@ class Member:
         job: The stream on the first device.
         network: The network on this device.
         relief: Frees memory of this device.
-        full: Compute float32 in full float32.
 
     Attributes:
         band: Its band.
@@ -82,13 +81,11 @@ class Member:
         network: Network,
         relief: BandRelief,
         seen: Snapshot,
-        *,
-        full: bool,
     ) -> None:
         self.number, self.device, self.relief = number, relief.device, relief
         self.worker = Worker(self.device, f"fast-video-vae-{number}-{self.device}")
         self.seconds = 0.0
-        self._job, self._network, self._full = job, network, full
+        self._job, self._network = job, network
         self._workspace = Workspace()
         self._workspace.relief = relief
         relief.frees, relief.parks = self._workspace.release, self._park
@@ -205,8 +202,8 @@ class Member:
             synchronize(x.device)
 
         def task() -> None:
-            full = full_float32(self.device) if self._full else contextlib.nullcontext()
-            with seeing(self._seen), full:
+            full = self._job.dtype == torch.float32
+            with seeing(self._seen), full_float32(self.device) if full else nullcontext():
                 if ready is not None:
                     # Copies between devices use the streams of both.
                     for device in {x.device, self.device}:

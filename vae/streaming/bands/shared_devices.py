@@ -1,7 +1,6 @@
 """The devices of a VAE, as its attributes."""
 
 from collections.abc import Sequence
-from math import inf
 
 import torch
 
@@ -53,26 +52,3 @@ class SharedDevices:
         self.team.crew.choose(known)
         for device in self.team.replicas.devices() - set(known):
             self.team.replicas.drop(device)
-
-    @property
-    def device_speeds(self) -> list[float] | None:
-        """The speeds of `devices`, in any unit; None: measured in the first chunks of videos."""
-        given = self.team.crew.given
-        return None if given is None else list(given)
-
-    @device_speeds.setter
-    def device_speeds(self, speeds: Sequence[float] | None) -> None:
-        """Set the speeds.
-
-        Args:
-            speeds: One per device; None: they are measured, and remembered.
-
-        Raises:
-            ValueError: Their number is not that of the devices, or one is not positive.
-        """
-        count = len(self.devices)
-        known = None if speeds is None else [float(speed) for speed in speeds]
-        right = known is None or (len(known) == count and all(0 < each < inf for each in known))
-        if not right:
-            raise ValueError(f"device_speeds is {speeds!r}; expected {count} positive numbers")
-        self.team.crew.given = None if known is None else tuple(known)

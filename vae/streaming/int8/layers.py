@@ -60,31 +60,18 @@ _SMOOTH = 0.5
 
 @dataclass(frozen=True)
 class LayerLoss:
-    """What one convolution costs and saves in int8.
-
-    Attributes:
-        name: Name in the network.
-        share: Its share of the multiplications of the convolutions.
-        loss_db: Decibels that the result loses with this convolution alone, in addition to what
-            bfloat16 loses.
-        error: Mean squared error that it adds.
-        chosen: It runs in int8.
-    """
+    """What one convolution costs and saves in int8."""
 
     name: str
-    share: float
-    loss_db: float
-    error: float
+    share: float  # of the multiplications of all convolutions
+    loss_db: float  # with this convolution alone, in addition to what bfloat16 loses
+    error: float  # mean squared error that it adds
     chosen: bool
 
 
 @dataclass(frozen=True)
 class Int8Layers:
-    """The convolutions of a network that run in int8.
-
-    Attributes:
-        rows: What each convolution costs, in the order of the layers.
-    """
+    """What each convolution of a decoder costs, in the order of the layers."""
 
     rows: tuple[LayerLoss, ...]
 
@@ -99,21 +86,15 @@ class Int8Layers:
         return sum(row.share for row in self.rows if row.chosen)
 
 
-# Part of a VAE, dtype of the other layers, and device.
-Choice = tuple[str, torch.dtype, torch.device]
+# Dtype of the other layers, and device.
+Choice = tuple[torch.dtype, torch.device]
 
 
 class Int8Choices:
-    """The choices of a VAE, which are kept on disk by the checksum of its weights.
-
-    A copied VAE reads them there.
-
-    Attributes:
-        jobs: The jobs in the background that make them.
-    """
+    """The choices of a VAE, which are kept on disk by the checksum of its weights."""
 
     def __init__(self) -> None:
-        self.jobs: dict[Choice, Job] = {}
+        self.jobs: dict[Choice, Job] = {}  # in the background, which make them
         self._known: dict[Choice, tuple[int, Int8Layers]] = {}
         self._lock = threading.Lock()
 
@@ -124,18 +105,10 @@ class Int8Choices:
         return Int8Choices, ()
 
     def find(self, network: Network, choice: Choice) -> Int8Layers | None:
-        """Return the convolutions of a network that run in int8, without a measurement.
-
-        Args:
-            network: The encoder or the decoder.
-            choice: The choice.
-
-        Returns:
-            None: nothing is known about these weights. Without `rows`: their measurement failed.
-        """
+        """Return what is known of a decoder; None: nothing. No rows: the measurement failed."""
         checksum, known = _checksum(network), self._known.get(choice)
         if known is None or known[0] != checksum:
-            value = facts_of(choice[2]).get(_fact(choice, checksum))
+            value = facts_of(choice[1]).get(_fact(choice, checksum))
             layers = _read(value, name_convolutions(network))
             if layers is None:
                 return None
@@ -149,27 +122,17 @@ class Int8Choices:
         choice: Choice,
         needed: Callable[[], bool] = lambda: True,
     ) -> Int8Layers:
-        """Return the convolutions of a network that run in int8, which are measured if necessary.
+        """Return what is known of a decoder, measured with `x` `[B, C, T, H, W]` if necessary.
 
-        Args:
-            network: The encoder or the decoder, which is not modified.
-            x: `[B, C, T, H, W]`, float32: the input of the first layer, see `probe`.
-            choice: The choice.
-            needed: Returns whether the result is needed.
-
-        Returns:
-            The choice.
-
-        Raises:
-            CancelledError: It is not needed.
+        Raises `CancelledError` once the result is not `needed`. The decoder is not modified.
         """
         with self._lock, torch.inference_mode(False):
-            facts_of(choice[2]).read()
+            facts_of(choice[1]).read()
             found = self.find(network, choice)
             if found is None or not found.rows:
                 checksum = _checksum(network)
                 try:
-                    found = choose(copied(network, choice[2]), x, choice[1], needed)
+                    found = choose(copied(network, choice[1]), x, choice[0], needed)
                 except CancelledError:
                     raise
                 except Exception as error:
@@ -178,7 +141,7 @@ class Int8Choices:
                     raise
                 self._known[choice] = checksum, found
                 rows = [astuple(row) for row in found.rows]
-                facts_of(choice[2]).put(_fact(choice, checksum), rows)
+                facts_of(choice[1]).put(_fact(choice, checksum), rows)
             return found
 
     def known(self, choice: Choice) -> frozenset[str]:
@@ -197,8 +160,7 @@ def _checksum(network: Network) -> int:
 
 def _fact(choice: Choice, checksum: int) -> str:
     """Return the name under which the choice for weights with a checksum is kept."""
-    part, dtype, _ = choice
-    return f"int8 layers {_VERSION}, {part}, {dtype}, {checksum:x}"
+    return f"int8 layers {_VERSION}, decoder, {choice[0]}, {checksum:x}"
 
 
 def _read(value: object, names: Iterable[str]) -> Int8Layers | None:
@@ -213,15 +175,9 @@ def _read(value: object, names: Iterable[str]) -> Int8Layers | None:
 
 
 def probe(channels: int, size: int, *, frames: int = _LATENTS) -> Tensor:
-    """Return a smooth random video, always the same.
+    """Return a smooth random video `[1, C, T, size, size]`, float32, always the same.
 
-    Args:
-        channels: Its channels.
-        size: Height and width.
-        frames: Its frames.
-
-    Returns:
-        `[1, C, T, H, W]`, float32 on the CPU, with a mean of 0 and a deviation of about 1.
+    Its mean is 0, and its deviation about 1.
     """
     generator = torch.Generator().manual_seed(0)
     half = torch.randn(1, channels, 1, -(-size // 2), -(-size // 2), generator=generator)
@@ -234,19 +190,9 @@ def probe(channels: int, size: int, *, frames: int = _LATENTS) -> Tensor:
 def choose(
     network: Network, x: Tensor, dtype: torch.dtype, needed: Callable[[], bool]
 ) -> Int8Layers:
-    """Measure each convolution, and choose those that run in int8.
+    """Measure each convolution with `x` `[B, C, T, H, W]`, and choose those that run in int8.
 
-    Args:
-        network: The encoder or the decoder, which gets derived weights and hooks.
-        x: `[B, C, T, H, W]`, float32; `T` is 1 for a network of pictures.
-        dtype: Dtype of the other layers.
-        needed: Returns whether the result is needed.
-
-    Returns:
-        The choice.
-
-    Raises:
-        CancelledError: It is not needed.
+    The network gets derived weights and hooks.
     """
     shares: dict[str, float] = {}
     candidates = name_convolutions(network)
@@ -296,17 +242,9 @@ def _result(
     names: frozenset[str],
     count: dict[str, float] | None = None,
 ) -> Tensor:
-    """Return the result for `x` in `dtype` with the convolutions `names` in int8.
+    """Return the float32 result for `x` `[B, C, T, H, W]` with the convolutions `names` in int8.
 
-    Args:
-        network: The network.
-        x: `[B, C, T, H, W]`.
-        dtype: Dtype of the other layers.
-        names: Convolutions in int8.
-        count: Receives the share of the multiplications of each convolution by name.
-
-    Returns:
-        `[B, C, T, H, W]`, float32.
+    `count` receives the share of the multiplications of each convolution by name.
     """
     device = next(network.parameters()).device
     coding = Coding(names, device) if names else None

@@ -35,26 +35,17 @@ class PreparedVAE(Int8VAE):
         made = [self._prepared(device, *work, frozenset()) for work in works]
         # Those of int8 too: next to it layers can be in another dtype, and a video out of its range
         # goes on without.
-        for _, encodes in works:
-            dtype = self.int8_dtype(encode=encodes)
-            if names := self.planned_codes(dtype, device, encode=encodes):
-                made.append(self._prepared(device, dtype, encodes, names))
+        dtype = self.int8_dtype()
+        if names := self.planned_codes(dtype, device):
+            made.append(self._prepared(device, dtype, False, names))
         return made
 
-    def ready_coding(self, dtype: torch.dtype, *, encode: bool = False) -> Coding | None:
-        """Return the `coding` of a new video once its kernels are built; None: nothing is coded.
-
-        Args:
-            dtype: Dtype of the other layers.
-            encode: The video is encoded.
-
-        Returns:
-            The coding.
-        """
-        coding = self.coding(dtype, encode=encode)
+    def ready_coding(self, dtype: torch.dtype) -> Coding | None:
+        """Return the `coding` of a new decode if its kernels are built; None: nothing is coded."""
+        coding = self.coding(dtype)
         if coding is None:
             return None
-        if self._prepared(self.device, dtype, encode, coding.names).is_ready:
+        if self._prepared(self.device, dtype, False, coding.names).is_ready:
             return coding
         log_once("int8 begins with a later video: its kernels are being built in the background")
         return None
