@@ -34,48 +34,28 @@ _AXES = ("rows", "columns")
 
 @dataclass(frozen=True)
 class Band:
-    """The part of one device.
+    """The part of one device."""
 
-    Attributes:
-        number: Number of the device in the list of the VAE.
-        device: The device.
-        span: Rows or columns in the output of the tiled layers.
-        tiles: Rows and columns of each tile of the band; one: the band itself.
-        part_bytes: Size of an activation above which its frames are divided into parts.
-        peak_bytes: Estimated memory on the device without weights, input and output.
-        parked: The tails of a tile are on the host while it does not run.
-    """
-
-    number: int
+    number: int  # in the list of the VAE
     device: torch.device
-    span: Span
-    tiles: tuple[tuple[Span, Span], ...]
-    part_bytes: int
-    peak_bytes: int
-    parked: bool
+    span: Span  # rows or columns in the output of the tiled layers
+    tiles: tuple[tuple[Span, Span], ...]  # rows and columns of each; one: the band itself
+    part_bytes: int  # an activation above this size is divided in time
+    peak_bytes: int  # estimated, without weights, input and output
+    parked: bool  # tails of a tile are on the host while it does not run
 
 
 @dataclass(frozen=True)
 class Bands:
-    """The division of the frames of a stream between devices.
+    """The division of the frames of a stream between devices."""
 
-    Attributes:
-        cut: Layers before the cut, as in `Tiles`.
-        axis: 0: bands of rows; 1: of columns.
-        chunk: Latents per step.
-        members: The bands in order; the first device has one of them.
-        pixels: Pixels of an image per pixel along the axis.
-        latent_s: Predicted seconds per latent.
-        holds: The devices can hold every tensor.
-    """
-
-    cut: int
-    axis: int
-    chunk: int
-    members: tuple[Band, ...]
-    pixels: int
-    latent_s: float
-    holds: bool
+    cut: int  # layers before it, as in `Tiles`
+    axis: int  # 0: bands of rows; 1: of columns
+    chunk: int  # latents per step
+    members: tuple[Band, ...]  # in order; the first device has one of them
+    pixels: int  # of an image per pixel along the axis
+    latent_s: float  # predicted seconds per latent
+    holds: bool  # the devices can hold every tensor
 
     def bytes_on(self, device: torch.device) -> int:
         """Return the estimated memory on `device`."""
@@ -99,37 +79,20 @@ class Bands:
 
 @dataclass(frozen=True)
 class BandPlanner:
-    """Plans the bands of a stream.
+    """Plans the bands of a stream."""
 
-    Attributes:
-        job: The stream, on the first device.
-        devices: The devices by number, in order; `first` is one of them.
-        first: Number of the first device.
-        limit_bytes: Memory limit of each device; None: a share of its free memory. Devices that are
-            the same one share it.
-        tile: Height and width of a tile in pixels of the images; None: chosen by memory.
-        chunk: Latents per step; None: chosen for the first device.
-        room: Bytes for the bands on each device, read once, because the video itself takes memory
-            later.
-    """
-
-    job: StreamJob
-    devices: Mapping[int, torch.device]
+    job: StreamJob  # on the first device
+    devices: Mapping[int, torch.device]  # by number, in order; `first` is one of them
     first: int
-    limit_bytes: int | None = None
-    tile: Size | None = None
-    chunk: int | None = None
+    limit_bytes: int | None = None  # of each device; None: a share of its free memory
+    tile: Size | None = None  # in pixels of the images; None: chosen by memory
+    chunk: int | None = None  # latents per step; None: chosen for the first device
     room: dict[torch.device, int] = field(default_factory=dict, compare=False)
 
     def plan(self, speeds: Mapping[int, float]) -> Bands | None:
-        """Return the fastest bands.
+        """Return the fastest bands for `speeds` in any unit, of fewer devices if more gain little.
 
-        Args:
-            speeds: Speeds by number of the device, in any unit; a missing one is assumed.
-
-        Returns:
-            The bands, of fewer devices where more gain too little; None: the first device alone is
-            as fast, or the layers have no cut.
+        None: the first device alone is as fast, or the layers have no cut.
         """
         known = self.known(speeds)
         divisions = [
@@ -160,15 +123,7 @@ class BandPlanner:
         return replace(self, chunk=bands.chunk)._bands(division, spans, known)
 
     def smaller(self, bands: Bands, number: int) -> Bands | None:
-        """Return `bands` with less memory for one device, or None if that is not possible.
-
-        Args:
-            bands: The bands.
-            number: Number of the device.
-
-        Returns:
-            The bands; those of the other devices do not change.
-        """
+        """Return `bands` with less memory for one device and the same for others, or None."""
         band = next(each for each in bands.members if each.number == number)
         division = Division(self.job, bands.cut, bands.axis)
         for share in (0.75, 0.5, 0.25, 0.0):
@@ -332,17 +287,7 @@ def _moved(tile: tuple[Span, Span], axis: int, start: int) -> tuple[Span, Span]:
 def cut_band(
     job: StreamJob, bands: Bands, band: Band, chains: Chains
 ) -> tuple[Chains, list[FrameTile], Size]:
-    """Return the layers on whole frames, the tiles of a band, and the size before them.
-
-    Args:
-        job: The stream.
-        bands: The bands.
-        band: One of them.
-        chains: The layers of the network on the device of the band.
-
-    Returns:
-        Layers, tiles, and height and width.
-    """
+    """Return the layers on whole frames, the tiles of a band, and height and width before them."""
     first, rest = divided(chains, bands.cut)
     whole, tiled = (rest, first) if job.spec.encodes else (first, rest)
     height, width = (

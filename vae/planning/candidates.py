@@ -43,23 +43,14 @@ _SMALLEST_TILE = 32
 
 @dataclass(frozen=True)
 class StepChoice:
-    """Steps of one length on whole frames or certain tiles.
+    """Steps of one length on whole frames or certain tiles."""
 
-    Attributes:
-        chunk: Latents per step.
-        part_bytes: Size of an activation above which its frames are divided into parts.
-        step: Estimated memory and work of a step.
-        seconds: Predicted seconds per latent.
-        tiles: The tiles; None: whole frames.
-        parked: The tails of a tile are on the host while it does not run.
-    """
-
-    chunk: int
-    part_bytes: int
+    chunk: int  # latents per step
+    part_bytes: int  # an activation above this size is divided in time
     step: StepCost
-    seconds: float
-    tiles: Tiles | None
-    parked: bool
+    seconds: float  # predicted, per latent
+    tiles: Tiles | None  # None: whole frames
+    parked: bool  # tails of a tile are on the host while it does not run
 
     @property
     def peak_bytes(self) -> int:
@@ -68,14 +59,7 @@ class StepChoice:
 
 
 class Candidates:
-    """All choices for a stream.
-
-    Args:
-        job: The stream.
-        tile: Height and width of a tile in pixels of the images, if given.
-        chunk: Latents per step, if given; -1: all, estimated as a few.
-        cuts: Allow tiles.
-    """
+    """All choices for a stream; `tile` in pixels of the images and `chunk`, if they are given."""
 
     def __init__(self, job: StreamJob, tile: Size | None, chunk: int | None, *, cuts: bool) -> None:
         self._job, self._chunk, self._cuts = job, chunk, cuts
@@ -85,15 +69,7 @@ class Candidates:
         self._only_tiles = tile is not None and bool(self._sizes and can_cut(job.network))
 
     def fastest(self, limit_bytes: int, *, parks: bool = True) -> StepChoice | None:
-        """Return the fastest choice within a limit, or None.
-
-        Args:
-            limit_bytes: Memory limit.
-            parks: Allow caches on the host.
-
-        Returns:
-            The choice.
-        """
+        """Return the fastest choice within a limit, or None; `parks`: caches can be on the host."""
         best: StepChoice | None = None
         for candidate in self._in_order():
             if best is not None and self._least_s(candidate) >= best.seconds:
@@ -140,18 +116,9 @@ class Candidates:
 def kept_candidates(
     job: StreamJob, tile: Size | None, chunk: int | None, *, cuts: bool
 ) -> Candidates:
-    """Return `Candidates` with these arguments, whose estimates stay with the network of `job`.
+    """Return the `Candidates`, whose estimates stay with the network of `job`.
 
     They take 8 to 150 ms. They depend on no memory, which is looked up for each video.
-
-    Args:
-        job: The stream.
-        tile: As for `Candidates`.
-        chunk: As for `Candidates`.
-        cuts: As for `Candidates`.
-
-    Returns:
-        The candidates.
     """
     network = getattr(job.network, "_orig_mod", job.network)  # of `torch.compile`
     size = job.latent_size, job.pixels, job.ranks, tile and tuple(tile), chunk, cuts
@@ -166,19 +133,12 @@ def kept_candidates(
 
 @dataclass(frozen=True)
 class Candidate:
-    """Whole frames or certain tiles, with steps of any length.
-
-    Attributes:
-        job: The stream.
-        stream: Its layers and shapes.
-        tiles: The tiles; None: whole frames.
-        lengths: Latents per step and size of a part, the longest steps first.
-    """
+    """Whole frames or certain tiles, with steps of any length."""
 
     job: StreamJob
     stream: StreamCost
-    tiles: Tiles | None
-    lengths: list[tuple[int, int]]
+    tiles: Tiles | None  # None: whole frames
+    lengths: list[tuple[int, int]]  # as from `lengths_of`
     _known: dict[tuple[int, int], StepChoice] = field(default_factory=dict)
 
     def fastest(self, limit_bytes: int) -> StepChoice | None:
@@ -237,16 +197,7 @@ class Candidate:
 
 
 def places(job: StreamJob, tiles: Tiles) -> tuple[Size, list[tuple[Span, Span]]]:
-    """Return where tiles are.
-
-    Args:
-        job: The stream.
-        tiles: How its frames are cut.
-
-    Returns:
-        Height and width of the whole frames before the tiled layers, and rows and columns of the
-        output of each tile.
-    """
+    """Return the size of whole frames before the tiled layers, and the output of each tile."""
     shapes = job.spec.shapes(job.start, single_frame=True)
     if not job.spec.encodes:
         return shapes[tiles.cut][2:], grid(job.end, tiles.size)
@@ -256,10 +207,7 @@ def places(job: StreamJob, tiles: Tiles) -> tuple[Size, list[tuple[Span, Span]]]
 
 
 def _tile_sizes(job: StreamJob, tile: Size | None) -> list[Size]:
-    """Return the possible sizes of tiles in pixels of the tiled end, or the given one.
-
-    Empty if the given tile is as large as the frames.
-    """
+    """Return sizes of tiles in pixels of the tiled end; none if `tile` is all of the frames."""
     height, width = job.end
     if tile is not None:
         rows, columns = (max(1, length // job.pixels) for length in tile)
@@ -288,15 +236,9 @@ def parked_chunks(chunk: int | None) -> tuple[int, ...]:
 
 
 def lengths_of(job: StreamJob, stream: StreamCost, chunk: int | None) -> list[tuple[int, int]]:
-    """Return the possible steps, whose activations at the smallest size do not exceed a part.
+    """Return latents per step and size of a part, the longest steps first.
 
-    Args:
-        job: The stream.
-        stream: Its layers and shapes.
-        chunk: Latents per step, if given; -1: all.
-
-    Returns:
-        Latents per step and size of a part, the longest steps first.
+    The activations of a step at the smallest size do not exceed a part.
     """
     on_cpu = job.device.type == "cpu"
     part = _CPU_PART_BYTES if on_cpu else _DEVICE_PART_BYTES

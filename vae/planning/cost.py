@@ -68,42 +68,25 @@ class LayerRun:
 
 @dataclass(frozen=True)
 class StepCost:
-    """Memory and work of steps of one length.
+    """Memory and work of steps of one length."""
 
-    Attributes:
-        peak_bytes: Memory without weights, input and output.
-        moved_bytes: Bytes per latent that the device reads and writes.
-        launches: Passes per latent.
-    """
-
-    peak_bytes: int
-    moved_bytes: float
-    launches: float
+    peak_bytes: int  # without weights, input and output
+    moved_bytes: float  # per latent, read and written
+    launches: float  # passes per latent
 
 
 @dataclass(frozen=True)
 class StreamCost:
-    """The layers and shapes of a stream.
-
-    Attributes:
-        setting: Conditions of the stream.
-        encodes: Tiles come before the whole frames.
-        frames: Shape of the frames of one latent, input of an encoder or output of a decoder.
-        whole: The layers on whole frames.
-        tile: The tiled layers, with the shapes of the largest tile; empty: no tiles.
-        tiles: The tiled layers, with the shapes of all tiles together.
-        count: Number of tiles.
-        parked: The tails of a tile are on the host while it does not run.
-    """
+    """The layers and shapes of a stream."""
 
     setting: Setting
-    encodes: bool
-    frames: Shape
+    encodes: bool  # tiles come before the whole frames
+    frames: Shape  # of one latent, at the end of the network with the pixels
     whole: LayerRun
-    tile: LayerRun = LayerRun()
-    tiles: LayerRun = LayerRun()
+    tile: LayerRun = LayerRun()  # shapes of the largest tile; empty: no tiles
+    tiles: LayerRun = LayerRun()  # shapes of all tiles together
     count: int = 1
-    parked: bool = False
+    parked: bool = False  # tails of a tile are on the host while it does not run
 
     @functools.cached_property
     def work(self) -> int:
@@ -130,15 +113,7 @@ class StreamCost:
         return 2 * self._nbytes(self.tiles.remembered) if self.parked else 0
 
     def step(self, chunk: int, part_bytes: int) -> StepCost:
-        """Estimate steps of one length.
-
-        Args:
-            chunk: Latents per step.
-            part_bytes: Size of a part, as for the executor.
-
-        Returns:
-            Their memory and work.
-        """
+        """Estimate steps of `chunk` latents in parts of `part_bytes`."""
         rehearsal = DryRun(self.setting, part_bytes, self.kept_bytes)
         x, frames = (
             shape.lasting(shape.frames * chunk) for shape in (self.whole.shapes[0], self.frames)
@@ -189,18 +164,7 @@ def tiled_cost(
     cut: int,
     spans: tuple[Sequence[Span], Sequence[Span]],
 ) -> StreamCost:
-    """Return the cost of a stream that is partly tiled.
-
-    Args:
-        network: The encoder or the decoder.
-        setting: Conditions of the stream.
-        size: Height and width of the network's input.
-        cut: Layers before the cut.
-        spans: Rows and columns of each tile in the output of the tiled layers.
-
-    Returns:
-        The cost.
-    """
+    """Return the cost of a stream with tiles of these rows and columns in their output."""
     stream = whole_cost(network, setting, size)
     layers, shapes = stream.whole.layers, stream.whole.shapes
     tiled, whole = LayerRun(layers[:cut], shapes[: cut + 1]), LayerRun(layers[cut:], shapes[cut:])

@@ -18,12 +18,6 @@ def free_bytes(device: torch.device) -> int:
 
     Blocks that PyTorch keeps for reuse count as free. Otherwise a second decode would find the
     blocks of the first one taken, and run in smaller steps.
-
-    Args:
-        device: The device.
-
-    Returns:
-        Bytes.
     """
     return _UNKNOWN_BYTES if (found := _known_bytes(device)) is None else found[0]
 
@@ -42,16 +36,7 @@ def _known_bytes(device: torch.device) -> tuple[int, int] | None:
 
 
 def check_holds(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-    """Check that the frames of a video fit into one tensor.
-
-    Args:
-        shape: `[B, C, T, H, W]`.
-        dtype: Dtype of the tensor.
-        device: Device of the tensor.
-
-    Raises:
-        ValueError: The device has no tensors of this size.
-    """
+    """Raise a `ValueError` if frames `[B, C, T, H, W]` of `shape` do not fit into one tensor."""
     if math.prod(shape) * dtype.itemsize > tensor_limit(device, dtype.itemsize):
         raise ValueError(
             f"the frames are {list(shape)}, too many for a tensor on {device.type}; expected "

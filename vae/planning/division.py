@@ -13,13 +13,7 @@ _STEPS = 12
 
 
 class Division:
-    """One way to divide the frames: a cut, and rows or columns; with the work of each band.
-
-    Args:
-        job: The stream.
-        cut: Layers before the cut.
-        axis: 0: bands of rows; 1: of columns.
-    """
+    """A cut, and rows (0) or columns (1); with the work of each band."""
 
     def __init__(self, job: StreamJob, cut: int, axis: int) -> None:
         self.cut, self.axis = cut, axis
@@ -52,16 +46,7 @@ class Division:
         return own if self._encodes else own + self.whole
 
     def seconds(self, spans: Mapping[int, Span], speeds: Mapping[int, float], first: int) -> float:
-        """Return the products of the slowest device over its speed.
-
-        Args:
-            spans: The bands by number of the device.
-            speeds: Products per second by number of the device.
-            first: Number of the first device, which joins the bands of an encoder.
-
-        Returns:
-            Seconds per latent.
-        """
+        """Return the seconds per latent of the slowest device, and of joining in an encode."""
         slowest = max(self.work(*span) / speeds[number] for number, span in spans.items())
         return slowest + (self.whole / speeds[first] if self._encodes else 0.0)
 
@@ -74,15 +59,7 @@ class Division:
         return {number: span for number, span in pairs if span[0] < span[1]}
 
     def balanced(self, speeds: Mapping[int, float], first: int) -> dict[int, Span]:
-        """Return the bands whose slowest device is as fast as possible.
-
-        Args:
-            speeds: Products per second by number of the device, in order.
-            first: Number of the first device, which always has a band.
-
-        Returns:
-            The bands by number; devices that are too slow for any have none.
-        """
+        """Return the bands whose slowest device is as fast as possible, without slow devices."""
         best = {first: (0, self.length)}
         low, high = 0.0, self.work(0, self.length) / speeds[first]
         for _ in range(_STEPS):

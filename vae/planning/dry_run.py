@@ -46,17 +46,7 @@ SpecChains = list[list[LayerSpec | CropSpec]]
 
 
 class DryRun:
-    """One video without its data.
-
-    Args:
-        setting: Conditions of the stream.
-        part_bytes: Size of a part, as for `advance` of the executor.
-        kept_bytes: Bytes of the tails.
-
-    Attributes:
-        moved_bytes: Bytes that all passes have read and written.
-        launches: Number of passes.
-    """
+    """One video without its data, in parts of `part_bytes`, next to tails of `kept_bytes`."""
 
     def __init__(self, setting: Setting, part_bytes: int, kept_bytes: int) -> None:
         self._ledger = Ledger(setting, kept_bytes)
@@ -83,15 +73,7 @@ class DryRun:
         shape: Shape,
         leaving: Shape,
     ) -> None:
-        """Run `TiledDecode.advance` without a buffer of the caller.
-
-        Args:
-            whole: The layers on whole frames.
-            tile: The layers of the largest tile.
-            tiles: The tiles.
-            shape: Shape of the input.
-            leaving: Shape of the frames.
-        """
+        """Run `TiledDecode.advance` without a buffer of the caller; `tile` is the largest one."""
         x = self._ledger.new(shape)
         runs = self._advance(whole, x, shape, collects=True)
         chunk = self._ledger.new(leaving)
@@ -106,15 +88,7 @@ class DryRun:
         shape: Shape,
         between: Shape,
     ) -> None:
-        """Run `TiledEncode.advance`.
-
-        Args:
-            tile: The layers of the largest tile.
-            whole: The layers on whole frames.
-            tiles: The tiles.
-            shape: Shape of the input.
-            between: Shape between the two.
-        """
+        """Run `TiledEncode.advance` to the shape `between` tiles and whole frames."""
         x = self._ledger.new(shape)
         joined = self._ledger.new(between)  # allocated after the first tile, before the second
         runs = self._each(tile, tiles, _Runs(x, shape, 1, []))

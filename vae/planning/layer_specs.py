@@ -46,59 +46,33 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class ConvSpec:
-    """One convolution; `context`, `stride` and `times` as in `Conv`.
+    """One convolution; `context`, `stride` and `times` as in `Conv`."""
 
-    Attributes:
-        inputs: Input channels.
-        outputs: Output channels.
-        context: Earlier frames that it keeps.
-        stride: Input frames per output frame.
-        times: Output frames per input frame.
-        windowed: The input is copied behind the earlier frames.
-        numbers: Elements of its weight.
-        rearranged: Elements of a weight that every call reorders; see `conv.py`.
-        rearranged_first: The same for a first frame.
-        packs: Values of the input buffer and of the tail in the bytes of an activation: more than
-            one for codes.
-    """
-
-    inputs: int
-    outputs: int
+    inputs: int  # channels
+    outputs: int  # channels
     context: int
     stride: int
     times: int
-    windowed: bool
-    numbers: int
-    rearranged: int
-    rearranged_first: int
-    packs: int = 1
+    windowed: bool  # the input is copied behind the earlier frames
+    numbers: int  # elements of its weight
+    rearranged: int  # elements of a weight that every call reorders; see `conv.py`
+    rearranged_first: int  # the same for a first frame
+    packs: int = 1  # values in the bytes of an activation: more than one for codes
 
 
 @dataclass(frozen=True)
 class PartSpec:
-    """A layer without layers inside.
+    """A layer without layers inside; `times` and `stride` are those of all frames but the first."""
 
-    Attributes:
-        products: Its convolutions except 1x1x1 ones, in the order of their calls.
-        mixed: Output channels of each 1x1x1 convolution.
-        outputs: Output channels; 0: as many as the input.
-        up: Factor of height and width.
-        down: Divisor of height and width.
-        times: Output frames per input frame, except for the first.
-        stride: Input frames per output frame, except for the first.
-        banded: It can divide its work into bands of rows.
-        reach: Pixels that it sees on each side.
-    """
-
-    products: tuple[ConvSpec, ...]
-    mixed: tuple[int, ...]
-    outputs: int
-    up: int
-    down: int
-    times: int
-    stride: int
-    banded: bool
-    reach: int
+    products: tuple[ConvSpec, ...]  # convolutions except 1x1x1 ones, in the order of calls
+    mixed: tuple[int, ...]  # output channels of each 1x1x1 convolution
+    outputs: int  # channels; 0: as many as the input
+    up: int  # factor of height and width
+    down: int  # divisor of height and width
+    times: int  # output frames per input frame
+    stride: int  # input frames per output frame
+    banded: bool  # it can divide its work into bands of rows
+    reach: int  # pixels that it sees on each side
 
     def after(self, shape: Shape, *, single_frame: bool) -> Shape:
         """Return the output shape for `shape`; `single_frame`: of a video of one frame."""
@@ -127,21 +101,13 @@ class PartSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """A layer of a network.
-
-    Attributes:
-        parts: The layers inside.
-        scale: Height and width are multiplied by the first and divided by the second number.
-        growth: Size of the largest inner activation over the size of the input.
-        pairs: It takes two frames at a time.
-        holds: What it holds while its parts run: "input", "result" or "" for nothing.
-    """
+    """A layer of a network."""
 
     parts: tuple[PartSpec, ...]
-    scale: tuple[int, int]
-    growth: int
-    pairs: bool
-    holds: str
+    scale: tuple[int, int]  # factor and divisor of height and width
+    growth: int  # largest inner activation over the input
+    pairs: bool  # it takes two frames at a time
+    holds: str  # while its parts run: "input", "result" or "" for nothing
 
     def shapes(self, shape: Shape, *, single_frame: bool) -> list[Shape]:
         """Return the shapes before each part and after the last, for `shape` and `single_frame`."""
@@ -174,15 +140,7 @@ class NetworkSpec:
     frames: int
 
     def shapes(self, size: Size, *, single_frame: bool) -> list[Shape]:
-        """Return the shapes of one latent before each layer and after the last.
-
-        Args:
-            size: Height and width of the input.
-            single_frame: The video has one frame.
-
-        Returns:
-            The shapes.
-        """
+        """Return the shapes of one latent before each layer and after the last."""
         shapes = [Shape(self.layers[0].parts[0].products[0].inputs, 1, *size)]
         if not single_frame:
             shapes = [shapes[0].lasting(self.frames)]
@@ -194,16 +152,7 @@ class NetworkSpec:
 def network_spec(
     network: Network, coded: frozenset[str] = frozenset(), itemsize: int = 1
 ) -> NetworkSpec:
-    """Return the numbers of a network.
-
-    Args:
-        network: The network.
-        coded: Names of the convolutions that read codes.
-        itemsize: Bytes of an activation.
-
-    Returns:
-        The numbers.
-    """
+    """Return the numbers of a network whose `coded` convolutions read codes of a byte."""
     packs = dict.fromkeys(coded, itemsize)
     layers = tuple(layer_spec(layer, packs) for layer in network.layers())
     frames = math.prod(part.stride for layer in layers for part in layer.parts)
@@ -211,16 +160,7 @@ def network_spec(
 
 
 def lengths_before(layers: Sequence[LayerSpec], length: int, span: Span) -> list[int]:
-    """Return the lengths of a tile before each layer, as `tiling.make_tile` cuts it.
-
-    Args:
-        layers: The tiled layers.
-        length: Length of the whole frames before them.
-        span: Output of the tile.
-
-    Returns:
-        Lengths, the last one after the layers.
-    """
+    """Return the lengths of a tile before each layer and after the last, as `make_tile` cuts it."""
     spans = spans_before(layers, length, span)
     given = [spans[0][1] - spans[0][0]]
     for layer, (start, stop) in zip(layers, spans[1:], strict=True):
@@ -230,16 +170,7 @@ def lengths_before(layers: Sequence[LayerSpec], length: int, span: Span) -> list
 
 
 def spans_before(layers: Sequence[LayerSpec], length: int, span: Span) -> list[Span]:
-    """Return the part of whole frames that a tile needs before each layer and after the last.
-
-    Args:
-        layers: The tiled layers.
-        length: Length of the whole frames before them, along one axis.
-        span: Output of the tile within whole frames.
-
-    Returns:
-        Spans along the axis.
-    """
+    """Return the part of whole frames that a tile needs before each layer and after the last."""
     lengths = [length]
     for layer in layers:
         for part in layer.parts:

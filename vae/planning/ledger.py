@@ -13,27 +13,16 @@ TOO_MUCH_BYTES = 1 << 60
 
 @dataclass(frozen=True)
 class Setting:
-    """Conditions of a stream.
+    """Conditions of a stream."""
 
-    Attributes:
-        batch: Videos per batch.
-        itemsize: Bytes of an element.
-        single_frame: The video has one frame.
-        on_cpu: The stream runs on a CPU, where large results are written to reused memory.
-        fused: Convolutions add to an existing buffer (oneDNN) instead of returning a new one.
-        casts: The weights have another dtype than the activations.
-        tensor_bytes: Most bytes of a tensor on the device.
-        bands: Layers that can divide their work into bands of rows do so.
-    """
-
-    batch: int
+    batch: int  # videos
     itemsize: int
     single_frame: bool
-    on_cpu: bool
-    fused: bool
-    casts: bool
-    tensor_bytes: int = sys.maxsize
-    bands: bool = True
+    on_cpu: bool  # where large results are written to reused memory
+    fused: bool  # convolutions add to an existing buffer (oneDNN)
+    casts: bool  # the weights have another dtype than the activations
+    tensor_bytes: int = sys.maxsize  # most of a tensor on the device
+    bands: bool = True  # layers divide their work into bands of rows where they can
 
 
 class Block:
@@ -49,16 +38,7 @@ class Block:
 
 
 class Ledger:
-    """The allocated memory, and its maximum so far.
-
-    Args:
-        setting: Conditions of the stream.
-        kept_bytes: Bytes that are always allocated.
-
-    Attributes:
-        peak: Most bytes that were allocated at once.
-        excess: `TOO_MUCH_BYTES` if a tensor was too large for the device; otherwise 0.
-    """
+    """The allocated memory, and its maximum so far; `kept_bytes` are always allocated."""
 
     def __init__(self, setting: Setting, kept_bytes: int) -> None:
         self.peak = self._live = kept_bytes

@@ -10,18 +10,9 @@ AXES = {"rows": 3, "columns": 4}
 
 
 def divide(size: Size, ranks: int, axis: str | None = None) -> tuple[int, tuple[int, ...]]:
-    """Divide frames into nearly equal parts.
+    """Return the divided dimension of `[B, C, T, H, W]`, and where equal parts start and end.
 
-    Args:
-        size: Height and width of a latent.
-        ranks: Number of parts.
-        axis: "rows" or "columns"; None: of the longer side, so that the shorter lines are sent.
-
-    Returns:
-        The divided dimension of `[B, C, T, H, W]`, and where the parts start and end.
-
-    Raises:
-        ValueError: There are more ranks than rows or columns.
+    Raises a `ValueError` for more ranks than rows or columns.
     """
     height, width = size
     axis = axis or ("columns" if width > height else "rows")
@@ -35,16 +26,7 @@ def divide(size: Size, ranks: int, axis: str | None = None) -> tuple[int, tuple[
 
 
 def largest_part(size: Size, dim: int, edges: Sequence[int]) -> Size:
-    """Return the size of the largest part with one line of each neighbour, to plan its memory.
-
-    Args:
-        size: Height and width of a latent.
-        dim: The divided dimension of `[B, C, T, H, W]`.
-        edges: Where the parts start and end.
-
-    Returns:
-        Height and width of a latent.
-    """
+    """Return height and width of the largest part of a latent, with one line of each neighbour."""
     most = most_lines(edges)
     return (most, size[1]) if dim == AXES["rows"] else (size[0], most)
 

@@ -19,32 +19,18 @@ from .tiling import Chains, FrameTile, Tiles, divided, make_tile
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of one stream.
+    """The plan of one stream."""
 
-    Attributes:
-        chunk: Latents per step; -1: all.
-        part_bytes: Size of an activation above which its frames are divided into parts.
-        peak_bytes: Estimated memory without weights, input and output.
-        tiles: The tiles; None: whole frames.
-        parked: The tails of a tile are on the host while it does not run.
-        pixels: Pixels of an image per pixel of the network's frames.
-        latent_s: Predicted seconds per latent.
-        ranks: Ranks that share the frames; the plan is that of the largest part.
-        holds: The device can hold every tensor; no plan of the stream has smaller ones otherwise.
-        bands: The bands of several devices, the memory of the first of which is `peak_bytes`; None:
-            one device.
-    """
-
-    chunk: int
-    part_bytes: int
-    peak_bytes: int
-    tiles: Tiles | None = None
-    parked: bool = False
-    pixels: int = 1
-    latent_s: float = 0.0
-    ranks: int = 1
-    holds: bool = True
-    bands: Bands | None = None
+    chunk: int  # latents per step; -1: all
+    part_bytes: int  # an activation above this size is divided in time
+    peak_bytes: int  # estimated, without weights, input and output
+    tiles: Tiles | None = None  # None: whole frames
+    parked: bool = False  # tails of a tile are on the host while it does not run
+    pixels: int = 1  # of an image per pixel of the network's frames
+    latent_s: float = 0.0  # predicted seconds per latent
+    ranks: int = 1  # that share the frames; the plan is that of the largest part
+    holds: bool = True  # the device holds every tensor; otherwise no plan of the stream does
+    bands: Bands | None = None  # `peak_bytes` is then that of the first device; None: one device
 
     @property
     def step(self) -> str:
@@ -77,17 +63,9 @@ def make_plan(
     tile: Size | None = None,
     cuts: bool = True,
 ) -> Plan:
-    """Choose the plan of a stream.
+    """Return the fastest plan within a limit, or the smallest one if none fits.
 
-    Args:
-        job: The stream.
-        limit_bytes: Memory limit of the stream. None: a share of the free memory, see `_SHARES`.
-        chunk: Latents per step, if given; -1: all, estimated as a few.
-        tile: Height and width of a tile in pixels of the images, if given.
-        cuts: Allow tiles; there are none where ranks share the frames.
-
-    Returns:
-        The fastest plan within the limit, or the smallest plan if none fits.
+    Without a limit it has a share of the free memory, see `_SHARES`. Ranks have no tiles.
     """
     cuts = cuts and job.ranks == 1
     candidates = kept_candidates(job, tile if cuts else None, chunk, cuts=cuts)
@@ -136,15 +114,7 @@ def _within_free(candidates: Candidates, job: StreamJob) -> StepChoice | None:
 
 
 def check_plan(job: StreamJob, plan: Plan) -> None:
-    """Check that a device can run a plan.
-
-    Args:
-        job: The stream.
-        plan: Its plan.
-
-    Raises:
-        ValueError: A frame has tensors that are too large for the device.
-    """
+    """Raise a `ValueError` if a frame has tensors that are too large for the device."""
     if not plan.holds:
         height, width = (job.pixels * length for length in job.end)
         raise ValueError(
@@ -175,15 +145,7 @@ def smaller_plan(job: StreamJob, plan: Plan) -> Plan | None:
 
 
 def cut_tiles(job: StreamJob, tiles: Tiles) -> tuple[Chains, list[FrameTile], Size]:
-    """Return the layers on whole frames, the tiles, and the size of whole frames before them.
-
-    Args:
-        job: The stream.
-        tiles: How its frames are cut.
-
-    Returns:
-        Layers, tiles, and height and width.
-    """
+    """Return the layers on whole frames, the tiles, and height and width before them."""
     first, rest = divided(job.network.chains(), tiles.cut)
     whole, tiled = (rest, first) if job.spec.encodes else (first, rest)
     size, spans = places(job, tiles)

@@ -31,36 +31,21 @@ Chains = list[list[CausalLayer]]
 
 @dataclass(frozen=True)
 class Tiles:
-    """The cut of the frames of a stream.
+    """The cut of the frames of a stream."""
 
-    Attributes:
-        cut: Layers before the cut: in a decoder these run on whole frames and the others in tiles,
-            in an encoder the other way round.
-        size: Largest height and width of a tile, in pixels of a decoder's output or an encoder's
-            input.
-    """
-
-    cut: int
-    size: Size
+    cut: int  # layers before it, on whole frames in a decoder, in tiles in an encoder
+    size: Size  # largest height and width, in pixels of the network's frames
 
 
 @dataclass(frozen=True)
 class FrameTile:
-    """One rectangle.
-
-    Attributes:
-        rows: Rows of its output in the whole frames.
-        columns: Columns of its output in the whole frames.
-        chains: The tiled layers with crops, from whole frames to the rectangle.
-        layers: The layers without crops, in order.
-        spans: Rows and columns of the input of each layer.
-    """
+    """One rectangle, from the layers before it to its rows and columns of the output."""
 
     rows: Span
     columns: Span
-    chains: Chains
-    layers: list[CausalLayer]
-    spans: list[tuple[Span, Span]]
+    chains: Chains  # the tiled layers with crops
+    layers: list[CausalLayer]  # without crops, in order
+    spans: list[tuple[Span, Span]]  # rows and columns of the input of each layer
 
 
 class Crop(CausalLayer):
@@ -78,14 +63,9 @@ class Crop(CausalLayer):
 
 
 def can_cut(network: Network) -> list[int]:
-    """Return the places where `network` can be divided into whole frames and tiles.
+    """Return numbers of layers before a cut into whole frames and tiles, the fewest tiled first.
 
-    Args:
-        network: The encoder or the decoder.
-
-    Returns:
-        Numbers of layers before the cut, from the smallest tiled part to the largest; empty if a
-        layer at the tiled end sees whole frames.
+    Empty if a layer at the tiled end sees whole frames.
     """
     layers = network.layers()
     seeing = _seeing(network)
@@ -97,16 +77,10 @@ def can_cut(network: Network) -> list[int]:
 
 
 def band_cuts(network: Network) -> list[int]:
-    """Return the places where `network` can be divided into whole frames and bands of devices.
+    """Return numbers of layers before a cut into whole frames and bands; empty: no tiles.
 
     Every device runs the layers on whole frames, so in addition to the places of tiles there is one
     next to the layers that see whole frames, which leaves the fewest layers there.
-
-    Args:
-        network: The encoder or the decoder.
-
-    Returns:
-        Numbers of layers before the cut; empty if there are no tiles.
     """
     cuts = can_cut(network)
     seeing = _seeing(network)
@@ -145,17 +119,7 @@ def grid(size: Size, tile: Size) -> list[tuple[Span, Span]]:
 
 
 def make_tile(chains: Chains, size: Size, rows: Span, columns: Span) -> FrameTile:
-    """Prepare one rectangle.
-
-    Args:
-        chains: The tiled layers.
-        size: Height and width of the whole frames before them.
-        rows: Rows of its output in the whole frames.
-        columns: Columns of its output in the whole frames.
-
-    Returns:
-        The tile.
-    """
+    """Return one rectangle of the output of the tiled layers, whose whole input has this `size`."""
     layers = [layer for chain in chains for layer in chain]
     specs = [layer_spec(layer) for layer in layers]
     down, across = (spans_before(specs, *each) for each in zip(size, (rows, columns), strict=True))

@@ -31,18 +31,8 @@ def connected(
 ) -> ShardGroup:
     """Connect the processes of a group, all of which call this within `WAIT_S`.
 
-    Args:
-        device: Device of this rank.
-        group: The processes; None: all of `torch.distributed`.
-        axis: "rows" or "columns": what is divided; None: the longer one of each video.
-
-    Returns:
-        The ranks.
-
-    Raises:
-        ValueError: There is no process group, this process is not in it, or the axis is unknown
-            here or on another rank.
-        ShardError: A process does not come.
+    No group is all of `torch.distributed`, and no axis the longer one of each video. A `ValueError`
+    is about this process or the axis, a `ShardError` about a process that does not come.
     """
     unknown = None
     if axis is not None and axis not in AXES:

@@ -71,12 +71,7 @@ class _End(NamedTuple):
 
 
 class Messages:
-    """Listens to the other ranks, and ends the operations that wait for one that is gone.
-
-    Args:
-        connection: A gloo group of its own.
-        others: The groups of the operations, which end when a rank is gone.
-    """
+    """Listens to the other ranks, and ends operations that wait for one that is gone."""
 
     def __init__(self, connection: Group, others: list[Group]) -> None:
         self._connection, self._others = connection, others
@@ -102,15 +97,7 @@ class Messages:
         atexit.register(self.leave)
 
     def run(self, operate: Callable[[], object]) -> None:
-        """Run an operation in which all ranks take part.
-
-        Args:
-            operate: Waits for the other ranks.
-
-        Raises:
-            ShardError: A rank is gone, or does not take part.
-            RuntimeError: Memory ran out before the operation.
-        """
+        """Run an operation of all ranks; a `ShardError` names one that is gone or takes no part."""
         with self._changed:
             ended = self._note_ends()
             self._waits = not ended
@@ -138,14 +125,7 @@ class Messages:
         return self._video, self._operation
 
     def lose_step(self, *, is_ahead: bool) -> NoReturn:
-        """End an operation that other ranks took for another one.
-
-        Args:
-            is_ahead: This rank ended a video, and another one did not.
-
-        Raises:
-            ShardError: Always; with the reason of the rank that ended the video.
-        """
+        """End an operation that other ranks took for another one, with a `ShardError`."""
         with self._changed:
             if is_ahead:
                 self._reason = self._reason or "this rank ended a video before the other ranks"
@@ -166,11 +146,7 @@ class Messages:
 
     @contextlib.contextmanager
     def one_video(self) -> Iterator[None]:
-        """Count the operations of a video, and notify the other ranks of its end.
-
-        Raises:
-            ShardError: A rank ended during an operation of the device.
-        """
+        """Count the operations of a video, and notify the other ranks of its end."""
         # Noticed by ranks whose video is longer.
         ending = f"{self._name(self._rank)} is at the end of its video"
         try:

@@ -41,26 +41,7 @@ def at_once(do: Callable[[], Result]) -> Result:
 
 
 class Ranks:
-    """The ranks that share a video.
-
-    Args:
-        device: Device of this rank.
-        axis: "rows" or "columns": what is divided; None: the longer one of each video, so that the
-            shorter one is sent.
-        voters: A gloo group.
-        data: A group of `torch.distributed` that sends the memory of the device; or a gloo group,
-            by the host.
-        messages: Listens to the other ranks.
-        sharers: Ranks that have the same device, this one included.
-
-    Attributes:
-        rank: Number of this process in the group.
-        size: Number of ranks.
-        axis: What is divided, or None.
-        device: As given.
-        sharers: As given.
-        counts: Number of operations by name, and of bytes sent by "bytes to R" for a rank R.
-    """
+    """The ranks that share a video; `sharers` of them have the same device."""
 
     def __init__(
         self,
@@ -98,12 +79,7 @@ class Ranks:
             yield from stream
 
     def swap(self, parts: dict[int, Swap], attempt: Attempt = at_once) -> None:
-        """Send tensors to neighbours and receive some from them.
-
-        Args:
-            parts: By rank: what is sent, and the memory for what is received.
-            attempt: Runs an allocation, such as `Relief.attempt`.
-        """
+        """Send tensors to neighbours and receive some from them."""
         self.counts["exchanges"] += 1
         # Boundaries in two rounds, and the lower rank sends first, so that backends that run one
         # transfer after the other have a partner for each.
@@ -133,16 +109,7 @@ class Ranks:
                 memory.view(-1).view(torch.uint8).copy_(data)
 
     def gather(self, x: Tensor, sizes: Sequence[int], attempt: Attempt = at_once) -> list[Tensor]:
-        """Return the tensors of all ranks.
-
-        Args:
-            x: `[N, ...]` of this rank, contiguous, on the device.
-            sizes: `N` of each rank.
-            attempt: Runs an allocation, such as `Relief.attempt`.
-
-        Returns:
-            `[N, ...]` of each rank.
-        """
+        """Return the contiguous `x` `[N, ...]` of all ranks, whose `N` are `sizes`."""
         self.counts["gathers"] += 1
         if isinstance(self._data, dist.ProcessGroup):
             return self._gathered(x, sizes, self._data, attempt)
@@ -167,15 +134,7 @@ class Ranks:
         return [part.view(x.dtype).view(-1, *x.shape[1:]) for part in there]
 
     def sum(self, x: Tensor, attempt: Attempt = at_once) -> Tensor:
-        """Return the sum of a tensor over all ranks.
-
-        Args:
-            x: `[...]`, contiguous, on the device.
-            attempt: Runs an allocation, such as `Relief.attempt`.
-
-        Returns:
-            `[...]`.
-        """
+        """Return the sum of the contiguous `x` `[...]` over all ranks."""
         self.counts["sums"] += 1
         device = "cpu" if self._staged else x.device
         total = attempt(lambda: x.to(device, copy=True))
@@ -184,29 +143,12 @@ class Ranks:
         return attempt(lambda: total.to(x.device))
 
     def most(self, name: str, number: int, attempt: Attempt = at_once) -> int:
-        """Return the maximum of a number over all ranks; no device waits for it.
-
-        Args:
-            name: Name of the number, the same on all ranks.
-            number: The number of this rank.
-            attempt: Runs an allocation, such as `Relief.attempt`.
-
-        Returns:
-            The maximum.
-        """
+        """Return the maximum of a number over all ranks; no device waits for it."""
         _, (most,) = self._extremes(name, [number], attempt)
         return most
 
     def check_equal(self, numbers: dict[str, int], attempt: Attempt = at_once) -> None:
-        """Check that all ranks have the same numbers.
-
-        Args:
-            numbers: The numbers of this rank, by name.
-            attempt: Runs an allocation, such as `Relief.attempt`.
-
-        Raises:
-            ValueError: A rank has another one.
-        """
+        """Raise a `ValueError` if a rank has other numbers, by name."""
         least, most = self._extremes(" ".join(numbers), [*numbers.values()], attempt)
         for (name, number), low, high in zip(numbers.items(), least, most, strict=True):
             if high != low:
@@ -221,18 +163,6 @@ class Ranks:
         """Return the minimum and the maximum of each number over all ranks.
 
         All votes have one size, because gloo ends the process if those of two ranks differ.
-
-        Args:
-            names: Names of the numbers, the same on all ranks.
-            numbers: The numbers of this rank.
-            attempt: Runs an allocation.
-
-        Returns:
-            The minima and the maxima.
-
-        Raises:
-            ValueError: Another rank compares something else.
-            ShardError: Another rank is not at this operation.
         """
         self.counts["votes"] += 1
         place = self._messages.place

@@ -21,17 +21,11 @@ from .ranks import Ranks, Swap, at_once
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of one rank.
-
-    Attributes:
-        ranks: The ranks.
-        dim: The divided dimension of `[B, C, T, H, W]`: 3 or 4.
-        edges: Where the parts start and end, in lines of a latent; one more than ranks.
-    """
+    """The part of one rank."""
 
     ranks: Ranks
-    dim: int
-    edges: tuple[int, ...]
+    dim: int  # of `[B, C, T, H, W]` that is divided: 3 or 4
+    edges: tuple[int, ...]  # where parts start and end, in lines of a latent; one more than ranks
 
     @property
     def lines(self) -> int:
@@ -59,17 +53,10 @@ class Shard:
     def exchange(
         self, first: Tensor | None, last: Tensor | None, attempt: Attempt = at_once
     ) -> Lines:
-        """Exchange lines with the neighbours.
+        """Send `first` lines to the neighbour before and `last` ones to the neighbour after.
 
-        Args:
-            first: The first lines of this rank, for the neighbour before it, `[B, C, T, n, W]` or
-                `[B, C, T, H, n]`. None: it needs none.
-            last: The last lines, for the neighbour after it, or None.
-            attempt: Runs an allocation, such as `Relief.attempt`.
-
-        Returns:
-            The last lines of the neighbour before, if `last` is given, and the first lines of the
-            neighbour after, if `first` is.
+        They are `[B, C, T, n, W]` or `[B, C, T, H, n]`, or None. Each neighbour sends as many lines
+        of its own: the one before if `last` is given, the one after if `first` is.
         """
         rank = self.ranks.rank
         ends = [None if x is None else attempt(functools.partial(_dense, x)) for x in (first, last)]
@@ -85,15 +72,7 @@ class Shard:
         return Lines(*(None if lines is None else lines.movedim(-1, 1) for lines in got))
 
     def gather(self, x: Tensor, attempt: Attempt = at_once) -> Tensor:
-        """Return whole frames.
-
-        Args:
-            x: `[B, C, T, H, W]`, the part of this rank.
-            attempt: Runs an allocation, such as `Relief.attempt`.
-
-        Returns:
-            `[B, C, T, H, W]`, channels-last, on every rank.
-        """
+        """Return whole frames `[B, C, T, H, W]`, channels-last, of the parts `x` of all ranks."""
         scale = x.shape[self.dim] // self.lines
         sizes = [scale * (stop - start) for start, stop in itertools.pairwise(self.edges)]
         # The divided dimension first, channels last.
@@ -109,17 +88,9 @@ class Shard:
         return whole
 
     def statistics(self, own: Tensor, attempt: Attempt = at_once, eps: float = 1e-6) -> Tensor:
-        """Return the statistics of whole frames, as `group_norm_statistics` does.
+        """Return `group_norm_statistics` of whole frames from `own` `[B, T, 2, groups]`.
 
         Sums of values and of squares, of which each rank has its share, in float64.
-
-        Args:
-            own: `[B, T, 2, groups]`: mean and `1 / sqrt(var + eps)` of the part of this rank.
-            attempt: Runs an allocation, such as `Relief.attempt`.
-            eps: As for the norm.
-
-        Returns:
-            `[B, T, 2, groups]`.
         """
         wide = torch.float32 if lacks(own.device, torch.float64) else torch.float64
         share = self.lines / self.edges[-1]
@@ -143,20 +114,7 @@ class ShardGroup(Ranks):
     """The ranks that share videos, one after the other."""
 
     def split(self, height: int, width: int, attempt: Attempt = at_once) -> Shard:
-        """Divide the frames of a video.
-
-        Args:
-            height: Rows of a latent.
-            width: Columns of a latent.
-            attempt: Runs an allocation, such as `Relief.attempt`.
-
-        Returns:
-            The part of this rank.
-
-        Raises:
-            ValueError: There are more ranks than rows or columns, or a rank has other frames or
-                divides them along another axis.
-        """
+        """Return the part of this rank, or raise a `ValueError` if ranks have other frames."""
         axis = 0 if self.axis is None else AXES[self.axis]
         self.check_equal({"height": height, "width": width, "axis": axis}, attempt)
         return Shard(self, *divide((height, width), self.size, self.axis))

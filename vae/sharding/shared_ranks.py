@@ -16,15 +16,10 @@ if TYPE_CHECKING:
 
 
 class SharedRanks:
-    """The part of a VAE that says which processes share its videos.
-
-    Attributes:
-        device: Device of the weights.
-        shards: The ranks that share each video, from `shard`; None: this process has all of it.
-    """
+    """The part of a VAE that says which processes share its videos."""
 
     device: torch.device
-    shards: StreamShards | None = None
+    shards: StreamShards | None = None  # from `shard`; None: this process has all of the video
 
     def shard(self, group: "ProcessGroup | None" = None, axis: str | None = None) -> None:
         """Share each video with other processes, each of which computes a part of every frame.
@@ -60,17 +55,7 @@ class SharedRanks:
         return contextlib.nullcontext() if self.shards is None else self.shards.preparing()
 
     def agreed(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of a stream of all ranks, each of which measures what is fast.
-
-        Args:
-            dtype: The dtype that is fast on this rank.
-
-        Returns:
-            The widest one of all ranks.
-
-        Raises:
-            ValueError: The weights were moved after `shard`.
-        """
+        """Return the widest dtype of all ranks, each of which measures what is fast."""
         if self.shards is None:
             return dtype
         if self.shards.device != self.device:
@@ -81,18 +66,7 @@ class SharedRanks:
         return self.shards.widest(dtype)
 
     def on_all(self, do: Callable[[], Tensor], relief: Relief) -> Tensor:
-        """Run an allocation on all ranks.
-
-        Args:
-            do: Returns memory `[...]`.
-            relief: Frees memory when it runs out.
-
-        Returns:
-            `[...]`.
-
-        Raises:
-            ExhaustedError: Memory stays short, on this rank or another one.
-        """
+        """Run an allocation `do` on all ranks; an `ExhaustedError` if memory stays short on one."""
         try:
             result, error = relief.finish(do), None
         except ExhaustedError as short:

@@ -51,9 +51,6 @@ class Parking:
         """Start to copy the tails of `cache` to the host after the queued work.
 
         That work waited for the tails to arrive, so their memory on the host is not read anymore.
-
-        Args:
-            cache: The cache, after `wait` and the computation.
         """
         if self._outward is not None:
             self._outward.wait_stream(torch.cuda.current_stream(self._device))

@@ -13,15 +13,8 @@ class Recording:
 
     Capturing runs the Python code but nothing on the GPU: the state of the video does not change,
     and the first `replay` is the first run. The recording owns all memory between input and
-    results.
-
-    Args:
-        steps: Function from the input to the results. Its state must not move in memory, and it
-            must have run with an input of this shape before, so that everything is set up.
-        x: An input of the same shape, `[B, C, T, H, W]`.
-
-    Raises:
-        RuntimeError: Something cannot be captured, or memory is short.
+    results. The state of `steps` must not move in memory, and they have run for this shape before,
+    so that everything is set up. What cannot be captured is a `RuntimeError`.
     """
 
     def __init__(self, steps: Callable[[Tensor], Iterable[Tensor]], x: Tensor) -> None:
@@ -41,17 +34,9 @@ class Recording:
             raise RuntimeError(str(error)) from error
 
     def replay(self, x: Tensor) -> Iterator[Tensor]:
-        """Run the graph on `x`; its memory is freed if this fails.
+        """Run the graph on `x`, and return copies of the results.
 
-        Args:
-            x: `[B, C, T, H, W]`, an input of the shape of the recording.
-
-        Returns:
-            Iterator over copies of the results.
-
-        Raises:
-            RuntimeError: The driver refuses the graph, or memory is short. The state of the video
-                is unchanged.
+        A `RuntimeError` of the driver or for memory frees the graph and leaves the video unchanged.
         """
         try:
             copies = [torch.empty_like(result) for result in self._results]

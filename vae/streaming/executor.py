@@ -26,16 +26,6 @@ class Executor:
     """Runs the layers of a video in order, and holds its state.
 
     Another executor can continue the video with the tails of this one.
-
-    Args:
-        chains: The layers, as for `advance`.
-        cache: State of the video, or of one tile.
-        part_bytes: Size of a part, as for `advance`.
-
-    Attributes:
-        records: A chunk can be captured as a graph, because one `advance` does all its work.
-        finish: Converts the runs of frames that `advance` yields before they are returned.
-        again: Returns the input of the next `advance` again; None: that is not possible.
     """
 
     records = True
@@ -73,27 +63,15 @@ class Executor:
         return self._static_end.behind
 
     def takes(self, frames: int, repeats: int) -> int | None:
-        """Announce the next chunk, and return how many of its frames `advance` needs.
+        """Announce the next chunk; return how many of its first frames `advance` needs; None: all.
 
-        Args:
-            frames: Frames of the chunk.
-            repeats: Identical frames at its end; 0: unknown.
-
-        Returns:
-            The number of first frames that are needed, because the others are static; None: all.
+        `repeats` identical frames are at its end; 0: unknown.
         """
         self._is_static = self._static_end.takes(frames, max(0, repeats))
         return self._static_end.needed if self._is_static else None
 
     def advance(self, x: Tensor) -> Iterator[Tensor]:
-        """Push one chunk through the layers.
-
-        Args:
-            x: `[B, C, T, H, W]`, channels-last: the chunk, or the frames that it needs.
-
-        Returns:
-            An iterator over runs of output frames of the whole chunk.
-        """
+        """Push a chunk, or the frames that it needs, through; return runs of its frames."""
         if self._is_static:
             push = functools.partial(advance, cache=self.cache, part_bytes=self._part_bytes)
             return self._static_end.advance(x, self.cache, push)
@@ -115,21 +93,12 @@ def advance(
     part_bytes: int,
     start: tuple[int, int] = (0, 0),
 ) -> Iterator[Tensor]:
-    """Push one chunk of frames through the network, depth first.
+    """Push one chunk `[B, C, T, H, W]` depth first through the network, and yield runs of frames.
 
     All layers are called from this function, however often a chunk is divided, so a traceback is as
-    short for the last layer as for the first.
-
-    Args:
-        chains: The layers in runs. The frames of a chunk are joined between two runs, because the
-            next layer takes them in groups.
-        x: `[B, C, T, H, W]`, channels-last; one frame while `cache.first` is set.
-        cache: State of the video.
-        part_bytes: Size of an activation from which its frames are divided into parts.
-        start: Run, and layer in it, at which to start.
-
-    Yields:
-        Runs of output frames.
+    short for the last layer as for the first. Frames are joined between two runs of layers, because
+    the next layer takes them in groups. An activation of more than `part_bytes` is divided in time.
+    While `cache.first` is set a chunk has one frame.
     """
     joined, at = x, start[1]
     for number in range(start[0], len(chains)):

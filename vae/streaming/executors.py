@@ -26,12 +26,7 @@ from .tiled_executor import TiledDecode, TiledEncode
 
 @dataclass(frozen=True)
 class Team:
-    """The devices that can share a video, and the weights there.
-
-    Attributes:
-        replicas: Copies of the networks on other devices than that of the weights.
-        crew: The devices of the VAE.
-    """
+    """The devices that can share a video, and copies of the networks there."""
 
     replicas: Replicas
     crew: Crew = field(default_factory=Crew)
@@ -41,18 +36,7 @@ class Team:
         return Team(self.replicas, self.crew.of_video())
 
     def plan(self, job: StreamJob, options: StreamOptions) -> tuple[Plan, BandPlanner] | None:
-        """Plan the bands of a stream.
-
-        Args:
-            job: The stream.
-            options: Its options, with the limit filled in.
-
-        Returns:
-            The plan and the planner of other bands; None: one device computes the stream.
-
-        Raises:
-            ValueError: A device does not compute in the dtype of the stream.
-        """
+        """Return the plan of a stream in bands and their planner; None: one device computes it."""
         devices = self.crew.members(job.device)
         if not devices:
             return None
@@ -71,18 +55,7 @@ def make_executor(
     new_cache: Callable[[], TemporalCache],
     leave: Callable[[Tensor], Tensor] | Output,
 ) -> Executor:
-    """Return the executor of a plan for one device.
-
-    Args:
-        job: The stream.
-        plan: Its plan.
-        new_cache: Creates the state of the video, or of a tile.
-        leave: Converts the output `[B, C, T, H, W]` of an encoder; or the destination of a
-            decoder's frames.
-
-    Returns:
-        The executor.
-    """
+    """Return the executor of a plan for one device; `leave` takes the output of the layers."""
     if plan.tiles is None:
         executor = Executor(job.network.chains(), new_cache(), plan.part_bytes)
         executor.finish = _finishing(leave, executor.cache)
@@ -111,25 +84,7 @@ def make_banded(
     known: bool,
     kernels: Callable[[torch.device], Snapshot],
 ) -> Executor:
-    """Return the executor of a plan for several devices.
-
-    Args:
-        team: The devices.
-        planner: The planner of the bands.
-        plan: The plan.
-        new_cache: Creates the state of the video.
-        leave: As for `make_executor`, `[B, C, T, H, W]`.
-        relief: Frees memory of the first device.
-        release: Releases memory of the caller on a device; None: nothing.
-        known: The whole video is at hand.
-        kernels: Returns what a device may run in addition to the library.
-
-    Returns:
-        The executor.
-
-    Raises:
-        ValueError: The plan has no bands.
-    """
+    """Return the executor of a plan for several devices."""
     bands = plan.bands
     if bands is None:
         raise ValueError("the plan has no bands; expected those of several devices")

@@ -24,24 +24,7 @@ from .part import OPEN_END, Part
 
 
 class Output:
-    """Takes the output of the last layer in order of time, and returns it as pieces.
-
-    Args:
-        config: Configuration of the VAE.
-        dtype: Dtype of the pieces without `out` and `images`.
-        out: `[B, C, T, H, W]`, any dtype, strides and device, for the frames; or None.
-        images: `[B, T, H, W, C]`, float, uint8 or uint16, for images in [0, 1], 0-255 or 0-65535;
-            or None. Without either, each piece is a new tensor. Both start at frame `part.origin`.
-        part: The wanted frames, and the first one that arrives; None: the whole video.
-        attempt: Runs an allocation, such as `Relief.attempt`.
-        writer: Writes pieces to `out` or `images` in the background, in memory of the host; None:
-            the device writes there.
-        watch: Examines every piece with frames for NaN and infinity, before it is converted; None:
-            nothing does.
-
-    Raises:
-        ValueError: Both `out` and `images` are given.
-    """
+    """Takes the output of the last layer in order of time, and returns it as pieces."""
 
     def __init__(
         self,
@@ -91,15 +74,7 @@ class Output:
         return self._attempt(functools.partial(write, x))
 
     def chunk(self, latent: Tensor, *, first: bool) -> "TiledChunk":
-        """Return a target for tiles of the frames of a latent.
-
-        Args:
-            latent: `[B, C, t, h, w]`.
-            first: It is the first latent of the video.
-
-        Returns:
-            The target.
-        """
+        """Return a target for tiles of the frames of a `latent` `[B, C, t, h, w]`."""
         batch, channels, _, height, width = self._config.decoded_shape(latent.shape)
         count = 1 if first else latent.shape[2] * self._config.temporal_compression
         skipped, place = self._passed(count)
@@ -126,18 +101,7 @@ class Output:
         columns: Span,
         attempt: Callable[[Callable[[], Any]], Any] | None = None,
     ) -> None:
-        """Write a part of some frames to its place in a piece.
-
-        Args:
-            x: `[B, C, n, h, w]`.
-            piece: `[B, C, n, H, W]` or `[B, n, H, W, C]`.
-            finding: The examination of the piece, or None.
-            time: Frames of the piece.
-            rows: Rows of the part in the network's output.
-            columns: Columns of the part in the network's output.
-            attempt: Runs an allocation on the device of `x`, whose thread calls `settle`
-                afterwards; None: as for other pieces.
-        """
+        """Write a part `[B, C, n, h, w]` of some frames to its place in a piece, and examine it."""
         settles = attempt is not None
         attempt = attempt or self._attempt
         down, across = (slice(self._size * a, self._size * b) for a, b in (rows, columns))
@@ -150,11 +114,7 @@ class Output:
         attempt(functools.partial(self._placed, x, target, finding=finding, settles=settles))
 
     def settle(self) -> None:
-        """Wait until what this thread has put with an `attempt` has left its device.
-
-        Raises:
-            Exception: The device has failed.
-        """
+        """Wait until what this thread has put with an `attempt` has left its device."""
         if self._writer is not None:
             self._writer.settle()
 
@@ -216,15 +176,7 @@ class Output:
 
 
 class TiledChunk:
-    """Frames that arrive in tiles.
-
-    Args:
-        output: Their destination.
-        piece: `[B, C, n, H, W]`, or `[B, n, H, W, C]` for images.
-        finding: The examination of the piece, or None.
-        skipped: Frames of the chunk before the first of these.
-        frames: Number of these frames.
-    """
+    """Frames that arrive in tiles."""
 
     def __init__(
         self, output: Output, piece: Tensor, finding: Finding | None, skipped: int, frames: int
@@ -246,15 +198,7 @@ class TiledChunk:
         columns: Span,
         attempt: Callable[[Callable[[], Any]], Any] | None = None,
     ) -> None:
-        """Write a part of some frames; threads of several devices may do so at once.
-
-        Args:
-            x: `[B, C, n, h, w]`, on any device.
-            start: The first of the frames, counted from the start of the chunk.
-            rows: Rows of the part in the network's output.
-            columns: Columns of the part in the network's output.
-            attempt: As for `Output.put`.
-        """
+        """Write a part of the frames from `start` on; threads of devices may do so at once."""
         first = max(0, self._skipped - start)
         last = min(x.shape[2], self._skipped + self._frames - start)
         if first < last:
@@ -270,19 +214,7 @@ class TiledChunk:
 def until_complete(
     stream: Iterator[Tensor], frames: range | None, *, as_images: bool
 ) -> Generator[Tensor, None, None]:
-    """Yield pieces until all wanted frames have arrived.
-
-    Args:
-        stream: Pieces `[B, C, n, H, W]`, or images `[B, n, H, W, C]`; `n` can be 0.
-        frames: The wanted frames; None, or an `OPEN_END`: up to the end of the stream.
-        as_images: The pieces are images.
-
-    Yields:
-        The pieces that hold frames.
-
-    Raises:
-        ValueError: The stream ends too early.
-    """
+    """Yield pieces that hold frames until all `frames` have arrived; else a `ValueError`."""
     missing = OPEN_END if frames is None else len(frames)
     for piece in stream:
         count = piece.shape[1 if as_images else 2]
@@ -299,15 +231,7 @@ def until_complete(
 
 
 def background_writer(device: torch.device, target: Tensor | None) -> BackgroundWriter | None:
-    """Return a writer for pieces that go from `device` to `target` on the host, or None.
-
-    Args:
-        device: Device of the frames.
-        target: The memory for them, `[...]`; None: they stay on the device.
-
-    Returns:
-        The writer, for `delivered`.
-    """
+    """Return a writer for pieces that go from `device` to `target` on the host, or None."""
     if target is None or device.type == "cpu" or target.device.type != "cpu":
         return None
     return BackgroundWriter(_fill, dtype=None)
@@ -316,16 +240,7 @@ def background_writer(device: torch.device, target: Tensor | None) -> Background
 def delivered(
     stream: Iterator[Tensor], writer: BackgroundWriter | None, *, ahead: bool
 ) -> Generator[Tensor, None, None]:
-    """Yield the pieces of a stream when `writer` has written them.
-
-    Args:
-        stream: Pieces `[...]`; with a writer, views of memory on the host.
-        writer: Writes them; None: they stay on the device.
-        ahead: Compute the next piece meanwhile, so that a piece arrives one piece late.
-
-    Yields:
-        The pieces.
-    """
+    """Yield the pieces when `writer` has written them; `ahead`: one late, after the next one."""
     waiting: deque[tuple[int, Tensor]] = deque()
 
     def complete() -> Tensor:

@@ -34,12 +34,7 @@ _lock = threading.Lock()
 
 
 class Finding:
-    """The examination of one piece, which can arrive in parts and from threads of several devices.
-
-    Args:
-        sides: Streams to read the results on, by device; those that are missing are added.
-        coding: The convolutions in int8; None: none.
-    """
+    """The examination of one piece, in parts and from threads of several devices."""
 
     def __init__(
         self, sides: dict[torch.device, torch.cuda.Stream], coding: Coding | None = None
@@ -50,12 +45,7 @@ class Finding:
         self._arrived: list[float] = []  # sums that have arrived with the frames
 
     def look(self, x: Tensor) -> None:
-        """Examine a part of the piece, without a wait for the device.
-
-        Args:
-            x: `[B, C, n, H, W]`. The float32 sum of finite ones in float16 is finite for less than
-                5e33 of them.
-        """
+        """Examine a part `[B, C, n, H, W]` of the piece, without a wait for the device."""
         total = x.sum(dtype=torch.float32)
         if self._coding is not None:
             total.add_(self._coding.verdict())  # without an allocation, which could fail
@@ -107,12 +97,7 @@ class Finding:
 
 
 class Watch:
-    """Examines the pieces of one video for NaN and infinity, and for values out of int8.
-
-    Attributes:
-        coding: The convolutions in int8; None: none.
-        at_end: The results are read once, after the last piece, because no caller takes the pieces.
-    """
+    """Examines the pieces of one video for NaN and infinity, and for values out of int8."""
 
     def __init__(self, coding: Coding | None = None, *, at_end: bool = False) -> None:
         self.coding, self.at_end = coding, at_end
@@ -153,15 +138,7 @@ class NarrowVAE(Protocol):
 
 
 def allows_fp16(vae: NarrowVAE, options: StreamOptions) -> bool:
-    """Return whether a decode may compute in float16.
-
-    Args:
-        vae: The VAE.
-        options: Options of the decode.
-
-    Returns:
-        False if the caller chose a dtype, or a decode of the VAE overflowed.
-    """
+    """Return whether a decode may compute in float16: no dtype is chosen, and none overflowed."""
     return vae.allow_fp16 and options.dtype is None
 
 
@@ -177,18 +154,7 @@ def continued(
 ) -> Iterator[Tensor]:
     """Yield the pieces of a decode in float16 until one overflows, then those of another decode.
 
-    Args:
-        vae: The VAE, which remembers the overflow.
-        options: Options of the decode.
-        part: What is decoded.
-        watch: The findings, one for each piece of `narrow`.
-        narrow: Starts the decode of `part` in float16; its pieces are frames `[B, C, n, H, W]`, or
-            images `[B, n, H, W, C]`.
-        wide: Starts the other decode.
-        as_images: The pieces are images.
-
-    Yields:
-        The pieces; every frame once. With `watch.at_end` only those of the other decode.
+    Every frame is there once. With `watch.at_end` only the pieces of the other decode are yielded.
     """
     at = part.first
     coded = watch.coding is not None

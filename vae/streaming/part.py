@@ -22,26 +22,9 @@ OPEN_END = sys.maxsize
 
 
 class Part:
-    """Frames of a video in order, and the latents that they need.
+    """Frames of a video in order, and the latents that they need; None: all frames.
 
-    Args:
-        latent: `[B, C_latent, t, h, w]`, or an iterable of these in order of time.
-        frames: The wanted frames; None: all.
-        decoder: The decoder.
-        config: Configuration of the VAE.
-        check: Raises for a wrong latent.
-        keeps: Keep the latents of an iterable that `rest` needs.
-
-    Attributes:
-        frames: The wanted frames; None: all.
-        origin: The first wanted frame of the decode, before any `rest`.
-        start: The first latent of `source`.
-        source: The checked latents from `start` on.
-        known: All latents are at hand.
-        single_frame: The video is known to have one frame.
-
-    Raises:
-        ValueError: The latent is wrong, or the frames are not in the video.
+    `keeps` keeps the latents of an iterable that `rest` needs.
     """
 
     def __init__(
@@ -103,17 +86,7 @@ class Part:
             self._kept.release(self._needed(range(frame, frame + 1))[0])
 
     def rest(self, frame: int) -> "Part":
-        """Return the part from `frame` on; this part cannot be used any more.
-
-        Args:
-            frame: A frame of this part, not before the last one of `passed`.
-
-        Returns:
-            The part.
-
-        Raises:
-            RuntimeError: The latents of an iterable were not kept.
-        """
+        """Return the part from `frame` on, not before the last `passed`; this one is of no use."""
         rest = copy.copy(self)
         if self._latent is not None:
             length = self._config.frames(self._latent.shape[2])
@@ -142,14 +115,11 @@ class Part:
 
 
 class KeptPieces(Iterator[Tensor]):
-    """The latents or frames of an iterable, copied while they may be needed again.
+    """The latents of an iterable, copied while they may be needed again.
 
     Copied, because the caller may reuse the memory of a piece when the next one is requested. A
     latent of 720 x 1280 has 0.9 MB, a thousandth of the caches. Where the device has no room for
     that, the copy is on the host.
-
-    Args:
-        source: `[B, C, t, H, W]` each, in order of time.
     """
 
     def __init__(self, source: Iterator[Tensor]) -> None:
@@ -174,14 +144,7 @@ class KeptPieces(Iterator[Tensor]):
             self._start += self._kept.popleft().shape[2]
 
     def again(self, first: int) -> tuple[int, Iterator[Tensor]]:
-        """Return the pieces again, each released when it is taken.
-
-        Args:
-            first: Number of the first frame that is needed.
-
-        Returns:
-            The number of the first returned frame, and `[B, C, t, H, W]` from there on.
-        """
+        """Return the number of a latent up to `first`, and the pieces from there, once."""
         self.release(first)
         if self._kept:
             self._kept[0] = self._kept[0][:, :, max(0, first - self._start) :]

@@ -56,16 +56,7 @@ def fastest_decode_dtype(device: torch.device) -> torch.dtype:
 
 
 def check_computes(dtype: torch.dtype, device: torch.device, name: str = "dtype") -> None:
-    """Check that a device computes in a dtype.
-
-    Args:
-        dtype: The dtype.
-        device: The device.
-        name: Name of the argument in the error.
-
-    Raises:
-        ValueError: It does not.
-    """
+    """Raise a `ValueError` for the argument `name` if a device does not compute in a dtype."""
     if reason := lacks(device, dtype):
         raise ValueError(
             f"{name} is {dtype_name(dtype)}, but {reason}; expected float32 or float16"
@@ -76,16 +67,6 @@ def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """Return the dtype of the computation for results in `dtype`.
 
     float32 for a 16-bit dtype with slow convolutions on a CPU, logged once; otherwise `dtype`.
-
-    Args:
-        dtype: Dtype of the results.
-        device: Device of the computation.
-
-    Returns:
-        The dtype.
-
-    Raises:
-        ValueError: The device does not compute in `dtype`.
     """
     check_computes(dtype, device)
     if device.type != "cpu" or dtype not in _NARROW:
@@ -99,22 +80,13 @@ def decode_dtype(
 ) -> torch.dtype:
     """Return the dtype of the computation of a decode for frames in `dtype`.
 
-    float16 instead of bfloat16 where its convolutions are proved to be faster, if that is
-    allowed: it has three bits more, so the frames are closer to those of float32. Frames for a file
-    of more than 8 bits need these bits, and every GPU computes as fast in float16. Where it
+    float16 instead of bfloat16 where its convolutions are proved to be faster, if that is allowed:
+    it has three bits more, so the frames are closer to those of float32. Frames for a file of more
+    than 8 bits (`deep`) need these bits, and every GPU computes as fast in float16. Where it
     overflows, the decode continues in bfloat16 (see `overflow`).
 
     An encode never does this. Its latents are the start of a sampling, which turns a difference in
     rounding into another picture, so they must not depend on the speed of the GPU.
-
-    Args:
-        dtype: Dtype of the frames.
-        device: Device of the computation.
-        allow_fp16: The caller chose no dtype, and float16 did not overflow with these weights.
-        deep: The frames are for a file of more than 8 bits.
-
-    Returns:
-        The dtype.
     """
     pays = allow_fp16 and dtype == torch.bfloat16
     if pays and ((deep and device.type != "cpu") or fp16_pays(device)):
@@ -132,9 +104,6 @@ def full_float32(device: torch.device) -> Iterator[None]:
 
     PyTorch 2.9 added switches by operation, and raises where the older ones are read and disagree
     with them. Other code may read either at any time, so both are set, and agree in the block.
-
-    Args:
-        device: Device of the computation.
     """
     with _lock:
         if device.type not in _state.saved:
@@ -186,14 +155,10 @@ def eager(function: _Function) -> _Function:
 
 @contextlib.contextmanager
 def layer_modes(device: torch.device, *, full: bool = False) -> Iterator[None]:
-    """Set the modes in which layers run within the block.
+    """Set the modes in which layers run within the block; `full`: with `full_float32`.
 
     They run outside inference mode, so that tails and derived weights can be used in both modes,
     without gradients and without autocast.
-
-    Args:
-        device: Device of the computation.
-        full: As `full_float32`.
     """
     with (
         torch.inference_mode(False),
@@ -261,14 +226,7 @@ def _switches(device_type: str) -> list[_Switch]:
 
 
 def _released(device_type: str) -> list[tuple[Any, str]]:
-    """Reset the switches from which others inherit, so that these have their own values.
-
-    Args:
-        device_type: Kind of device.
-
-    Returns:
-        The reset switches with their values.
-    """
+    """Reset the switches from which others inherit, and return them with their values."""
     backends: Any = torch.backends
     if not hasattr(backends.cudnn, "conv"):
         return []

@@ -49,45 +49,24 @@ _SEARCH_S = 7.6
 
 @dataclass
 class VideoSession:
-    """Runs one video: plans for its size, then pushes its chunks through an executor.
-
-    Attributes:
-        network: The encoder or the decoder.
-        config: Configuration of the VAE.
-        options: Options of the stream, with limit and chunk filled in.
-        dtype: Dtype of the computation.
-        enter: Converts a chunk `[B, C, T, H, W]`, channels-last, before the first layer.
-        to_range: Converts the float pixels of an encode to [-1, 1]; None: they are in that range.
-        leave: Converts the output of an encoder; or the destination of a decoder's frames.
-        relief: Frees memory when it runs out.
-        single_frame: The video has one frame.
-        begins: The first frame is the start of the video; otherwise the frames before it are
-            unknown.
-        graphs: Replay repeated chunks as CUDA graphs.
-        skips: Skip static frames.
-        kernels: Returns what a device may run in addition to the library, for the whole video.
-        shards: The ranks that share the video; None: this process has all of it.
-        team: The devices that can share the work; None: one device.
-        known: The whole video is at hand.
-        coding: The convolutions in int8; None: none.
-    """
+    """Runs one video: plans for its size, then pushes its chunks through an executor."""
 
     network: Network
     config: VAEConfig
-    options: StreamOptions
-    dtype: torch.dtype
-    enter: Callable[[Tensor], Tensor]
-    to_range: Callable[[Tensor], Tensor] | None
-    leave: Callable[[Tensor], Tensor] | Output
+    options: StreamOptions  # with limit and chunk filled in
+    dtype: torch.dtype  # of the computation
+    enter: Callable[[Tensor], Tensor]  # of a chunk `[B, C, T, H, W]`, before the first layer
+    to_range: Callable[[Tensor], Tensor] | None  # of the pixels of an encode, to [-1, 1]
+    leave: Callable[[Tensor], Tensor] | Output  # for the output of an encoder; or a destination
     relief: Relief
     single_frame: bool
-    begins: bool
+    begins: bool  # otherwise the frames before the first one are unknown
     graphs: bool
-    skips: bool
-    kernels: Callable[[torch.device], Snapshot]
+    skips: bool  # static frames
+    kernels: Callable[[torch.device], Snapshot]  # in addition to the library
     shards: StreamShards | None = None
     team: Team | None = None
-    known: bool = False
+    known: bool = False  # the whole video is at hand
     coding: Coding | None = None
 
     def __post_init__(self) -> None:
@@ -118,17 +97,9 @@ class VideoSession:
         return self._plan
 
     def run(self, source: Iterator[Tensor]) -> Generator[Tensor, None, None]:
-        """Run the whole video. Between results the caller's modes (grad, inference) are active.
+        """Run the checked pieces `[B, C, t, H, W]` of the video, and yield those of the result.
 
-        Args:
-            source: The checked frames or latents, `[B, C, t, H, W]` each, any `t`.
-
-        Yields:
-            The pieces of the result.
-
-        Raises:
-            ValueError: On a GPU, frames had values that are NaN or infinite.
-            ExhaustedError: Memory ran out and cannot be freed.
+        Between results the caller's modes (grad, inference) are active.
         """
         source = self._planned(source)
         relief, done = self.relief, 0

@@ -62,17 +62,7 @@ class StreamShards(Protocol):
 def shared_limit(
     shards: StreamShards | None, job: StreamJob, limit_bytes: int | None
 ) -> int | None:
-    """Return the memory limit of a stream: with ranks, that of the rank that has least.
-
-    Args:
-        shards: The ranks, or None.
-        job: The stream.
-        limit_bytes: The limit of this rank; None: a share of the free memory, which ranks on one
-            device divide.
-
-    Returns:
-        Bytes, or None for a stream of one process without a limit.
-    """
+    """Return the memory limit of a stream: with ranks, that of the rank that has least."""
     if shards is None:
         return limit_bytes
     if limit_bytes is None:
@@ -87,18 +77,7 @@ def check_shared(
     options: Mapping[str, bool],
     attempt: Attempt,
 ) -> None:
-    """Check that the ranks have one plan.
-
-    Args:
-        shards: The ranks, or None.
-        job: The stream.
-        plan: Its plan.
-        options: More of what determines the steps, by name.
-        attempt: Runs an allocation, such as `Relief.attempt`.
-
-    Raises:
-        ValueError: A rank has another batch or other options, or its device another plan.
-    """
+    """Raise a `ValueError` if a rank has another plan, batch or `options`."""
     if shards is None:
         return
     kind = {"encode": job.spec.encodes, "single_frame": job.single_frame, **options}

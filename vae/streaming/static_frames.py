@@ -34,9 +34,8 @@ _WORTH_IT = 6
 class Changes:
     """Counts the identical frames at the end of a video so far.
 
-    Args:
-        video: `[B, C, T, H, W]`: the whole video, if it is at hand on a device that the host would
-            wait for with each chunk. It is compared at once, with one wait.
+    A whole `video` `[B, C, T, H, W]` on a device that the host would wait for with each chunk is
+    compared at once, with one wait.
     """
 
     def __init__(self, video: Tensor | None = None) -> None:
@@ -46,15 +45,9 @@ class Changes:
         self._repeats_so_far = 0
 
     def repeats(self, chunk: Tensor) -> int:
-        """Count the identical frames at the end of the video after the next chunk.
+        """Count the identical frames, at least 1, at the end of the video after `chunk`.
 
         The memory of the chunk may be overwritten afterwards.
-
-        Args:
-            chunk: `[B, C, T, H, W]`: the next frames.
-
-        Returns:
-            Frames, at least 1, including those of earlier chunks.
         """
         if self._video is not None:
             self._runs, self._video = iter(_runs_of(self._video)), None
@@ -86,15 +79,7 @@ class StaticEnd:
         return [causal_taps(self._chains[c][i]) for c, i in self._places]
 
     def takes(self, frames: int, repeats: int) -> bool:
-        """Announce the next chunk, even if it does not pass through `advance` of this object.
-
-        Args:
-            frames: Frames of the chunk.
-            repeats: `Changes.repeats` of it, or 0.
-
-        Returns:
-            Whether to use `advance` of this object, because it skips work.
-        """
+        """Announce the next chunk; return whether `advance` of this object skips work in it."""
         self._run = Settling(frames, frames - repeats + 1)
         if self._run.fresh > 0:
             self._done, self._held = 0, None
@@ -113,16 +98,7 @@ class StaticEnd:
     def advance(
         self, x: Tensor, cache: TemporalCache, push: Callable[..., Iterator[Tensor]]
     ) -> Iterator[Tensor]:
-        """Push the announced chunk through the layers.
-
-        Args:
-            x: `[B, C, T, H, W]`: its first `needed` frames.
-            cache: State of the video.
-            push: `advance` of the executor, with its cache.
-
-        Yields:
-            Runs of output frames of the whole chunk.
-        """
+        """Push the `needed` frames through by `push`; yield runs of all frames of the chunk."""
         runs = list(itertools.accumulate(self._convs, _behind, initial=self._run))
         first, behind = self._done, runs[-1]
         if self._held is not None:
@@ -152,17 +128,7 @@ class StaticEnd:
 
 
 class _SettlingLayer(CausalLayer):
-    """A layer, and the frames of a chunk that it needs until its output is static.
-
-    Args:
-        layer: The layer.
-        convs: Taps and stride of its causal convolutions.
-        run: The input chunk of the layer.
-
-    Attributes:
-        keeps: Keep the last output frame.
-        kept: The last output frame.
-    """
+    """A layer, and the frames of a chunk that it needs until its output is static."""
 
     repeats = True
 

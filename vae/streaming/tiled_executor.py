@@ -23,18 +23,6 @@ class TiledExecutor(Executor):
     """An executor for the layers on whole frames, with one executor per tile for the others.
 
     If another executor continues the video, the tails of the tiles are joined to whole frames.
-
-    Args:
-        whole: The layers on whole frames.
-        tiles: The tiles.
-        size: Height and width of the whole frames before the tiled layers.
-        new_cache: Creates a cache.
-        part_bytes: As for `Executor`.
-
-    Attributes:
-        parking: Keeps the tails of tiles on the host; None: they stay on the device.
-        sizes: Height and width of whole frames before each tiled layer and after the last.
-        tiles: The tiles, each with its executor.
     """
 
     records = False
@@ -116,19 +104,7 @@ class TiledExecutor(Executor):
 def join_tails(
     pieces: Sequence[tuple[FrameTile, Tensor]], index: int, sizes: Sequence[Size]
 ) -> Tensor:
-    """Join the tails of one convolution in several tiles, without the halos.
-
-    Args:
-        pieces: Each tile, with its tail `[B, C, context, h, w]` on any device.
-        index: Index of the tiled layer of the convolution.
-        sizes: Height and width of whole frames before each tiled layer and after the last.
-
-    Returns:
-        The tail `[B, C, context, H, W]` of whole frames, on the host.
-
-    Raises:
-        ValueError: There are no tiles.
-    """
+    """Join the tails of a convolution in tiles to `[B, C, context, H, W]` on the host."""
     full, end = sizes[index], sizes[-1]
     whole: Tensor | None = None
     for tile, tail in pieces:
@@ -175,16 +151,9 @@ class TiledDecode(TiledExecutor):
         target: Callable[[], _Target],
         attempt: Callable[..., Any] | None = None,
     ) -> _Target:
-        """Push one chunk through, and write the frames of the tiles.
+        """Push one chunk through, and write the frames of the tiles to a target, or drop them.
 
-        Args:
-            x: `[B, C, T, H, W]`: the chunk.
-            target: Returns the target of the frames, once the layers on whole frames have freed
-                their memory; None: the frames are dropped.
-            attempt: Runs an allocation on the device of the tiles; None: as the output does.
-
-        Returns:
-            The target.
+        The target is asked for once the layers on whole frames have freed their memory.
         """
         runs = list(super().advance(x))
         chunk = target()
@@ -225,18 +194,7 @@ class TiledEncode(TiledExecutor):
         yield from super().advance(self.join(x, None)[:, :, : self._taken])
 
     def join(self, x: Tensor, whole: Tensor | None) -> Tensor:
-        """Push one chunk through the tiles.
-
-        Args:
-            x: `[B, C, T, H, W]`: the chunk.
-            whole: `[B, C, T_out, H_out, W_out]` for the results, on any device; None: new memory.
-
-        Returns:
-            `whole`, with the results of these tiles.
-
-        Raises:
-            ValueError: There are no tiles.
-        """
+        """Push one chunk through the tiles into `whole` `[B, C, T, H, W]`, or new memory."""
         for tile, part in self.in_turn():
             runs = list(part.advance(x))
             if whole is None:

@@ -20,14 +20,7 @@ _STAGED_BYTES = 512 * 2**20
 
 
 class Upload:
-    """The pixels of one video.
-
-    Args:
-        device: Device of the computation.
-        dtype: Dtype of the computation.
-        to_range: Converts float pixels `[B, C, T, H, W]` to [-1, 1], not in place; None: they are
-            in that range.
-    """
+    """The pixels of one video."""
 
     def __init__(
         self,
@@ -45,14 +38,9 @@ class Upload:
         self._copied: torch.cuda.Event | None = None
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """Upload a chunk.
+        """Return a chunk in [-1, 1], channels-last, in the dtype of the computation.
 
-        Args:
-            pixels: `[B, C, T, H, W]`, a float dtype, uint8 in 0-255, or int16 with the bits of
-                uint16 in 0-65535; in any memory layout.
-
-        Returns:
-            `[B, C, T, H, W]` in [-1, 1], channels-last, in the dtype of the computation.
+        Pixels `[B, C, T, H, W]` are floats, uint8, or int16 with the bits of uint16, in any layout.
         """
         x = self._moved(pixels)
         bad: Tensor | None = None
@@ -69,13 +57,9 @@ class Upload:
         return x
 
     def check(self, most: Callable[[str, int], int] | None = None) -> None:
-        """Wait for the device, once per video, and check all pixels so far.
+        """Wait for the device, once per video; raise a `ValueError` if pixels were NaN or infinite.
 
-        Args:
-            most: Returns the maximum of a number, by its name, over all ranks; None: there is one.
-
-        Raises:
-            ValueError: Some are NaN or infinite.
+        `most` returns the maximum of a number, by its name, over all ranks; None: there is one.
         """
         count = 0 if self._bad is None else int(self._bad)
         count = count if most is None else most("values that are not finite", count)

@@ -18,12 +18,7 @@ _LEAST_S = 0.05
 
 
 class Balance:
-    """Measures the devices of one video, and decides about other bands.
-
-    Args:
-        crew: Remembers the speeds for later videos.
-        kind: Kind of work.
-    """
+    """Measures the devices of one video for a `crew`, and decides about other bands."""
 
     def __init__(self, crew: Crew, kind: Kind) -> None:
         self._crew, self._kind = crew, kind
@@ -46,16 +41,7 @@ class Balance:
     def note(
         self, planner: BandPlanner, bands: Bands, seconds: Mapping[int, float]
     ) -> Bands | None:
-        """Count a chunk.
-
-        Args:
-            planner: Plans the bands.
-            bands: The bands of the chunk.
-            seconds: Seconds of the chunk by number of the device.
-
-        Returns:
-            Better bands for the next chunks, or None.
-        """
+        """Count a chunk with its seconds by device; return better bands, or None."""
         if self._done:
             return None
         if self._shape not in self._set_up:

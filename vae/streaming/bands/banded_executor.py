@@ -33,14 +33,7 @@ _Task = Callable[[Member], Callable[[], None]]
 
 
 class BandedExecutor(Executor):
-    """An executor that divides the frames between devices.
-
-    Args:
-        work: What the devices have in common.
-        bands: The bands.
-        cache: State of the first device's layers outside of its band, and of the video.
-        reach: Frames before a chunk that the bands depend on.
-    """
+    """An executor that divides the frames between devices."""
 
     records = False
 
@@ -110,13 +103,7 @@ class BandedExecutor(Executor):
         return found
 
     def _compute(self, x: Tensor, frames: int, task: Callable[[Tensor], _Task]) -> None:
-        """Run a chunk on all devices, again without those that fail.
-
-        Args:
-            x: `[B, C, T, H, W]`: the chunk, or the frames that it needs.
-            frames: Frames of the chunk.
-            task: Returns the work of a device for `x`.
-        """
+        """Run a chunk of `frames` on all devices, again without those that fail."""
         again = self.again
         if again is None or not self._work.known:
             host = self._work.relief.attempt(functools.partial(x.to, "cpu", copy=True))
@@ -314,17 +301,7 @@ class BandedDecode(BandedExecutor):
         return None
 
     def advance(self, x: Tensor) -> Iterator[Tensor]:
-        """Push one chunk through.
-
-        Args:
-            x: `[B, C, T, H, W]`: the chunk.
-
-        Yields:
-            All of its frames together.
-
-        Raises:
-            ValueError: There is no output.
-        """
+        """Push one chunk `x` `[B, C, T, H, W]` through; yield all of its frames together."""
         self._adapt()
         if self._work.output is None:
             raise ValueError("a decode has no output; expected one")

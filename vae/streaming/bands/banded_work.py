@@ -15,27 +15,16 @@ from .crew import Crew, Kind
 
 @dataclass(frozen=True)
 class BandedWork:
-    """What the devices of a video have in common.
-
-    Attributes:
-        planner: Plans the bands.
-        crew: The devices of the VAE.
-        replicas: The copies of its networks.
-        relief: Frees memory of the first device outside of its band.
-        release: Releases memory of the caller on a device; None: nothing.
-        known: The whole video is at hand, so a chunk can be taken from it again.
-        output: Destination of a decoder's frames; None: the video is encoded.
-        kernels: Returns what a device may run in addition to the library.
-    """
+    """What the devices of a video have in common."""
 
     planner: BandPlanner
     crew: Crew
     replicas: Replicas
-    relief: Relief
-    release: Callable[[torch.device], None] | None
-    known: bool
-    output: Output | None
-    kernels: Callable[[torch.device], Snapshot]
+    relief: Relief  # of the first device outside of its band
+    release: Callable[[torch.device], None] | None  # releases memory of the caller
+    known: bool  # the whole video is at hand, so a chunk can be taken from it again
+    output: Output | None  # of a decoder's frames; None: an encode
+    kernels: Callable[[torch.device], Snapshot]  # in addition to the library
 
     @property
     def kind(self) -> Kind:

@@ -19,17 +19,10 @@ Kind = tuple[bool, torch.dtype]
 
 @dataclass
 class _Choice:
-    """A list of devices, and what is known of them.
-
-    Attributes:
-        devices: The devices.
-        given: Their speeds; None: measured.
-        failed: Numbers of those that failed.
-        measured: Speeds by kind of work and number.
-    """
+    """A list of devices, and what is known of them."""
 
     devices: tuple[torch.device, ...] = ()
-    failed: set[int] = field(default_factory=set)
+    failed: set[int] = field(default_factory=set)  # numbers of devices
     measured: dict[Kind, dict[int, float]] = field(default_factory=dict)
 
 
@@ -62,14 +55,7 @@ class Crew:
         self._choice = _Choice(tuple(devices))
 
     def members(self, own: torch.device) -> dict[int, torch.device]:
-        """Return the devices of a video by number.
-
-        Args:
-            own: Device of the weights.
-
-        Returns:
-            At least two devices, or none: one device computes the video then.
-        """
+        """Return two devices of a video or more, by number; or none: one computes it."""
         choice = self._choice
         devices = {n: each for n, each in enumerate(choice.devices) if n not in choice.failed}
         if own not in choice.devices:
@@ -90,13 +76,7 @@ class Crew:
             self._choice.measured.setdefault(kind, {}).update(speeds)
 
     def fail(self, number: int, device: torch.device, error: BaseException) -> None:
-        """Leave a device out from here on, and log why, once.
-
-        Args:
-            number: Its number.
-            device: The device.
-            error: What happened there.
-        """
+        """Leave a device out from here on, and log why, once."""
         with self._lock:
             known = number in self._choice.failed
             self._choice.failed.add(number)

@@ -11,17 +11,11 @@ from ...layers.frame_runs import fitted
 
 @dataclass(frozen=True)
 class PastChunk:
-    """A chunk that all devices have computed.
+    """A chunk that all devices have computed."""
 
-    Attributes:
-        frames: Number of its frames.
-        first: It was the first frame of the video.
-        again: Returns its first frames `[B, C, t, H, W]`; the others are copies of the last.
-    """
-
-    frames: int
-    first: bool
-    again: Callable[[], Tensor]
+    frames: int  # their number
+    first: bool  # it was the first frame of the video
+    again: Callable[[], Tensor]  # its first frames `[B, C, t, H, W]`; the others repeat the last
 
     def whole(self) -> Tensor:
         """Return all frames `[B, C, T, H, W]`."""
@@ -29,11 +23,7 @@ class PastChunk:
 
 
 class History:
-    """The chunks that later results depend on.
-
-    Args:
-        reach: Frames before a chunk that its results depend on.
-    """
+    """The chunks that later results depend on: `reach` frames before the next one."""
 
     def __init__(self, reach: int) -> None:
         self._reach = reach

@@ -28,48 +28,19 @@ _Result = TypeVar("_Result")
 
 
 class BandRelief(Relief):
-    """Frees memory of one device when it runs out, and ends its work when the video is closed.
+    """Frees memory of one device when it runs out, and ends its work when the video is closed."""
 
-    Attributes:
-        stopped: The video is closed.
-    """
-
-    stopped: threading.Event
+    stopped: threading.Event  # the video is closed
 
     def attempt(self, do: Callable[[], _Result]) -> _Result:
-        """Run a step as `Relief.attempt`.
-
-        Args:
-            do: The step.
-
-        Returns:
-            The result of the step.
-
-        Raises:
-            InterruptedError: The video is closed.
-            Exception: As for `Relief.attempt`.
-        """
+        """Run a step as `Relief.attempt`, or raise an `InterruptedError`."""
         if self.stopped.is_set():
             raise InterruptedError("the video is closed")
         return super().attempt(do)
 
 
 class Member:
-    """One device of one video.
-
-    Args:
-        number: Its number in the list of the VAE.
-        job: The stream on the first device.
-        network: The network on this device.
-        relief: Frees memory of this device.
-
-    Attributes:
-        band: Its band.
-        executor: The executor of the band.
-        relief: As given.
-        worker: The thread of the device.
-        seconds: Seconds of the last chunk.
-    """
+    """One device of one video: its band, and its network."""
 
     band: Band
     executor: TiledDecode | TiledEncode
@@ -99,13 +70,7 @@ class Member:
         return self.executor.caches
 
     def start(self, bands: Bands, band: Band, *, first: bool) -> None:
-        """Set the band, without the past of the video.
-
-        Args:
-            bands: The bands of all devices.
-            band: The band of this device.
-            first: The next chunk is the first frame of the video.
-        """
+        """Set the band, without the past of the video."""
         self.band = band
         whole, tiles, size = cut_band(self._job, bands, band, self._network.chains())
 
@@ -140,18 +105,7 @@ class Member:
             self.relief.attempt(functools.partial(cache.exchange, lambda _, tail: tail.clone()))
 
     def decode(self, x: Tensor, target: TiledChunk | None) -> Callable[[], None]:
-        """Return the task to decode a chunk.
-
-        Args:
-            x: `[B, C, T, H, W]` on the first device.
-            target: Target of the frames; None: they are dropped.
-
-        Returns:
-            A task for the thread.
-
-        Raises:
-            TypeError: The video is encoded.
-        """
+        """Return the task to decode `x` `[B, C, T, H, W]`; no `target`: the frames are dropped."""
         executor = self.executor
         if not isinstance(executor, TiledDecode):
             raise TypeError("an encoder has no frames to write; expected a decoder")
@@ -166,19 +120,7 @@ class Member:
         return self._task(x, run)
 
     def encode(self, x: Tensor, whole: Tensor | None) -> Callable[[], None]:
-        """Return the task to run the tiled layers of an encoder on a chunk.
-
-        Args:
-            x: `[B, C, T, H, W]` on the first device.
-            whole: `[B, C, T_out, H_out, W_out]` on the first device, for the result; None: it is
-                dropped.
-
-        Returns:
-            A task for the thread.
-
-        Raises:
-            TypeError: The video is decoded.
-        """
+        """Return the task to run the tiled layers on `x` `[B, C, T, H, W]`, into `whole`."""
         executor = self.executor
         if not isinstance(executor, TiledEncode):
             raise TypeError("a decoder has no latents to join; expected an encoder")

@@ -10,12 +10,7 @@ from ..executors import Team
 
 
 class SharedDevices:
-    """The part of a VAE that says which devices share its videos.
-
-    Attributes:
-        config: Configuration of the VAE.
-        team: The devices, and copies of the weights.
-    """
+    """The part of a VAE that says which devices share its videos."""
 
     config: VAEConfig
     team: Team
@@ -35,14 +30,7 @@ class SharedDevices:
 
     @devices.setter
     def devices(self, devices: Sequence[torch.device | str]) -> None:
-        """Set the devices.
-
-        Args:
-            devices: Names or devices.
-
-        Raises:
-            ValueError: A device is unknown, or the VAE cannot be divided exactly.
-        """
+        """Set `devices`; a `ValueError` for an unknown one, or a VAE without exact bands."""
         known = checked_devices(devices)
         if len(known) > 1 and self.config.family == SEEDVR2:
             raise ValueError(

@@ -31,12 +31,7 @@ _Outcomes = queue.Queue[BaseException | None]
 
 
 class Worker:
-    """A thread for the tasks of one device; it starts with the first task.
-
-    Args:
-        device: The device, which is the current one of its kind in the thread.
-        name: Name of the thread.
-    """
+    """A thread for the tasks of one device; it starts with the first task."""
 
     def __init__(self, device: torch.device, name: str) -> None:
         self.device, self._name = device, name
@@ -60,14 +55,7 @@ class Worker:
             self._tasks.put(task)
 
     def outcome(self) -> BaseException | None:
-        """Wait for the oldest task.
-
-        Returns:
-            Its error; None: it succeeded.
-
-        Raises:
-            RuntimeError: The thread has ended.
-        """
+        """Wait for the oldest task; return its error. A `RuntimeError`: the thread has ended."""
         while True:
             try:
                 # On Windows a wait without a timeout blocks signals.
@@ -102,9 +90,6 @@ def share_cores(workers: Sequence[Worker]) -> None:
 
     PyTorch sets the number of threads for the thread that asks, and the default of new threads with
     it, which is restored. Without it some ops of a new thread run on all cores of the machine.
-
-    Args:
-        workers: The workers; those of other devices are left out.
     """
     workers = [worker for worker in workers if worker.device.type == "cpu"]
     if not workers:

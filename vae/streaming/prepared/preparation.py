@@ -35,21 +35,13 @@ _IMAGES = (torch.float32, torch.uint8)
 
 @dataclass(frozen=True)
 class Work:
-    """What runs on a device.
-
-    Attributes:
-        config: Configuration of the VAE.
-        encodes: The encoder; otherwise the decoder.
-        dtype: Dtype of the computation.
-        weights_dtype: Dtype of the parameters.
-        coded: Names of the convolutions in int8.
-    """
+    """What runs on a device."""
 
     config: VAEConfig
-    encodes: bool
+    encodes: bool  # the encoder; otherwise the decoder
     dtype: torch.dtype
     weights_dtype: torch.dtype
-    coded: frozenset[str] = frozenset()
+    coded: frozenset[str] = frozenset()  # names of the convolutions in int8
 
 
 _prepared: dict[tuple[torch.device, Work], Prepared] = {}
@@ -57,16 +49,9 @@ _lock = threading.Lock()
 
 
 def prepared(device: torch.device, work: Work) -> Prepared:
-    """Return what the background thread builds for some work, begun at the first call.
+    """Return what the background builds for some work of all VAEs of a configuration.
 
     A proof that came later begins it again, because its tiles lay memory out in another way.
-
-    Args:
-        device: The device.
-        work: What runs there.
-
-    Returns:
-        The preparation; two VAEs of a configuration share it.
     """
     key = device, work
     with _lock:

@@ -76,17 +76,7 @@ class PreparedVAE(Int8VAE):
     def kernels_of(
         self, network: Network, dtype: torch.dtype, coding: Coding | None, device: torch.device
     ) -> Snapshot:
-        """Return what a video may run on a device.
-
-        Args:
-            network: The encoder or the decoder.
-            dtype: Dtype of the computation.
-            coding: The convolutions in int8; None: none.
-            device: The device.
-
-        Returns:
-            What it sees of the kernels.
-        """
+        """Return what a video may run on a device in addition to the library."""
         coded = coding.names if coding else frozenset[str]()
         return self._prepared(device, dtype, network is self.encoder, coded).seen()
 
