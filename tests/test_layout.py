@@ -25,8 +25,8 @@ _LAYERS = "kernels vae/layers"
 _MODELS = f"{_LAYERS} vae/models"
 _PLANNING = f"{_MODELS} vae/planning"
 _WRITER = "vae/pinned_memory.py vae/background_writer.py"
-_STREAMING = f"{_PLANNING} vae/streaming vae/validation.py {_WRITER}"
-_MODEL = f"{_STREAMING} vae/sharding vae/weights.py vae/model.py"
+_STREAMING = f"{_PLANNING} vae/sharding vae/streaming vae/validation.py {_WRITER}"
+_MODEL = f"{_STREAMING} vae/weights.py vae/model.py"
 _CHECKPOINT = f"{_MODEL} vae/checkpoint_io vae/checkpoint.py"
 _BENCH = f"{_CHECKPOINT} vae/bench"
 _HOST = "kernels lora vae nodes/host"
@@ -43,10 +43,10 @@ MAY_IMPORT = {
     "vae/planning": _MODELS,
     "vae/pinned_memory.py": "kernels",
     "vae/background_writer.py": "vae/pinned_memory.py",
-    "vae/streaming": f"{_PLANNING} vae/validation.py {_WRITER}",
+    "vae/streaming": f"{_PLANNING} vae/sharding vae/validation.py {_WRITER}",
     "vae/weights.py": _MODELS,
-    "vae/sharding": f"{_PLANNING} vae/sharding vae/streaming/shards.py",
-    "vae/model.py": f"{_STREAMING} vae/sharding vae/weights.py",
+    "vae/sharding": f"{_PLANNING} vae/sharding",
+    "vae/model.py": f"{_STREAMING} vae/weights.py",
     "vae/checkpoint.py": f"{_MODEL} vae/checkpoint_io",
     "vae/checkpoint_io": "kernels",
     "vae/media": f"kernels {_WRITER}",

@@ -18,8 +18,8 @@ from .planning.job import job_of
 from .planning.parts import divide, largest_part
 from .planning.plan import Plan, empty_limit, make_plan
 from .sharding.shared_ranks import SharedRanks
+from .streaming.bands.crew import Team
 from .streaming.bands.shared_devices import SharedDevices
-from .streaming.executors import Team
 from .streaming.int8.layers import Int8Choices
 from .streaming.options import AUTOMATIC, StreamOptions
 from .streaming.output import Output, background_writer, delivered, until_complete

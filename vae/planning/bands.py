@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ..models.receptive_field import Size, Span
-from .candidates import Candidate, StepChoice, lengths_of, parked_chunks
+from .candidates import Candidate, StepChoice, cut_frames, lengths_of, parked_chunks
 from .cost import tiled_cost
 from .device_memory import free_bytes
 from .division import Division
 from .job import StreamJob
 from .ledger import TOO_MUCH_BYTES
-from .tiling import Chains, FrameTile, Tiles, band_cuts, divided, grid, make_tile
+from .tiling import Chains, FrameTile, Tiles, band_cuts, grid
 
 # Devices whose share of the frames saves less than this part of the time are left out.
 _WORTH_IT = 0.02
@@ -90,10 +90,7 @@ class BandPlanner:
     room: dict[torch.device, int] = field(default_factory=dict, compare=False)
 
     def plan(self, speeds: Mapping[int, float]) -> Bands | None:
-        """Return the fastest bands for `speeds` in any unit, of fewer devices if more gain little.
-
-        None: the first device alone is as fast, or the layers have no cut.
-        """
+        """Return the fastest bands; None: the first device is as fast, or there is no cut."""
         known = self.known(speeds)
         divisions = [
             Division(self.job, cut, axis)
@@ -228,7 +225,7 @@ class BandPlanner:
         self, job: StreamJob, division: Division, span: Span, chunk: int | None
     ) -> Iterator[tuple[list[tuple[Span, Span]], Candidate]]:
         """Yield the possible tiles of a band, the fastest first."""
-        output = _output_size(job, division)
+        output = job.sizes[division.cut] if job.spec.encodes else job.end
         size = list(output)
         size[division.axis] = span[1] - span[0]
         tails = (False,) if job.device.type == "cpu" or job.single_frame else (False, True)
@@ -236,8 +233,7 @@ class BandPlanner:
             tiles = [
                 _moved(each, division.axis, span[0]) for each in grid((size[0], size[1]), tile)
             ]
-            rows, columns = (list(dict.fromkeys(axis)) for axis in zip(*tiles, strict=True))
-            stream = tiled_cost(job.spec, job.setting, job.start, division.cut, (rows, columns))
+            stream = tiled_cost(job.spec, job.setting, job.start, division.cut, tiles)
             for latents in parked_chunks(chunk) if parked else (chunk,):
                 given = replace(stream, parked=parked)
                 lengths = lengths_of(job, given, latents)
@@ -268,14 +264,6 @@ class BandPlanner:
         return max(1, limit // sharing)
 
 
-def _output_size(job: StreamJob, division: Division) -> Size:
-    """Return height and width of the output of the tiled layers."""
-    if not job.spec.encodes:
-        return job.end
-    height, width = job.spec.shapes(job.start, single_frame=True)[division.cut][2:]
-    return height, width
-
-
 def _moved(tile: tuple[Span, Span], axis: int, start: int) -> tuple[Span, Span]:
     """Return rows and columns moved by `start` along an axis."""
     rows, columns = (
@@ -288,12 +276,4 @@ def cut_band(
     job: StreamJob, bands: Bands, band: Band, chains: Chains
 ) -> tuple[Chains, list[FrameTile], Size]:
     """Return the layers on whole frames, the tiles of a band, and height and width before them."""
-    first, rest = divided(chains, bands.cut)
-    whole, tiled = (rest, first) if job.spec.encodes else (first, rest)
-    height, width = (
-        job.end
-        if job.spec.encodes
-        else job.spec.shapes(job.start, single_frame=True)[bands.cut][2:]
-    )
-    size = height, width
-    return whole, [make_tile(tiled, size, *each) for each in band.tiles], size
+    return cut_frames(job, chains, bands.cut, band.tiles)

@@ -6,7 +6,7 @@ and the passes of the longest steps on whole frames.
 
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -14,7 +14,7 @@ from ..models.base import Network
 from ..models.receptive_field import Size, Span
 from .cost import StepCost, StreamCost, tiled_cost, whole_cost
 from .job import StreamJob
-from .tiling import Tiles, can_cut, grid
+from .tiling import Chains, FrameTile, Tiles, can_cut, divided, grid, make_tile
 
 # On a CPU an activation of this size stays in the last-level cache, and in memory that malloc
 # reuses: glibc maps every block over 32 MB from the system, which takes about as long as the
@@ -116,10 +116,8 @@ class Candidates:
 def kept_candidates(
     job: StreamJob, tile: Size | None, chunk: int | None, *, cuts: bool
 ) -> Candidates:
-    """Return the `Candidates`, whose estimates stay with the network of `job`.
-
-    They take 8 to 150 ms. They depend on no memory, which is looked up for each video.
-    """
+    """Return the `Candidates`, whose estimates stay with the network of `job`."""
+    # They take 8 to 150 ms, and depend on no memory, which is looked up for each video.
     network = getattr(job.network, "_orig_mod", job.network)  # of `torch.compile`
     size = job.latent_size, job.pixels, job.ranks, tile and tuple(tile), chunk, cuts
     key = *size, job.dtype, job.device, job.coded, job.setting
@@ -196,14 +194,21 @@ class Candidate:
         return StepChoice(chunk, part_bytes, step, seconds, self.tiles, self.stream.parked)
 
 
-def places(job: StreamJob, tiles: Tiles) -> tuple[Size, list[tuple[Span, Span]]]:
-    """Return the size of whole frames before the tiled layers, and the output of each tile."""
-    shapes = job.spec.shapes(job.start, single_frame=True)
-    if not job.spec.encodes:
-        return shapes[tiles.cut][2:], grid(job.end, tiles.size)
-    end = shapes[tiles.cut][2:]
+def places(job: StreamJob, tiles: Tiles) -> list[tuple[Span, Span]]:
+    """Return rows and columns of the output of each tile."""
+    end = job.sizes[tiles.cut] if job.spec.encodes else job.end
     down = max(1, job.end[0] // end[0])
-    return job.end, grid(end, (max(1, tiles.size[0] // down), max(1, tiles.size[1] // down)))
+    return grid(end, (max(1, tiles.size[0] // down), max(1, tiles.size[1] // down)))
+
+
+def cut_frames(
+    job: StreamJob, chains: Chains, cut: int, spans: Iterable[tuple[Span, Span]]
+) -> tuple[Chains, list[FrameTile], Size]:
+    """Return the layers on whole frames, the tiles, and height and width before them."""
+    first, rest = divided(chains, cut)
+    whole, tiled = (rest, first) if job.spec.encodes else (first, rest)
+    size = job.end if job.spec.encodes else job.sizes[cut]
+    return whole, [make_tile(tiled, size, *each) for each in spans], size
 
 
 def _tile_sizes(job: StreamJob, tile: Size | None) -> list[Size]:
@@ -219,9 +224,7 @@ def _tile_sizes(job: StreamJob, tile: Size | None) -> list[Size]:
 
 def _candidates_in(job: StreamJob, tiles: Tiles, chunk: int | None) -> Iterator[Candidate]:
     """Yield the candidates for these tiles: tails on the device, or on the host."""
-    _, spans = places(job, tiles)
-    rows, columns = (list(dict.fromkeys(axis)) for axis in zip(*spans, strict=True))
-    stream = tiled_cost(job.spec, job.setting, job.start, tiles.cut, (rows, columns))
+    stream = tiled_cost(job.spec, job.setting, job.start, tiles.cut, places(job, tiles))
     yield Candidate(job, stream, tiles, lengths_of(job, stream, chunk))
     if job.device.type == "cpu" or job.single_frame:
         return
@@ -236,10 +239,7 @@ def parked_chunks(chunk: int | None) -> tuple[int, ...]:
 
 
 def lengths_of(job: StreamJob, stream: StreamCost, chunk: int | None) -> list[tuple[int, int]]:
-    """Return latents per step and size of a part, the longest steps first.
-
-    The activations of a step at the smallest size do not exceed a part.
-    """
+    """Return latents per step and size of a part, the longest steps first."""
     on_cpu = job.device.type == "cpu"
     part = _CPU_PART_BYTES if on_cpu else _DEVICE_PART_BYTES
     most = max(1, min(_MOST_LATENTS, part // max(1, stream.latent_bytes)))

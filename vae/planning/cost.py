@@ -1,7 +1,6 @@
 """Memory and work of a stream, estimated from the sizes of its layers."""
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -162,7 +161,7 @@ def tiled_cost(
     setting: Setting,
     size: Size,
     cut: int,
-    spans: tuple[Sequence[Span], Sequence[Span]],
+    spans: Sequence[tuple[Span, Span]],
 ) -> StreamCost:
     """Return the cost of a stream with tiles of these rows and columns in their output."""
     stream = whole_cost(network, setting, size)
@@ -171,8 +170,8 @@ def tiled_cost(
     if not network.encodes:
         tiled, whole = whole, tiled
     axes = [
-        [lengths_before(tiled.layers, length, span) for span in axis]
-        for length, axis in zip(tiled.shapes[0][2:], spans, strict=True)
+        [lengths_before(tiled.layers, length, span) for span in dict.fromkeys(axis)]
+        for length, axis in zip(tiled.shapes[0][2:], zip(*spans, strict=True), strict=True)
     ]
 
     def of(each: Callable[[Sequence[int]], int]) -> LayerRun:
@@ -182,5 +181,4 @@ def tiled_cost(
         pairs = zip(tiled.shapes, sizes, strict=True)
         return LayerRun(tiled.layers, [shape.sized(*size) for shape, size in pairs])
 
-    count = math.prod(map(len, spans))
-    return replace(stream, whole=whole, tile=of(max), tiles=of(sum), count=count)
+    return replace(stream, whole=whole, tile=of(max), tiles=of(sum), count=len(spans))

@@ -1,10 +1,7 @@
 """A stream without its data: its allocations are recorded, and its traffic and launches.
 
-It follows the layers like the executor, and records what each one allocates by the rules of the
-real code: a change of the memory that a layer holds must be made here too. A block is freed when
-the last variable that refers to it is gone, like the memory of a tensor.
-`tests/vae/planning/test_plan.py` compares it with the allocations of streams and with processes,
-`test_bytes.py` with their traffic. The traffic decides between plans on a GPU, so it is
+It follows the layers like the executor: a change of the memory that a layer holds must be made here
+too (`tests/vae/planning/test_plan.py`). The traffic decides between plans on a GPU, so it is
 approximate: each pass counts its large tensors, and attention counts as its projections.
 """
 

@@ -19,10 +19,6 @@ from .ledger import Setting
 _SHARES = (0.8, 0.9)
 _CPU_SHARES = (0.5, 0.9)
 
-# Numbers of rows and columns of tiles to try.
-_GRIDS = ((2, 1), (3, 1), (4, 1), (6, 1), (4, 2), (8, 1), (6, 2), (8, 2), (8, 4), (12, 6), (16, 9))
-_SMALLEST_TILE = 32
-
 
 @dataclass(frozen=True)
 class Rates:
@@ -87,6 +83,12 @@ class StreamJob:
         ups, downs = zip(*(layer.scale for layer in self.spec.layers), strict=True)
         scale = max(math.prod(ups), math.prod(downs))
         return height * scale, width * scale
+
+    @functools.cached_property
+    def sizes(self) -> list[Size]:
+        """Height and width before each layer and after the last."""
+        shapes = self.spec.shapes(self.start, single_frame=True)
+        return [(shape.height, shape.width) for shape in shapes]
 
     @property
     def rates(self) -> Rates:

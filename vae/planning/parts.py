@@ -10,10 +10,7 @@ AXES = {"rows": 3, "columns": 4}
 
 
 def divide(size: Size, ranks: int, axis: str | None = None) -> tuple[int, tuple[int, ...]]:
-    """Return the divided dimension of `[B, C, T, H, W]`, and where equal parts start and end.
-
-    Raises a `ValueError` for more ranks than rows or columns.
-    """
+    """Return the divided dimension of `[B, C, T, H, W]`, and where equal parts start and end."""
     height, width = size
     axis = axis or ("columns" if width > height else "rows")
     lines = height if axis == "rows" else width

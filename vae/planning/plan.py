@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from ..models.receptive_field import Size
 from .bands import Bands
-from .candidates import Candidates, StepChoice, kept_candidates, places
+from .candidates import Candidates, StepChoice, cut_frames, kept_candidates, places
 from .device_memory import free_bytes, total_bytes
 from .job import StreamJob
 from .ledger import TOO_MUCH_BYTES
-from .tiling import Chains, FrameTile, Tiles, divided, make_tile
+from .tiling import Chains, FrameTile, Tiles
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,7 @@ def make_plan(
     tile: Size | None = None,
     cuts: bool = True,
 ) -> Plan:
-    """Return the fastest plan within a limit, or the smallest one if none fits.
-
-    Without a limit it has a share of the free memory, see `_SHARES`. Ranks have no tiles.
-    """
+    """Return the fastest plan within a limit, or the smallest one; no limit: see `_SHARES`."""
     cuts = cuts and job.ranks == 1
     candidates = kept_candidates(job, tile if cuts else None, chunk, cuts=cuts)
     if limit_bytes is None:
@@ -146,7 +143,4 @@ def smaller_plan(job: StreamJob, plan: Plan) -> Plan | None:
 
 def cut_tiles(job: StreamJob, tiles: Tiles) -> tuple[Chains, list[FrameTile], Size]:
     """Return the layers on whole frames, the tiles, and height and width before them."""
-    first, rest = divided(job.network.chains(), tiles.cut)
-    whole, tiled = (rest, first) if job.spec.encodes else (first, rest)
-    size, spans = places(job, tiles)
-    return whole, [make_tile(tiled, size, *each) for each in spans], size
+    return cut_frames(job, job.network.chains(), tiles.cut, places(job, tiles))

@@ -1,13 +1,9 @@
 """Exact tiles: layers with a limited receptive field run on rectangles of the frame with a halo.
 
-The output of a layer at a pixel depends on the pixels within the reach of its convolutions. So a
-tile is computed from a rectangle that is larger by the reach of all layers after it, and the margin
-that its edges affect is cut off: the tile equals the whole frame except for rounding, and nothing
-is blended. The reach follows from the layers: from its last temporal upsampling on, a decoder of
-Wan sees 20 pixels of its output.
-
-Layers that see the whole frame, such as attention, cannot be tiled. They are the first layers of a
-decoder and the last of an encoder, at latent size, so the other layers can be.
+A tile is computed from a rectangle that is larger by the reach of all layers after it, and the
+margin that its edges affect is cut off: nothing is blended. From its last temporal upsampling on, a
+decoder of Wan sees 20 pixels of its output. Layers that see the whole frame, such as attention, run
+at latent size: the first ones of a decoder, the last ones of an encoder.
 """
 
 import functools
@@ -63,10 +59,7 @@ class Crop(CausalLayer):
 
 
 def can_cut(network: Network) -> list[int]:
-    """Return numbers of layers before a cut into whole frames and tiles, the fewest tiled first.
-
-    Empty if a layer at the tiled end sees whole frames.
-    """
+    """Return numbers of layers before a cut into whole frames and tiles, the fewest tiled first."""
     layers = network.layers()
     seeing = _seeing(network)
     if is_encoder(network):
@@ -77,11 +70,9 @@ def can_cut(network: Network) -> list[int]:
 
 
 def band_cuts(network: Network) -> list[int]:
-    """Return numbers of layers before a cut into whole frames and bands; empty: no tiles.
-
-    Every device runs the layers on whole frames, so in addition to the places of tiles there is one
-    next to the layers that see whole frames, which leaves the fewest layers there.
-    """
+    """Return numbers of layers before a cut into whole frames and bands."""
+    # Every device runs the layers on whole frames, so in addition to the places of tiles there is
+    # one next to the layers that see whole frames, which leaves the fewest layers there.
     cuts = can_cut(network)
     seeing = _seeing(network)
     if cuts and seeing:

@@ -29,11 +29,7 @@ _TIMEOUT = datetime.timedelta(days=7)
 def connected(
     device: torch.device, group: dist.ProcessGroup | None = None, axis: str | None = None
 ) -> ShardGroup:
-    """Connect the processes of a group, all of which call this within `WAIT_S`.
-
-    No group is all of `torch.distributed`, and no axis the longer one of each video. A `ValueError`
-    is about this process or the axis, a `ShardError` about a process that does not come.
-    """
+    """Connect the processes of a group, which call this within `WAIT_S`; None: all of them."""
     unknown = None
     if axis is not None and axis not in AXES:
         unknown = ValueError(f"axis is {axis!r}; expected 'rows', 'columns' or None")

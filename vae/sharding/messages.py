@@ -1,9 +1,8 @@
 """Messages between ranks outside of their operations: which one stopped, and which is gone.
 
 An operation waits for a rank that never takes part, for as long as its time-out. So each rank
-listens to every other one on a connection of its own. The connection of a process that is killed
-breaks at once and on all ranks, so they name the rank that ended, and not a neighbour that ended
-because of it.
+listens to every other one on a connection of its own, which breaks at once if a process is killed.
+All ranks then name the one that ended, and not a neighbour that ended because of it.
 """
 
 import atexit
@@ -13,11 +12,10 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ...kernels import is_out_of_memory
 
@@ -33,28 +31,8 @@ _GRACE_S = 10.0
 _AT_ONCE = datetime.timedelta(milliseconds=1)
 
 
-class Group(Protocol):
-    """A group as PyTorch's backends have it; ranks are those of the group."""
-
-    def rank(self) -> int:
-        """Return the number of this process."""
-        ...
-
-    def size(self) -> int:
-        """Return the number of ranks."""
-        ...
-
-    def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> dist.Work:
-        """Send `tensors` `[...]` to a `rank`, which receives them under the same `tag`."""
-        ...
-
-    def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> dist.Work:
-        """Receive `tensors` `[...]` from a `rank`, which sends them under the same `tag`."""
-        ...
-
-    def allreduce(self, tensors: list[Tensor], operation: dist.ReduceOp.RedOpType, /) -> dist.Work:
-        """Combine `tensors` `[...]` of all ranks in place by an `operation`."""
-        ...
+# A group as PyTorch's backends have it: a `ProcessGroup`, or a `ProcessGroupGloo` of our own.
+Group = Any
 
 
 class ShardError(ConnectionError):

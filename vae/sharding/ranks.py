@@ -160,10 +160,8 @@ class Ranks:
     def _extremes(
         self, names: str, numbers: list[int], attempt: Attempt
     ) -> tuple[list[int], list[int]]:
-        """Return the minimum and the maximum of each number over all ranks.
-
-        All votes have one size, because gloo ends the process if those of two ranks differ.
-        """
+        """Return the minimum and the maximum of each number over all ranks."""
+        # All votes have one size, because gloo ends the process if those of two ranks differ.
         self.counts["votes"] += 1
         place = self._messages.place
         given = [*place, zlib.crc32(names.encode()), *numbers]

@@ -53,11 +53,8 @@ class Shard:
     def exchange(
         self, first: Tensor | None, last: Tensor | None, attempt: Attempt = at_once
     ) -> Lines:
-        """Send `first` lines to the neighbour before and `last` ones to the neighbour after.
-
-        They are `[B, C, T, n, W]` or `[B, C, T, H, n]`, or None. Each neighbour sends as many lines
-        of its own: the one before if `last` is given, the one after if `first` is.
-        """
+        """Send `first` and `last` lines to the neighbours before and after; return theirs."""
+        # `[B, C, T, n, W]` or `[B, C, T, H, n]`; a neighbour sends as many as its other one needs.
         rank = self.ranks.rank
         ends = [None if x is None else attempt(functools.partial(_dense, x)) for x in (first, last)]
         got: list[Tensor | None] = [None, None]
@@ -88,10 +85,8 @@ class Shard:
         return whole
 
     def statistics(self, own: Tensor, attempt: Attempt = at_once, eps: float = 1e-6) -> Tensor:
-        """Return `group_norm_statistics` of whole frames from `own` `[B, T, 2, groups]`.
-
-        Sums of values and of squares, of which each rank has its share, in float64.
-        """
+        """Return `group_norm_statistics` of whole frames from `own` `[B, T, 2, groups]`."""
+        # Sums of values and of squares, of which each rank has its share, in float64.
         wide = torch.float32 if lacks(own.device, torch.float64) else torch.float64
         share = self.lines / self.edges[-1]
 

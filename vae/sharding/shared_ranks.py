@@ -9,17 +9,18 @@ import torch
 from torch import Tensor
 
 from ..layers.oom import ExhaustedError, Relief
-from ..streaming.shards import StreamShards
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from .shard import ShardGroup
 
 
 class SharedRanks:
     """The part of a VAE that says which processes share its videos."""
 
     device: torch.device
-    shards: StreamShards | None = None  # from `shard`; None: this process has all of the video
+    shards: "ShardGroup | None" = None  # from `shard`; None: this process has all of the video
 
     def shard(self, group: "ProcessGroup | None" = None, axis: str | None = None) -> None:
         """Share each video with other processes, each of which computes a part of every frame.

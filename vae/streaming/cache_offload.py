@@ -48,10 +48,9 @@ class Parking:
                 tail.record_stream(work)  # it was allocated for the other stream
 
     def park(self, cache: TemporalCache) -> None:
-        """Start to copy the tails of `cache` to the host after the queued work.
-
-        That work waited for the tails to arrive, so their memory on the host is not read anymore.
-        """
+        """Start to copy the tails of `cache` to the host after the queued work."""
+        # That work waited for the tails to arrive, so their memory on the host is not read any
+        # more.
         if self._outward is not None:
             self._outward.wait_stream(torch.cuda.current_stream(self._device))
         tails = cache.tails().items()

@@ -9,13 +9,11 @@ from ...kernels import is_out_of_memory, log_once, preparing
 
 
 class Recording:
-    """The work on one chunk, to be replayed for other chunks of its shape.
+    """The work on one chunk, to be replayed for other chunks of its shape."""
 
-    Capturing runs the Python code but nothing on the GPU: the state of the video does not change,
-    and the first `replay` is the first run. The recording owns all memory between input and
-    results. The state of `steps` must not move in memory, and they have run for this shape before,
-    so that everything is set up. What cannot be captured is a `RuntimeError`.
-    """
+    # Capturing runs the Python code but nothing on the GPU: the first `replay` is the first run.
+    # The recording owns all memory between input and results. The state of `steps` must not move in
+    # memory, and they have run for this shape before, so that everything is set up.
 
     def __init__(self, steps: Callable[[Tensor], Iterable[Tensor]], x: Tensor) -> None:
         self._input = x.clone()
@@ -34,10 +32,7 @@ class Recording:
             raise RuntimeError(str(error)) from error
 
     def replay(self, x: Tensor) -> Iterator[Tensor]:
-        """Run the graph on `x`, and return copies of the results.
-
-        A `RuntimeError` of the driver or for memory frees the graph and leaves the video unchanged.
-        """
+        """Run the graph on `x`, and return copies; a `RuntimeError` leaves the video unchanged."""
         try:
             copies = [torch.empty_like(result) for result in self._results]
             self._input.copy_(x)

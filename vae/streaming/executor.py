@@ -1,10 +1,9 @@
 """The executor of whole frames: a chain of causal layers, and their tails of one video.
 
-Chunks of frames pass through the chain depth first. Only the causal convolutions read across
-frames, and each keeps its own tail, so any split of the frames after the first yields the same
-result (the first frame takes a separate path). Steps can therefore be as short as memory and cache
-require: the small early layers of a decoder take several latents at a time, the large late ones a
-frame or two, and finished frames are output before the next part starts.
+Only the causal convolutions read across frames, and each keeps its own tail, so any split of the
+frames after the first yields the same result (the first frame takes a separate path). Steps are as
+short as memory and cache require: the small early layers of a decoder take several latents at a
+time, the large late ones a frame or two, and finished frames leave before the next part starts.
 """
 
 import functools
@@ -23,10 +22,7 @@ Tails = dict[nn.Module, Tensor]
 
 
 class Executor:
-    """Runs the layers of a video in order, and holds its state.
-
-    Another executor can continue the video with the tails of this one.
-    """
+    """Runs the layers of a video in order, and holds its state, which another one can take."""
 
     records = True
 
@@ -63,10 +59,7 @@ class Executor:
         return self._static_end.behind
 
     def takes(self, frames: int, repeats: int) -> int | None:
-        """Announce the next chunk; return how many of its first frames `advance` needs; None: all.
-
-        `repeats` identical frames are at its end; 0: unknown.
-        """
+        """Announce a chunk; return how many of its first frames `advance` needs; None: all."""
         self._is_static = self._static_end.takes(frames, max(0, repeats))
         return self._static_end.needed if self._is_static else None
 
@@ -93,13 +86,10 @@ def advance(
     part_bytes: int,
     start: tuple[int, int] = (0, 0),
 ) -> Iterator[Tensor]:
-    """Push one chunk `[B, C, T, H, W]` depth first through the network, and yield runs of frames.
-
-    All layers are called from this function, however often a chunk is divided, so a traceback is as
-    short for the last layer as for the first. Frames are joined between two runs of layers, because
-    the next layer takes them in groups. An activation of more than `part_bytes` is divided in time.
-    While `cache.first` is set a chunk has one frame.
-    """
+    """Push one chunk `[B, C, T, H, W]` depth first through the network; yield runs of it."""
+    # All layers are called from this function, however often a chunk is divided, so a traceback is
+    # as short for the last layer as for the first. Frames are joined between two runs of layers,
+    # because the next layer takes them in groups.
     joined, at = x, start[1]
     for number in range(start[0], len(chains)):
         layers, last = chains[number], number + 1 == len(chains)

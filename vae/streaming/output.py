@@ -40,6 +40,8 @@ class Output:
         if out is not None and images is not None:
             raise ValueError("both out and images are given; expected one of them")
         self._config, self._dtype = config, dtype
+        # `[B, C, T, H, W]`, or `[B, T, H, W, C]` of floats in [0, 1], uint8 or uint16; from
+        # `part.origin` on.
         self._out, self._images = out, images
         self._wanted, self._at, self._origin = None, 0, 0
         if part is not None:
@@ -163,11 +165,9 @@ class Output:
             return pixel_shuffle_3d(x, (1, self._size, self._size), self._order, out=target)
 
     def _converted(self, x: Tensor, target: Tensor) -> Tensor:
-        """Return `x` in the shape and dtype of `target` `[...]`, on the device of `x`.
-
-        A dtype that the device lacks is that of the copy on the host. No device lacks an integer
-        dtype: one without uint16 writes its bits as int16.
-        """
+        """Return `x` in the shape and dtype of `target` `[...]`, on the device of `x`."""
+        # A dtype that the device lacks is that of the copy on the host. No device lacks an integer
+        # dtype: one without uint16 writes its bits as int16.
         dtype = torch.float32 if lacks(x.device, target.dtype) else target.dtype
         if self._images is None:
             return self._new(x).to(dtype)

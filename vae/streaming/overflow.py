@@ -26,9 +26,6 @@ from .part import Part
 
 _logger = logging.getLogger(__name__)
 
-# The line in the log after codes that cannot hold the values.
-OUT_OF_RANGE = "values were out of the range of int8; such videos continue in 16 bits"
-
 # Threads can decode with one VAE.
 _lock = threading.Lock()
 
@@ -46,7 +43,7 @@ class Finding:
 
     def look(self, x: Tensor) -> None:
         """Examine a part `[B, C, n, H, W]` of the piece, without a wait for the device."""
-        total = x.sum(dtype=torch.float32)
+        total = x.sum(dtype=torch.float32)  # finite for less than 5e33 finite ones in float16
         if self._coding is not None:
             total.add_(self._coding.verdict())  # without an allocation, which could fail
         thread = threading.get_ident()
@@ -152,10 +149,8 @@ def continued(
     *,
     as_images: bool,
 ) -> Iterator[Tensor]:
-    """Yield the pieces of a decode in float16 until one overflows, then those of another decode.
-
-    Every frame is there once. With `watch.at_end` only the pieces of the other decode are yielded.
-    """
+    """Yield the pieces of a decode in float16 until one overflows, then those of another decode."""
+    # With `watch.at_end` only those of the other decode.
     at = part.first
     coded = watch.coding is not None
     if not (coded or allows_fp16(vae, options)):
@@ -188,7 +183,7 @@ def _remember(vae: NarrowVAE, at: int, *, coded: bool) -> None:
     with _lock:
         is_first, vae.allow_fp16 = vae.allow_fp16, vae.allow_fp16 and coded
     if coded:
-        log_once(OUT_OF_RANGE)
+        log_once("values were out of the range of int8; such videos continue in 16 bits")
     elif is_first:
         _logger.warning(
             "Fast Video VAE: float16 overflowed in a decode; bfloat16 from frame %d on, and in "

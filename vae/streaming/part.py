@@ -22,10 +22,7 @@ OPEN_END = sys.maxsize
 
 
 class Part:
-    """Frames of a video in order, and the latents that they need; None: all frames.
-
-    `keeps` keeps the latents of an iterable that `rest` needs.
-    """
+    """Frames of a video in order, and the latents that they need."""
 
     def __init__(
         self,
@@ -115,12 +112,11 @@ class Part:
 
 
 class KeptPieces(Iterator[Tensor]):
-    """The latents of an iterable, copied while they may be needed again.
+    """The latents of an iterable, copied while they may be needed again."""
 
-    Copied, because the caller may reuse the memory of a piece when the next one is requested. A
-    latent of 720 x 1280 has 0.9 MB, a thousandth of the caches. Where the device has no room for
-    that, the copy is on the host.
-    """
+    # Copied, because the caller may reuse the memory of a piece when the next one is requested. A
+    # latent of 720 x 1280 has 0.9 MB, a thousandth of the caches. Where the device has no room for
+    # that, the copy is on the host.
 
     def __init__(self, source: Iterator[Tensor]) -> None:
         self._source = source

@@ -64,10 +64,7 @@ def check_computes(dtype: torch.dtype, device: torch.device, name: str = "dtype"
 
 
 def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype of the computation for results in `dtype`.
-
-    float32 for a 16-bit dtype with slow convolutions on a CPU, logged once; otherwise `dtype`.
-    """
+    """Return the dtype of the computation for results in `dtype`, logged once if it is wider."""
     check_computes(dtype, device)
     if device.type != "cpu" or dtype not in _NARROW:
         return dtype
@@ -78,16 +75,12 @@ def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 def decode_dtype(
     dtype: torch.dtype, device: torch.device, *, allow_fp16: bool, deep: bool = False
 ) -> torch.dtype:
-    """Return the dtype of the computation of a decode for frames in `dtype`.
-
-    float16 instead of bfloat16 where its convolutions are proved to be faster, if that is allowed:
-    it has three bits more, so the frames are closer to those of float32. Frames for a file of more
-    than 8 bits (`deep`) need these bits, and every GPU computes as fast in float16. Where it
-    overflows, the decode continues in bfloat16 (see `overflow`).
-
-    An encode never does this. Its latents are the start of a sampling, which turns a difference in
-    rounding into another picture, so they must not depend on the speed of the GPU.
-    """
+    """Return the dtype of the computation of a decode for frames in `dtype`."""
+    # float16 has three bits more than bfloat16, so the frames are closer to those of float32.
+    # Frames for a file of more than 8 bits (`deep`) need these bits, and every GPU computes as fast
+    # in float16. Where it overflows, the decode continues in bfloat16 (see `overflow`). An encode
+    # never does this: a difference in rounding at the start of a sampling becomes another picture,
+    # so it must not depend on the speed of the GPU.
     pays = allow_fp16 and dtype == torch.bfloat16
     if pays and ((deep and device.type != "cpu") or fp16_pays(device)):
         return torch.float16
@@ -96,15 +89,12 @@ def decode_dtype(
 
 @contextlib.contextmanager
 def full_float32(device: torch.device) -> Iterator[None]:
-    """Compute float32 convolutions and products in full float32 on `device` within the block.
-
-    PyTorch's switches (TF32 on CUDA, bf16 or TF32 in oneDNN) are global. The first thread that
-    enters saves and sets them, and the last one that leaves restores them: those of all devices,
-    because CUDA and the CPU share some.
-
-    PyTorch 2.9 added switches by operation, and raises where the older ones are read and disagree
-    with them. Other code may read either at any time, so both are set, and agree in the block.
-    """
+    """Compute float32 convolutions and products in full float32 on `device` within the block."""
+    # PyTorch's switches (TF32 on CUDA, bf16 or TF32 in oneDNN) are global. The first thread that
+    # enters saves and sets them, and the last one that leaves restores those of all devices,
+    # because CUDA and the CPU share some. PyTorch 2.9 added switches by operation, and raises where
+    # the older ones are read and disagree with them. Other code may read either at any time, so
+    # both are set, and agree in the block.
     with _lock:
         if device.type not in _state.saved:
             _state.saved[device.type] = _switch_off(device.type)
@@ -155,11 +145,8 @@ def eager(function: _Function) -> _Function:
 
 @contextlib.contextmanager
 def layer_modes(device: torch.device, *, full: bool = False) -> Iterator[None]:
-    """Set the modes in which layers run within the block; `full`: with `full_float32`.
-
-    They run outside inference mode, so that tails and derived weights can be used in both modes,
-    without gradients and without autocast.
-    """
+    """Set the modes in which layers run within the block; `full`: with `full_float32`."""
+    # Outside inference mode tails and derived weights can be used in both modes.
     with (
         torch.inference_mode(False),
         torch.no_grad(),

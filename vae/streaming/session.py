@@ -5,6 +5,7 @@ import functools
 import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -31,14 +32,19 @@ from ..planning.job import job_of
 from ..planning.plan import Plan, check_plan, make_plan, smaller_plan
 from ..validation import warn_dropped
 from . import cuda_graph
+from .bands.banded_work import BandedWork
+from .bands.crew import Team
 from .executor import Executor, rechunk
-from .executors import Team, make_banded, make_executor
+from .executors import make_banded, make_executor
 from .options import StreamOptions
 from .output import Output
 from .precision import eager, layer_modes
-from .shards import StreamShards, check_shared, shared_limit
+from .shards import check_shared, shared_limit
 from .static_frames import Changes
 from .upload import Upload
+
+if TYPE_CHECKING:
+    from ..sharding.shard import ShardGroup
 
 # Kinds of convolutions that a video may prove; it has about ten.
 _PROOFS = 16
@@ -64,7 +70,7 @@ class VideoSession:
     graphs: bool
     skips: bool  # static frames
     kernels: Callable[[torch.device], Snapshot]  # in addition to the library
-    shards: StreamShards | None = None
+    shards: "ShardGroup | None" = None
     team: Team | None = None
     known: bool = False  # the whole video is at hand
     coding: Coding | None = None
@@ -97,10 +103,7 @@ class VideoSession:
         return self._plan
 
     def run(self, source: Iterator[Tensor]) -> Generator[Tensor, None, None]:
-        """Run the checked pieces `[B, C, t, H, W]` of the video, and yield those of the result.
-
-        Between results the caller's modes (grad, inference) are active.
-        """
+        """Run the checked pieces of the video; between results the caller's modes are active."""
         source = self._planned(source)
         relief, done = self.relief, 0
         relief.frees = self._workspace.release
@@ -194,11 +197,8 @@ class VideoSession:
             warn_dropped(dropped)
 
     def _filled(self, run: Tensor, length: int) -> Tensor:
-        """Repeat the last frame of the last chunk up to `length` if another shape costs more.
-
-        Frames only see those before them, so the results of the others do not change; those of the
-        copies are dropped.
-        """
+        """Repeat the last frame of the last chunk up to `length` if another shape costs more."""
+        # Frames only see those before them. The results of the copies are dropped.
         frames, group = run.shape[2], self._group
         added_s = (length - frames) // group * self._plan.latent_s
         if not searches_shapes(self._device) or added_s > _SEARCH_S:
@@ -313,8 +313,15 @@ class VideoSession:
             cache.first = self.begins
             return cache
 
-        if self.team is None or self._planner is None:
+        if self.team is None or self._planner is None or plan.bands is None:
             return make_executor(self._job, plan, new_cache, self.leave)
-        work = self.team, self._planner, plan, new_cache, self.leave, self.relief
-        release = self.options.release
-        return make_banded(*work, release, known=self.known, kernels=self.kernels)
+        work = BandedWork(
+            self._planner,
+            self.team,
+            self.relief,
+            self.options.release,
+            self.known,
+            self.leave if isinstance(self.leave, Output) else None,
+            self.kernels,
+        )
+        return make_banded(work, plan.bands, new_cache(), self.leave)

@@ -1,66 +1,18 @@
 """What a stream needs of the ranks that share it."""
 
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import AbstractContextManager
-from typing import Protocol
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from ..layers.lines import Attempt, FrameShard
+from ..layers.lines import Attempt
 from ..planning.job import StreamJob
 from ..planning.plan import Plan, usual_limit
 
-
-class StreamShards(Protocol):
-    """The ranks that share a video; see `sharding.shard.ShardGroup`."""
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Device of this rank."""
-        ...
-
-    @property
-    def sharers(self) -> int:
-        """Ranks that have the same device, this one included."""
-        ...
-
-    def split(self, height: int, width: int, attempt: Attempt = ...) -> FrameShard:
-        """Return the part of latents of `height` and `width`; `attempt` runs an allocation."""
-        ...
-
-    def most(self, name: str, number: int, attempt: Attempt = ...) -> int:
-        """Return the maximum of `number`, called `name` on all ranks; `attempt` allocates."""
-        ...
-
-    def check_equal(self, numbers: dict[str, int], attempt: Attempt = ...) -> None:
-        """Raise a ValueError if a rank has other `numbers`; `attempt` runs an allocation."""
-        ...
-
-    def preparing(self) -> AbstractContextManager[None]:
-        """Return a context in which an error notifies the other ranks, before a video runs."""
-        ...
-
-    def in_step(self, stream: Iterator[Tensor]) -> Generator[Tensor, None, None]:
-        """Yield the pieces `[...]` of a `stream`, and notify the other ranks if it ends early."""
-        ...
-
-    def close(self) -> None:
-        """Leave the group."""
-        ...
-
-    def widest(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the widest `dtype` of all ranks."""
-        ...
+if TYPE_CHECKING:  # some builds of PyTorch have no `torch.distributed`
+    from ..sharding.shard import ShardGroup
 
 
 def shared_limit(
-    shards: StreamShards | None, job: StreamJob, limit_bytes: int | None
+    shards: "ShardGroup | None", job: StreamJob, limit_bytes: int | None
 ) -> int | None:
     """Return the memory limit of a stream: with ranks, that of the rank that has least."""
     if shards is None:
@@ -71,7 +23,7 @@ def shared_limit(
 
 
 def check_shared(
-    shards: StreamShards | None,
+    shards: "ShardGroup | None",
     job: StreamJob,
     plan: Plan,
     options: Mapping[str, bool],

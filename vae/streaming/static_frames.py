@@ -1,10 +1,9 @@
 """Static frames: an encoder computes them until its output is static, and then repeats it.
 
-Once all frames in its reach are identical, a causal layer repeats its output. So in a clip with a
-static end (such as the picture and grey frames of ComfyUI's WanImageToVideo) the first layers are
-static a few frames after the last change, later layers some frames after them, and finally every
-latent equals the previous one. Each layer only computes the frames before its output is static (see
-`Settling`). The last output of a static layer is repeated, and the layers before it do not run.
+Once all frames in its reach are identical, a causal layer repeats its output: in a clip with a
+static end (such as the picture and grey frames of ComfyUI's WanImageToVideo) the first layers a few
+frames after the last change, finally every latent. Each layer only computes the frames before its
+output is static (see `Settling`). Then its last output is repeated, and the layers before it rest.
 """
 
 import functools
@@ -32,11 +31,9 @@ _WORTH_IT = 6
 
 
 class Changes:
-    """Counts the identical frames at the end of a video so far.
+    """Counts the identical frames at the end of a video so far."""
 
-    A whole `video` `[B, C, T, H, W]` on a device that the host would wait for with each chunk is
-    compared at once, with one wait.
-    """
+    # A whole video on a device that the host would wait for with each chunk is compared at once.
 
     def __init__(self, video: Tensor | None = None) -> None:
         self._video = video
@@ -45,10 +42,7 @@ class Changes:
         self._repeats_so_far = 0
 
     def repeats(self, chunk: Tensor) -> int:
-        """Count the identical frames, at least 1, at the end of the video after `chunk`.
-
-        The memory of the chunk may be overwritten afterwards.
-        """
+        """Count the identical frames, at least 1, at the end of the video after `chunk`."""
         if self._video is not None:
             self._runs, self._video = iter(_runs_of(self._video)), None
         frames, last = chunk.shape[2], chunk[:, :, -1:]
@@ -59,7 +53,7 @@ class Changes:
         if count == frames and self._frame is not None and _equal_at_end(last, self._frame):
             self._repeats_so_far += count
         else:
-            self._repeats_so_far, self._frame = count, last.clone()
+            self._repeats_so_far, self._frame = count, last.clone()  # it may be overwritten
         return self._repeats_so_far
 
 

@@ -20,10 +20,7 @@ _Target = TypeVar("_Target", bound=TiledChunk | None)
 
 
 class TiledExecutor(Executor):
-    """An executor for the layers on whole frames, with one executor per tile for the others.
-
-    If another executor continues the video, the tails of the tiles are joined to whole frames.
-    """
+    """An executor for the layers on whole frames, with one executor per tile for the others."""
 
     records = False
 
@@ -151,10 +148,8 @@ class TiledDecode(TiledExecutor):
         target: Callable[[], _Target],
         attempt: Callable[..., Any] | None = None,
     ) -> _Target:
-        """Push one chunk through, and write the frames of the tiles to a target, or drop them.
-
-        The target is asked for once the layers on whole frames have freed their memory.
-        """
+        """Push one chunk through, and write the frames of the tiles to a target, or drop them."""
+        # The target is asked for once the layers on whole frames have freed their memory.
         runs = list(super().advance(x))
         chunk = target()
         for tile, part in self.in_turn():

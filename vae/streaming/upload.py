@@ -38,10 +38,7 @@ class Upload:
         self._copied: torch.cuda.Event | None = None
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """Return a chunk in [-1, 1], channels-last, in the dtype of the computation.
-
-        Pixels `[B, C, T, H, W]` are floats, uint8, or int16 with the bits of uint16, in any layout.
-        """
+        """Return floats, uint8, or uint16 as int16, in [-1, 1], channels-last."""
         x = self._moved(pixels)
         bad: Tensor | None = None
         if x.dtype in (torch.uint8, torch.int16):
@@ -57,10 +54,7 @@ class Upload:
         return x
 
     def check(self, most: Callable[[str, int], int] | None = None) -> None:
-        """Wait for the device, once per video; raise a `ValueError` if pixels were NaN or infinite.
-
-        `most` returns the maximum of a number, by its name, over all ranks; None: there is one.
-        """
+        """Wait for the device; raise a `ValueError` if pixels were NaN or infinite on any rank."""
         count = 0 if self._bad is None else int(self._bad)
         count = count if most is None else most("values that are not finite", count)
         if count:

@@ -46,7 +46,7 @@ class BandedExecutor(Executor):
         self._work, self._planner, self._bands = work, work.planner, bands
         self._members: dict[int, Member] = {}
         self._history = History(reach)
-        self._balance = Balance(work.crew, work.kind)
+        self._balance = Balance(work.team.crew, work.kind)
         self._pending: Bands | None = None
         self._stopped, self._releasing = threading.Event(), threading.Lock()
         self._error_of_caller: BaseException | None = None
@@ -176,7 +176,7 @@ class BandedExecutor(Executor):
             finally:
                 del ending  # whose traceback has this frame
         for number, error in failures.items():
-            self._work.crew.fail(number, self._planner.devices[number], error)
+            self._work.team.crew.fail(number, self._planner.devices[number], error)
             # The frames of a traceback hold what the device computed.
             error.__traceback__ = error.__cause__ = error.__context__ = None
             member = self._members.pop(number, None)
@@ -184,9 +184,9 @@ class BandedExecutor(Executor):
                 member.close()
         left = {n: each for n, each in self._planner.devices.items() if n not in failures}
         for device in {self._planner.devices[number] for number in failures} - set(left.values()):
-            self._work.replicas.drop(device)
+            self._work.team.replicas.drop(device)
         self._planner = replace(self._planner, devices=left)
-        self._bands = self._planner.recut(self._bands, self._work.crew.speeds(self._work.kind))
+        self._bands = self._planner.recut(self._bands, self._work.team.crew.speeds(self._work.kind))
         self._pending = None
         self._balance.restart()
 
@@ -210,7 +210,7 @@ class BandedExecutor(Executor):
         job, work = self._planner.job, self._work
         name, what = ("encoder", "an encode") if job.spec.encodes else ("decoder", "a decode")
         network = unwrapped(job.network)
-        network = work.replicas.on(device, name, network, work.relief.attempt)
+        network = work.team.replicas.on(device, name, network, work.relief.attempt)
         relief = BandRelief(device, what, None if work.release is None else self._release)
         relief.stopped = self._stopped
         return Member(number, job, network, relief, work.kernels(device))

@@ -7,10 +7,9 @@ import torch
 
 from ....kernels import Snapshot
 from ...layers.oom import Relief
-from ...models.replicas import Replicas
 from ...planning.bands import BandPlanner
 from ..output import Output
-from .crew import Crew, Kind
+from .crew import Kind, Team
 
 
 @dataclass(frozen=True)
@@ -18,8 +17,7 @@ class BandedWork:
     """What the devices of a video have in common."""
 
     planner: BandPlanner
-    crew: Crew
-    replicas: Replicas
+    team: Team
     relief: Relief  # of the first device outside of its band
     release: Callable[[torch.device], None] | None  # releases memory of the caller
     known: bool  # the whole video is at hand, so a chunk can be taken from it again

@@ -8,6 +8,12 @@ from dataclasses import dataclass, field
 import torch
 
 from ....kernels import is_out_of_memory, log_once
+from ...models.replicas import Replicas
+from ...planning.bands import BandPlanner
+from ...planning.job import StreamJob
+from ...planning.plan import Plan, plan_of
+from ..options import StreamOptions
+from ..precision import check_computes
 
 _logger = logging.getLogger(__name__)
 
@@ -89,3 +95,28 @@ class Crew:
             device,
             reason,
         )
+
+
+@dataclass(frozen=True)
+class Team:
+    """The devices that can share a video, and copies of the networks there."""
+
+    replicas: Replicas
+    crew: Crew = field(default_factory=Crew)
+
+    def of_video(self) -> "Team":
+        """Return the team of a video, whose devices stay when others are chosen."""
+        return Team(self.replicas, self.crew.of_video())
+
+    def plan(self, job: StreamJob, options: StreamOptions) -> tuple[Plan, BandPlanner] | None:
+        """Return the plan of a stream in bands and their planner; None: one device computes it."""
+        devices = self.crew.members(job.device)
+        if not devices:
+            return None
+        for device in devices.values():
+            check_computes(job.dtype, device)
+        first = next(number for number, device in devices.items() if device == job.device)
+        limit, tile, chunk = options.limit_bytes, options.tile, options.chunk
+        planner = BandPlanner(job, devices, first, limit, tile, chunk)
+        bands = planner.plan(self.crew.speeds((job.spec.encodes, job.dtype)))
+        return None if bands is None else (plan_of(job, bands), planner)

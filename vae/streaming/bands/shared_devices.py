@@ -6,7 +6,7 @@ import torch
 
 from ...models.config import SEEDVR2, VAEConfig
 from ...validation import checked_devices
-from ..executors import Team
+from .crew import Team
 
 
 class SharedDevices:

@@ -86,11 +86,10 @@ class Worker:
 
 
 def share_cores(workers: Sequence[Worker]) -> None:
-    """Divide the cores that the calling thread uses between `workers` on the CPU.
-
-    PyTorch sets the number of threads for the thread that asks, and the default of new threads with
-    it, which is restored. Without it some ops of a new thread run on all cores of the machine.
-    """
+    """Divide the cores that the calling thread uses between `workers` on the CPU."""
+    # PyTorch sets the number of threads for the thread that asks, and the default of new threads
+    # with it, which is restored. Without it some ops of a new thread run on all cores of the
+    # machine.
     workers = [worker for worker in workers if worker.device.type == "cpu"]
     if not workers:
         return

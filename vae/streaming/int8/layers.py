@@ -1,12 +1,10 @@
 """The convolutions that run in int8: those that save most for what they cost in precision.
 
-What int8 costs depends on the weights: on how large a residual branch is next to its stream, and on
-how far the largest weight is from the others. So it is measured with the weights at hand: a short
-video is computed in float32, in bfloat16, and once with each convolution in int8. The errors of
-convolutions are independent, and add up. Those with the smallest error per multiplication are
-taken, until the error of all is that of bfloat16 and 1 dB more; not those that cost 1 dB alone. A
-result in int8 is therefore at most about 1 dB below one in bfloat16, with any weights. Group norms
-measure whole frames, and those below 128 x 128 have other errors: SeedVR2 can lose more there.
+That depends on the weights, so a short video is computed in float32, in bfloat16, and once with
+each convolution in int8. The errors of convolutions are independent, and add up. Those with the
+smallest error per multiplication are taken, until the error of all is that of bfloat16 and 1 dB
+more; not those that cost 1 dB alone. Group norms measure whole frames, and those below 128 x 128
+have other errors: SeedVR2 can lose more there.
 """
 
 import contextlib
@@ -122,10 +120,7 @@ class Int8Choices:
         choice: Choice,
         needed: Callable[[], bool] = lambda: True,
     ) -> Int8Layers:
-        """Return what is known of a decoder, measured with `x` `[B, C, T, H, W]` if necessary.
-
-        Raises `CancelledError` once the result is not `needed`. The decoder is not modified.
-        """
+        """Return what is known, measured with `x` `[B, C, T, H, W]` while it is `needed`."""
         with self._lock, torch.inference_mode(False):
             facts_of(choice[1]).read()
             found = self.find(network, choice)
@@ -175,10 +170,7 @@ def _read(value: object, names: Iterable[str]) -> Int8Layers | None:
 
 
 def probe(channels: int, size: int, *, frames: int = _LATENTS) -> Tensor:
-    """Return a smooth random video `[1, C, T, size, size]`, float32, always the same.
-
-    Its mean is 0, and its deviation about 1.
-    """
+    """Return a smooth random video `[1, C, T, size, size]`, of deviation 1, always the same."""
     generator = torch.Generator().manual_seed(0)
     half = torch.randn(1, channels, 1, -(-size // 2), -(-size // 2), generator=generator)
     fixed = F.interpolate(half, scale_factor=(1, 2, 2))[..., :size, :size]
@@ -190,10 +182,7 @@ def probe(channels: int, size: int, *, frames: int = _LATENTS) -> Tensor:
 def choose(
     network: Network, x: Tensor, dtype: torch.dtype, needed: Callable[[], bool]
 ) -> Int8Layers:
-    """Measure each convolution with `x` `[B, C, T, H, W]`, and choose those that run in int8.
-
-    The network gets derived weights and hooks.
-    """
+    """Measure each convolution with `x` `[B, C, T, H, W]`, and choose those in int8."""
     shares: dict[str, float] = {}
     candidates = name_convolutions(network)
 
@@ -242,10 +231,7 @@ def _result(
     names: frozenset[str],
     count: dict[str, float] | None = None,
 ) -> Tensor:
-    """Return the float32 result for `x` `[B, C, T, H, W]` with the convolutions `names` in int8.
-
-    `count` receives the share of the multiplications of each convolution by name.
-    """
+    """Return the float32 result with `names` in int8; `count` receives the shares of the work."""
     device = next(network.parameters()).device
     coding = Coding(names, device) if names else None
     cache, pieces, order = TemporalCache(coding=coding), [], torch.channels_last_3d

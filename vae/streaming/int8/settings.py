@@ -8,6 +8,7 @@ import contextlib
 import functools
 import weakref
 from concurrent.futures import CancelledError
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,11 +19,13 @@ from ...layers.inputs.coding import Coding
 from ...layers.oom import Relief
 from ...models.base import Network
 from ...models.config import VAEConfig
-from ..executors import Team
+from ..bands.crew import Team
 from ..options import AUTOMATIC, StreamOptions
 from ..precision import decode_dtype
-from ..shards import StreamShards
 from .layers import Choice, Int8Choices, Int8Layers, probe
+
+if TYPE_CHECKING:
+    from ....sharding.shard import ShardGroup
 
 AUTO, INT8 = "auto", "int8"
 
@@ -48,7 +51,7 @@ class Int8VAE:
     decoder: Network
     conv2: PointwiseConv | None  # before the decoder
     team: Team
-    shards: StreamShards | None
+    shards: "ShardGroup | None"
     _precision = AUTO
 
     _int8: Int8Choices

@@ -49,15 +49,12 @@ _lock = threading.Lock()
 
 
 def prepared(device: torch.device, work: Work) -> Prepared:
-    """Return what the background builds for some work of all VAEs of a configuration.
-
-    A proof that came later begins it again, because its tiles lay memory out in another way.
-    """
+    """Return what the background builds for some work of all VAEs of a configuration."""
     key = device, work
     with _lock:
         if key not in _prepared:
             _prepared[key] = prepare(device, lambda: _record(work))
-        _prepared[key].renew()
+        _prepared[key].renew()  # after a proof, because its tiles lay memory out in another way
         return _prepared[key]
 
 
