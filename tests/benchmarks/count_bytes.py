@@ -305,7 +305,6 @@ def whole_video(
         Relief(device, "a count"),
         single_frame=False,
         begins=True,
-        full=False,
         graphs=False,
         skips=False,
         kernels=lambda _: Snapshot(0, 0, native=True),

@@ -8,7 +8,7 @@ from ..layers.temporal_cache import TemporalCache
 from ..planning.bands import Bands
 from ..planning.job import StreamJob
 from ..planning.plan import Plan, cut_tiles
-from .bands.banded_executor import BandedDecode, BandedEncode, reach_of
+from .bands.banded_executor import BandedDecode, BandedEncode
 from .bands.banded_work import BandedWork
 from .cache_offload import Parking
 from .executor import Executor
@@ -46,10 +46,9 @@ def make_banded(
     leave: Callable[[Tensor], Tensor] | Output,
 ) -> Executor:
     """Return the executor of bands on several devices; `leave` takes the output of the layers."""
-    parts = work, bands, cache, reach_of(work.planner, bands)
     if isinstance(leave, Output):
-        return BandedDecode(*parts)
-    executor = BandedEncode(*parts)
+        return BandedDecode(work, bands, cache)
+    executor = BandedEncode(work, bands, cache)
     executor.finish = leave
     return executor
 

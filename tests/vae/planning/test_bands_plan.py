@@ -194,7 +194,7 @@ def test_bands_follow_the_measured_speeds(measured):
     judge = balance.Balance(crew, kind)
     before, cuts = max(seconds(bands).values()), 0
     for _ in range(20):
-        better = judge.note(plans, bands, seconds(bands))
+        better = judge.note(plans, bands, seconds(bands), "a")
         if better is not None:
             bands, cuts = better, cuts + 1
     first, second = seconds(bands).values()
@@ -223,7 +223,7 @@ def test_equal_devices_keep_their_bands(measured):
     plans, crew, kind, _ = measured
     bands = plans.plan({})
     judge = balance.Balance(crew, kind)
-    assert all(judge.note(plans, bands, plans.works(bands)) is None for _ in range(10))
+    assert all(judge.note(plans, bands, plans.works(bands), "a") is None for _ in range(10))
 
 
 def test_the_first_chunk_of_a_shape_is_not_measured(measured):
@@ -234,11 +234,9 @@ def test_the_first_chunk_of_a_shape_is_not_measured(measured):
     slow = {number: each * (1000 if number == 0 else 1) for number, each in seconds(bands).items()}
     # The first frame, steps of two latents, and a last step of one.
     for shape, each in [("a", slow), ("b", slow), ("b", seconds(bands)), ("c", slow)]:
-        judge.announce(shape)
-        judge.note(plans, bands, each)
+        judge.note(plans, bands, each, shape)
         assert not crew.speeds(kind)
-    judge.announce("b")
-    judge.note(plans, bands, seconds(bands))
+    judge.note(plans, bands, seconds(bands), "b")
     speeds = crew.speeds(kind)
     assert speeds[0] == pytest.approx(3 * speeds[1])
 

@@ -33,7 +33,7 @@ def cuts(monkeypatch):
     """Cut other bands after the second and the fourth chunk; the spans of all chunks."""
     spans, turns = [], itertools.cycle([{0: 1, 1: 3, 2: 2}, {0: 2, 1: 1, 2: 1}])
 
-    def noted(self, plans, bands, seconds):
+    def noted(self, plans, bands, seconds, shape):
         spans.append(tuple(bands.spans.values()))
         return plans.recut(bands, next(turns)) if len(spans) in (2, 4) else None
 

@@ -23,7 +23,6 @@ class Balance:
     def __init__(self, crew: Crew, kind: Kind) -> None:
         self._crew, self._kind = crew, kind
         self._seconds: dict[int, float] = defaultdict(float)
-        self._shape: Hashable = None
         self._set_up: set[Hashable] = set()
         self._chunks = self._cuts = 0
         self._done = False
@@ -34,18 +33,14 @@ class Balance:
         self._set_up.clear()
         self._chunks = 0
 
-    def announce(self, shape: Hashable) -> None:
-        """Say the `shape` of the next chunks; the first frame of a video has one of its own."""
-        self._shape = shape
-
     def note(
-        self, planner: BandPlanner, bands: Bands, seconds: Mapping[int, float]
+        self, planner: BandPlanner, bands: Bands, seconds: Mapping[int, float], shape: Hashable
     ) -> Bands | None:
-        """Count a chunk with its seconds by device; return better bands, or None."""
+        """Count a chunk of a `shape` with its seconds by device; return better bands, or None."""
         if self._done:
             return None
-        if self._shape not in self._set_up:
-            self._set_up.add(self._shape)
+        if shape not in self._set_up:
+            self._set_up.add(shape)
             return None
         self._chunks += 1
         for number, each in seconds.items():

@@ -7,23 +7,26 @@ its band, and repeat the last chunks without output, because the tails of its co
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ....kernels import new_video
+from ...layers.frame_runs import fitted
 from ...layers.temporal_cache import TemporalCache
 from ...models.receptive_field import causal_taps, frames_before, latents_before
-from ...planning.bands import Band, BandPlanner, Bands
+from ...planning.bands import Band, Bands
+from ...planning.job import StreamJob
 from ...planning.tiling import divided
 from ..executor import Executor, Tails
 from ..output import TiledChunk
 from ..tiled_executor import TiledEncode, join_tails
 from .balance import Balance
 from .banded_work import BandedWork
-from .history import History, PastChunk
 from .member import BandRelief, Member, unwrapped
 from .worker import share_cores
 
@@ -32,12 +35,25 @@ _logger = logging.getLogger(__name__)
 _Task = Callable[[Member], Callable[[], None]]
 
 
+@dataclass(frozen=True)
+class PastChunk:
+    """A chunk that all devices have computed; they repeat it when one of them fails."""
+
+    frames: int  # their number
+    first: bool  # it was the first frame of the video
+    again: Callable[[], Tensor]  # its first frames `[B, C, t, H, W]`; the others repeat the last
+
+    def whole(self) -> Tensor:
+        """Return all frames `[B, C, T, H, W]`."""
+        return fitted(self.again(), self.frames)
+
+
 class BandedExecutor(Executor):
     """An executor that divides the frames between devices."""
 
     records = False
 
-    def __init__(self, work: BandedWork, bands: Bands, cache: TemporalCache, reach: int) -> None:
+    def __init__(self, work: BandedWork, bands: Bands, cache: TemporalCache) -> None:
         job = work.planner.job
         first, rest = divided(job.network.chains(), bands.cut)
         own = next(band for band in bands.members if band.number == work.planner.first)
@@ -45,7 +61,9 @@ class BandedExecutor(Executor):
         self._tiled = first if job.spec.encodes else rest
         self._work, self._planner, self._bands = work, work.planner, bands
         self._members: dict[int, Member] = {}
-        self._history = History(reach)
+        # Chunks that later results depend on, oldest first.
+        self._history: deque[PastChunk] = deque()
+        self._reach = _reach_of(job, bands)
         self._balance = Balance(work.team.crew, work.kind)
         self._pending: Bands | None = None
         self._stopped, self._releasing = threading.Event(), threading.Lock()
@@ -117,29 +135,34 @@ class BandedExecutor(Executor):
             self._dismiss(failures)
             failures = self._repeat(past, task)
         if len(self._members) > 1:  # an error of the first device ends the video
-            self._history.add(past)
+            self._remember(past)
         self._done += frames
-        self._balance.announce((x.shape, self.cache.first))
-        self._look()
+        self._look((x.shape, self.cache.first))
+
+    def _remember(self, past: PastChunk) -> None:
+        """Keep a chunk, and release those that nothing depends on any more."""
+        self._history.append(past)
+        frames = sum(each.frames for each in self._history)
+        while self._history and frames - self._history[0].frames >= self._reach:
+            frames -= self._history.popleft().frames
 
     def _repeat(self, past: PastChunk, task: Callable[[Tensor], _Task]) -> dict[int, BaseException]:
         """Compute the last chunks on the devices that are left; return errors by their number."""
         self._recruit()
-        chunks = [*self._history.chunks, past]
+        chunks = [*self._history, past]
         self._start(first=chunks[0].first)
         share_cores([member.worker for member in self._in_order()])
         for chunk in chunks:
             for cache in self.caches[1:]:
                 cache.first = chunk.first
             x = self._work.relief.attempt(chunk.whole)
-            run = task(x) if chunk is past else self._dropped(x)
-            failures = self._each(run)
+            failures = self._each(task(x) if chunk is past else self._written(None, x))
             if failures:
                 return failures
         return {}
 
-    def _dropped(self, x: Tensor) -> _Task:
-        """Return the work of a device for a chunk `x` `[B, C, T, H, W]` without its result."""
+    def _written(self, target: Any, x: Tensor) -> _Task:  # noqa: ANN401, as of the two executors
+        """Return the work of a device for `x` `[B, C, T, H, W]`; the result goes to `target`."""
         raise NotImplementedError
 
     def _each(self, task: _Task) -> dict[int, BaseException]:
@@ -233,7 +256,7 @@ class BandedExecutor(Executor):
         for band in self._bands.members:
             self._members[band.number].start(self._bands, band, first=first)
 
-    def _look(self) -> None:
+    def _look(self, shape: Hashable) -> None:
         """Plan other bands where memory ran out, or where devices have other speeds."""
         bands = self._bands
         what = "frame" if self._planner.job.spec.encodes else "latent"
@@ -245,7 +268,7 @@ class BandedExecutor(Executor):
             self._pending = bands
             return
         seconds = {member.number: member.seconds for member in self._in_order()}
-        self._pending = self._balance.note(self._planner, bands, seconds)
+        self._pending = self._balance.note(self._planner, bands, seconds, shape)
 
     def _adapt(self) -> None:
         """Continue in the bands that were planned after the last chunk."""
@@ -309,13 +332,10 @@ class BandedDecode(BandedExecutor):
         self._compute(x, x.shape[2], functools.partial(self._written, chunk))
         yield chunk.piece
 
-    def _written(self, chunk: TiledChunk | None, x: Tensor) -> _Task:
-        if chunk is not None:
-            chunk.restart()
-        return lambda member: member.decode(x, chunk)
-
-    def _dropped(self, x: Tensor) -> _Task:
-        return self._written(None, x)
+    def _written(self, target: TiledChunk | None, x: Tensor) -> _Task:
+        if target is not None:
+            target.restart()
+        return lambda member: member.decode(x, target)
 
 
 class BandedEncode(BandedExecutor):
@@ -354,16 +374,12 @@ class BandedEncode(BandedExecutor):
                         frames //= stride
         return new_video(x, (x.shape[0], channels, frames, height, width))
 
-    def _written(self, whole: Tensor | None, x: Tensor) -> _Task:
-        return lambda member: member.encode(x, whole)
-
-    def _dropped(self, x: Tensor) -> _Task:
-        return self._written(None, x)
+    def _written(self, target: Tensor | None, x: Tensor) -> _Task:
+        return lambda member: member.encode(x, target)
 
 
-def reach_of(planner: BandPlanner, bands: Bands) -> int:
-    """Return the frames or latents before a chunk that `bands` of a `planner` depend on."""
-    job = planner.job
+def _reach_of(job: StreamJob, bands: Bands) -> int:
+    """Return the frames or latents before a chunk that `bands` depend on."""
     if job.single_frame:
         return 0
     if job.spec.encodes:

@@ -20,6 +20,7 @@ from ...layers.oom import Relief
 from ...models.base import Network
 from ...models.config import VAEConfig
 from ..bands.crew import Team
+from ..bands.member import unwrapped
 from ..options import AUTOMATIC, StreamOptions
 from ..precision import decode_dtype
 from .layers import Choice, Int8Choices, Int8Layers, probe
@@ -95,7 +96,7 @@ class Int8VAE:
         """
         if reason := self._lacks_int8(dtype):
             raise ValueError(f"precision is int8, but {reason}; expected auto")
-        return self._int8.of(self._plain_decoder(), self._probed(), (dtype, self.device))
+        return self._int8.of(unwrapped(self.decoder), self._probed(), (dtype, self.device))
 
     def int8_dtype(self, options: StreamOptions = AUTOMATIC) -> torch.dtype:
         """Return the dtype of the other layers of a decode that has some in int8."""
@@ -114,7 +115,7 @@ class Int8VAE:
             log_once(f"int8 is not used: {reason}")
             return None
         relief, choice = Relief(self.device, "the choice of int8"), (dtype, self.device)
-        layers = relief.attempt(lambda: self._int8.find(self._plain_decoder(), choice))
+        layers = relief.attempt(lambda: self._int8.find(unwrapped(self.decoder), choice))
         if layers is None:
             self._job(choice)
             log_once(
@@ -137,9 +138,6 @@ class Int8VAE:
             job = self._int8.jobs[choice] = submit("the choice of int8", work)
         return job
 
-    def _plain_decoder(self) -> Network:
-        return getattr(self.decoder, "_orig_mod", self.decoder)  # `torch.compile` wraps a module
-
     @torch.no_grad()
     def _probed(self) -> Tensor:
         """Return the input `[B, C, T, H, W]` of the decoder for a measurement."""
@@ -161,7 +159,7 @@ def _choose(vae: weakref.ref[Int8VAE], choice: Choice) -> None:
     found = vae()
     if found is None or found.device != choice[1] or found._lacks_int8(choice[0]):
         return
-    choices, network, x = found._int8, found._plain_decoder(), found._probed()
+    choices, network, x = found._int8, unwrapped(found.decoder), found._probed()
     del found
     with contextlib.suppress(CancelledError):
         choices.of(network, x, choice, lambda: vae() is not None)
