@@ -3,9 +3,7 @@
 import copy
 import dataclasses
 import gc
-import itertools
 import pickle
-import time
 import weakref
 
 import pytest
@@ -26,8 +24,8 @@ from fast_video_vae.vae.planning.layer_specs import lengths_before, network_spec
 from fast_video_vae.vae.planning.plan import Tiles, make_plan
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-# Relative errors of the estimate for allocated tensors (most cases are within 3 %, one of 92 is 7 %
-# off) and for the memory of a process.
+# Relative errors of the estimate for allocated tensors (most cases are within 3 %) and for the
+# memory of a process.
 ALLOCATED, TOLERANCE = 0.08, 0.15
 
 measured = pytest.mark.skipif(
@@ -66,6 +64,8 @@ CASES = [
     Case("seedvr2", True, chunk=1, size=(128, 192)),
     Case("wan2.1", False, chunk=1, size=(128, 192), tile=(64, 96), cut=0),
     Case("wan2.1", True, chunk=1, size=(128, 192), tile=(64, 96), cut=1),
+    Case("wan2.2", False, latents=1, size=(480, 832), tile=(256, 256), cut=0),
+    Case("seedvr2", True, limit_bytes=1),
 ]
 
 # Cases, and limits as shares of their peak on whole frames. On a CPU the tails cannot be moved, so
@@ -86,29 +86,7 @@ def test_a_stream_keeps_its_memory_limit(case, share):
     assert peak <= (1 + ALLOCATED) * limit
 
 
-def many(family, encode):
-    for chunk in (1, 2, 4):
-        yield Case(family, encode, latents=1 + 2 * chunk, chunk=chunk)
-    yield Case(family, encode, latents=1, size=(512, 512))
-    yield Case(family, encode, width=96, chunk=1, size=(128, 192))
-    yield Case(family, encode, width=48, dtype="bfloat16", latents=5, chunk=2)
-    yield Case(family, encode, latents=5, chunk=2, batch=2, size=(192, 256))
-    yield Case(family, encode, latents=3, chunk=1, size=(320, 512))
-    yield Case(family, encode, limit_bytes=1)
-    if family == "seedvr2":
-        return
-    for cut, side in itertools.product((0, 1, 2), (64, 128)):
-        yield Case(family, encode, size=(256, 320), chunk=1, tile=(side, side), cut=cut)
-    yield Case(family, encode, latents=9, size=(256, 320), chunk=4, tile=(256, 128), cut=0)
-    yield Case(family, encode, latents=1, size=(480, 832), tile=(256, 256), cut=0)
-
-
-MANY = [case for family in VIDEO for encode in (False, True) for case in many(family, encode)]
-
-
-@pytest.mark.parametrize(
-    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MANY)], ids=str
-)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_estimate_matches_the_allocations_of_a_stream(case):
     peak, estimate = live_peak(case)
     assert estimate == pytest.approx(peak, rel=ALLOCATED)
@@ -147,14 +125,6 @@ def test_the_estimate_matches_the_memory_of_a_process():
     """
     wrong = differing(CASES)
     assert not wrong or not differing(wrong)
-
-
-@measured
-@pytest.mark.slow
-def test_the_heap_of_glibc_adds_at_most_100_mib():
-    for case in CASES[:2]:
-        (result,) = bench_memory.run(case, holes=True)
-        assert 0.85 * result["estimate_mib"] <= result["peak_mib"] <= result["estimate_mib"] + 100
 
 
 @pytest.mark.usefixtures("plans_anew")
@@ -317,20 +287,6 @@ def test_caches_on_the_host_cost_copies_and_lengthen_steps(wan, monkeypatch):
         assert not make_plan(
             work_of(wan.decoder, device=device, single_frame=single_frame), 1
         ).parked
-
-
-@pytest.mark.usefixtures("plans_anew")
-def test_planning_is_fast(wan):
-    times = []
-    for device, limit in itertools.product((CPU, CUDA), (1, 1 << 29)):
-        work = work_of(wan.decoder, device=device)
-        best = float("inf")
-        for _ in range(3):
-            start = time.process_time()
-            make_plan(work, limit)
-            best = min(best, time.process_time() - start)
-        times.append(best)
-    assert max(times) < 0.25  # 5 to 30 ms on a shared CPU
 
 
 class Estimates:

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from fast_video_vae.tests.benchmarks.weights import random_weights
 from fast_video_vae.tests.vae.families import STATES, joined
-from fast_video_vae.tests.vae.planning.live_bytes import LiveBytes
 from fast_video_vae.tests.vae.streaming.failing_memory import FailingMemory
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.layers.workspace import Workspace
@@ -54,11 +53,6 @@ def convert(
         return joined(stream(x, StreamOptions(chunk), **given)).cpu(), dict(vae.shards.counts)
 
 
-def encode_deep(group, *, family, bits):
-    """Encode frames of uint16, given as int16 because PyTorch does not pickle uint16."""
-    return convert(group, family=family, x=bits.view(torch.uint16), encode=True)[0]
-
-
 def sharers(group):
     """The ranks on the device of this one."""
     with sharded("wan2.1", group) as vae:
@@ -69,26 +63,6 @@ def decode_pieces(group, *, family, x):
     """Decode latents that arrive one by one."""
     with sharded(family, group) as vae:
         return joined(vae.decode_stream(iter(x.split(1, dim=2))))
-
-
-def decode_images(group, *, family, x):
-    """Decode to images in uint8, in float32."""
-    with sharded(family, group, torch.float32) as vae:
-        batch, channels, *size = vae.config.decoded_shape(x.shape)
-        images = torch.empty(batch, *size, channels, dtype=torch.uint8)
-        for _ in vae.decode_stream(x, images=images):
-            pass
-        return images
-
-
-def decode_state(group, *, state, x):
-    """Decode with the VAE of these weights."""
-    vae = load_vae(state, dtype=torch.float64)
-    vae.shard(group)
-    try:
-        return vae.decode(x)
-    finally:
-        vae.unshard()
 
 
 def decode_in_parts(group, *, family, x, part_bytes):
@@ -160,47 +134,6 @@ def with_failing_scratch(group, *, family, x, share):
             vae.decode(x)
             limit = share * max(sizes) if dist.get_rank(group) == 0 else 0
             return vae.decode(x)
-
-
-def wait_for_the_dead(group, *, family, x):
-    """Decode on the last rank, after rank 0 was killed, while the others keep their connections."""
-    vae = _vae(family, torch.float64)
-    vae.shard(group)
-    if dist.get_rank(group) == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    start, error = time.monotonic(), ""
-    if dist.get_rank(group) == dist.get_world_size(group) - 1:
-        try:
-            vae.decode(x)
-        except OSError as ended:
-            error = str(ended)
-    else:
-        time.sleep(6)
-    seconds = time.monotonic() - start
-    vae.unshard()
-    return error, seconds
-
-
-def live_bytes(group, *, family, width, x, encode=False):
-    """The peak of the memory of one rank, and of one process, without weights, input and result."""
-    peaks = []
-    vae = load_vae(random_weights(family, width, width), dtype=torch.float32)
-    vae.limit_bytes = 1 << 40
-    for is_sharded in (True, False):
-        if is_sharded:
-            vae.shard(group)
-        stream = vae.encode_stream if encode else vae.decode_stream
-        live = LiveBytes()
-        for _ in stream(x, StreamOptions(1)):
-            pass
-        for tensor in (x, *vae.parameters()):
-            live.ignore(tensor)
-        with live:
-            for _ in stream(x, StreamOptions(1)):
-                pass
-        peaks.append(live.peak)
-        vae.unshard()
-    return peaks
 
 
 def ends_early(group, *, family, x, victim, how):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fast_video_vae.tests.benchmarks import count_bytes
+from fast_video_vae.tests.products import each_value_once
 from fast_video_vae.tests.vae.planning.live_bytes import LiveBytes, meta_vae, without_values
 from fast_video_vae.vae import StreamOptions
 from fast_video_vae.vae.sharding.shard import ShardGroup
@@ -122,11 +123,10 @@ def test_operations_of_a_step(family, encode, axis):
     assert found == OPERATIONS[family, encode]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("axis", ["rows", "columns"])
-@pytest.mark.parametrize(("family", "encode"), OPERATIONS)
-def test_memory_of_a_rank(family, encode, axis):
+@each_value_once(of=OPERATIONS, axis=["rows", "columns"])
+def test_memory_of_a_rank(of, axis):
     """A rank of four has about a quarter of the memory, and no more than its plan says."""
+    family, encode = of
     vae = meta_vae(family, WIDTHS[family], "bfloat16")
     small = frames(vae, 3, 64, 64) if encode else latents(vae, 3, 64, 64)
     counted(vae, small, None, encode=encode)  # derives weights

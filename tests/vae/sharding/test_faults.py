@@ -61,16 +61,6 @@ def test_any_allocation_of_one_rank_can_fail(pool, family, victim, encode):
         assert results[victim][1]["failed"] == 1
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("family", VIDEO)
-def test_most_allocations_of_one_rank_can_fail(pool, family):
-    x, expected = given_and_expected(family)
-    options = {"family": family, "x": x, "victim": 1}
-    seen = pool.run(tasks.with_failing_memory, 2, **options)[1][1]["seen"]
-    for first in range(1, seen, max(1, seen // 40)):
-        check(pool.run(tasks.with_failing_memory, 2, **options, first=first), expected)
-
-
 def test_large_allocations_of_one_rank_can_fail(pool):
     """Convolutions run in pieces there, and all ranks go on in smaller steps."""
     x, expected = given_and_expected("wan2.1")
@@ -91,39 +81,6 @@ def test_scratch_memory_of_one_rank_can_fail(pool, family):
     expected = vae.decode(x)
     for actual in pool.run(tasks.with_failing_scratch, 2, family=family, x=x, share=0.9):
         assert relative_error(actual, expected) <= 1e-12
-
-
-@pytest.mark.slow
-def test_a_wait_ends_when_the_lowest_rank_is_dead():
-    pool = Pool(3)
-    try:
-        x, _ = given_and_expected("wan2.1")
-        for rank in range(3):
-            pool.start(rank, tasks.wait_for_the_dead, 3, family="wan2.1", x=x)
-        error, seconds = pool.result(2)
-        assert error == "rank 0 of 3 ended unexpectedly"
-        assert seconds < 5
-    finally:
-        pool.close()
-
-
-@pytest.mark.parametrize("encode", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    ("family", "width"),
-    [
-        ("wan2.1", 24),
-        pytest.param("wan2.2", 32, marks=pytest.mark.slow),
-        pytest.param("seedvr2", 32, marks=pytest.mark.slow),
-    ],
-)
-def test_a_rank_has_its_share_of_the_memory(pool, family, width, encode):
-    step = {"wan2.2": 16}.get(family, 8)
-    channels = {"wan2.2": 48}.get(family, 16)
-    side = 16
-    shape = (1, 3, 5, side * step, side * step) if encode else (1, channels, 2, side, side)
-    options = {"family": family, "width": width, "x": torch.rand(shape), "encode": encode}
-    for shard, one in pool.run(tasks.live_bytes, 4, **options):
-        assert shard <= 0.35 * one
 
 
 @pytest.mark.parametrize("victim", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
