@@ -7,6 +7,7 @@ with the lines that came with them. Beyond the edge of the picture there are zer
 
 import functools
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,9 @@ from torch import Tensor
 from ...kernels import lacks, new_video
 from ..layers.lines import Attempt, Lines
 from ..models.receptive_field import Size
+from ..planning.job import StreamJob
 from ..planning.parts import AXES, divide, largest_part, most_lines
+from ..planning.plan import Plan, usual_limit
 from .ranks import Ranks, Swap, at_once
 
 
@@ -113,6 +116,20 @@ class ShardGroup(Ranks):
         axis = 0 if self.axis is None else AXES[self.axis]
         self.check_equal({"height": height, "width": width, "axis": axis}, attempt)
         return Shard(self, *divide((height, width), self.size, self.axis))
+
+    def limit_of(self, job: StreamJob, limit_bytes: int | None) -> int:
+        """Return the memory limit of the rank that has least; ranks on one device divide it."""
+        if limit_bytes is None:
+            limit_bytes = usual_limit(job) // self.sharers
+        return -self.most("limit_bytes", -limit_bytes)
+
+    def check_plan(
+        self, job: StreamJob, plan: Plan, options: Mapping[str, bool], attempt: Attempt
+    ) -> None:
+        """Raise a `ValueError` if a rank has another plan, batch or `options`."""
+        kind = {"encode": job.spec.encodes, "single_frame": job.single_frame, **options}
+        plans = {"chunk": plan.chunk, "part_bytes": plan.part_bytes, "peak_bytes": plan.peak_bytes}
+        self.check_equal({"batch": job.latent_size[0], **kind, **plans}, attempt)
 
 
 def _dense(lines: Tensor) -> Tensor:

@@ -39,7 +39,6 @@ from .executors import make_banded, make_executor
 from .options import StreamOptions
 from .output import Output
 from .precision import eager, layer_modes
-from .shards import check_shared, shared_limit
 from .static_frames import Changes
 from .upload import Upload
 
@@ -160,7 +159,9 @@ class VideoSession:
         coded = self.coding.names if self.coding else frozenset()
         self._job = job_of(*model, single_frame=self.single_frame, ranks=ranks, coded=coded)
         banded = None if self.team is None else self.team.plan(self._job, self.options)
-        limit = shared_limit(self.shards, self._job, self.options.limit_bytes)
+        limit = self.options.limit_bytes
+        if self.shards is not None:
+            limit = self.shards.limit_of(self._job, limit)
         options = {"chunk": self.options.chunk, "tile": self.options.tile}
         self._plan, self._planner = banded or (make_plan(self._job, limit, **options), None)
         check_plan(self._job, self._plan)
@@ -169,8 +170,9 @@ class VideoSession:
             most = 1 if self.single_frame else _PROOFS
             room = (free_bytes(self._device) if limit is None else limit) - self._plan.peak_bytes
             self._proofs = Proofs(room, most)
-        options = {"begins": self.begins, "skips_static": self.skips}
-        check_shared(self.shards, self._job, self._plan, options, self.relief.finish)
+        if self.shards is not None:
+            options = {"begins": self.begins, "skips_static": self.skips}
+            self.shards.check_plan(self._job, self._plan, options, self.relief.finish)
         modules = self.network.modules
         convs = self.network.kept.of("convs", lambda: [m for m in modules() if isinstance(m, Conv)])
         drop_stale_forms(convs, self.relief.finish)

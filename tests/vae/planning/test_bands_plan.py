@@ -14,6 +14,7 @@ from fast_video_vae.tests.vae.families import (
     published_decode,
     random_frames,
 )
+from fast_video_vae.tests.vae.streaming.test_bands_faults import around
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.planning import bands as bands_module
 from fast_video_vae.vae.planning.bands import BandPlanner
@@ -22,7 +23,6 @@ from fast_video_vae.vae.planning.job import job_of
 from fast_video_vae.vae.planning.tiling import band_cuts
 from fast_video_vae.vae.streaming.bands import balance
 from fast_video_vae.vae.streaming.bands.crew import Crew
-from fast_video_vae.vae.streaming.tiled_executor import TiledDecode, TiledEncode
 
 CPU = torch.device("cpu")
 GIB = 1 << 30
@@ -257,15 +257,12 @@ def test_a_slow_device_gets_less(monkeypatch):
     monkeypatch.setattr(balance, "_LEAST_S", 0)
     vae = load_vae(random_state_dict(8), dtype=torch.float32)
     vae.devices = ["cpu"] * 2
-    for route, name in ((TiledDecode, "fill"), (TiledEncode, "join")):
-        work = getattr(route, name)
 
-        def slowed(self, *arguments, work=work):
-            if "-1-" in threading.current_thread().name:
-                threading.Event().wait(0.06)
-            return work(self, *arguments)
+    def slowed(device, _, work):
+        threading.Event().wait(0.06 * (device == 1))
+        return work()
 
-        monkeypatch.setattr(route, name, slowed)
+    around(monkeypatch, slowed)
     vae.decode(latent_for(vae, 8, 64, 128), 1)
     kind = False, torch.float32
     speeds = vae.team.crew.speeds(kind)

@@ -1,7 +1,6 @@
 """Several devices give the result of one, each with a band of the frames."""
 
 import contextlib
-import gc
 import threading
 
 import pytest
@@ -110,14 +109,13 @@ def test_a_part_of_a_video_is_that_of_the_whole(wan, banded):
     assert banded
 
 
-@pytest.mark.parametrize("kind", ["out", "images", "uint8"])
+@pytest.mark.parametrize("kind", ["out", "images"])
 def test_frames_go_to_the_memory_of_the_caller(vae, banded, kind):
     latent, _ = inputs(vae, 3, 64, 128)
     shape = vae.config.decoded_shape(latent.shape)
     given = {
         "out": {"out": torch.zeros(shape)},
-        "images": {"images": torch.zeros(shape[0], *shape[2:], shape[1])},
-        "uint8": {"images": torch.zeros((shape[0], *shape[2:], shape[1]), dtype=torch.uint8)},
+        "images": {"images": torch.zeros((shape[0], *shape[2:], shape[1]), dtype=torch.uint8)},
     }[kind]
     (memory,) = given.values()
     vae.devices = []
@@ -177,33 +175,17 @@ def test_bands_of_fewer_pixels_than_devices(vae):
     assert torch.equal(vae.encode(video), encoded)
 
 
-def test_results_are_used_in_later_computations(wan):
-    """They are no inference tensors, and the caller may write to them."""
-    latent, _ = inputs(wan, 3, 32, 96)
-    wan.devices = ["cpu"] * 2
-    for piece in wan.decode_stream(latent):
-        piece.add_(1).requires_grad_()
-
-
 def test_threads_end_with_the_stream(wan):
     latent, _ = inputs(wan, 6, 32, 96)
     wan.devices = ["cpu"] * 3
     stream = wan.decode_stream(latent, StreamOptions(1))
     next(stream)
-    assert len(threads()) in (2, 3)
     same = set(threads())
-    next(stream)
+    assert len(same) in (2, 3)
+    next(stream).add_(1).requires_grad_()  # no inference tensor
     assert set(threads()) == same
     stream.close()
     assert not threads()
-    dropped = wan.decode_stream(latent, StreamOptions(1))
-    next(dropped)
-    gc.disable()
-    try:
-        del dropped  # no reference cycle keeps it
-        assert not threads()
-    finally:
-        gc.enable()
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.products import each_value_once
 from fast_video_vae.tests.vae.streaming.failing_memory import FailingMemory
 from fast_video_vae.tests.vae.streaming.test_bands import threads
-from fast_video_vae.tests.vae.streaming.test_bands_faults import latent, number, run
+from fast_video_vae.tests.vae.streaming.test_bands_faults import around, latent, number, run
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.layers.oom import ExhaustedError
 from fast_video_vae.vae.streaming import precision
@@ -116,14 +116,14 @@ def test_the_bands_stay_if_their_tails_cannot_be_read(vae, cuts, monkeypatch):
 
 def test_a_running_video_keeps_the_devices_that_it_started_with(vae, monkeypatch):
     """What happens there says nothing about the devices that are chosen meanwhile."""
-    expected, fill = alone(vae, "decode"), TiledDecode.fill
+    expected = alone(vae, "decode")
 
-    def failing(self, *arguments):
-        if chosen and number() == 1:
+    def failing(device, _, work):
+        if chosen and device == 1:
             raise RuntimeError("gone")
-        fill(self, *arguments)
+        return work()
 
-    monkeypatch.setattr(TiledDecode, "fill", failing)
+    around(monkeypatch, failing)
     monkeypatch.setattr(balance, "_LEAST_S", 0)
     chosen = False
     stream = vae.decode_stream(latent(), StreamOptions(1))

@@ -1,6 +1,8 @@
 """A device that fails, or whose memory runs out, changes neither the result nor the others."""
 
 import _thread
+import contextlib
+import functools
 import logging
 import signal
 import threading
@@ -66,29 +68,33 @@ def number():
     return int(threading.current_thread().name.split("-")[3])
 
 
+def around(monkeypatch, do):
+    """Let `do` call the work of each device on a chunk, by its number and its executor."""
+    for route, name in ((TiledDecode, "fill"), (TiledEncode, "join")):
+        work = getattr(route, name)
+
+        def run(self, *arguments, work=work):
+            return do(number(), self, functools.partial(work, self, *arguments))
+
+        monkeypatch.setattr(route, name, run)
+
+
 @pytest.fixture
 def faults(monkeypatch):
     """Let devices fail at a chunk, by number: (chunk, before or after its work, error)."""
     plan, calls = {}, {}
 
-    def patched(route, name):
-        work = getattr(route, name)
+    def run(device, _, work):
+        calls[device] = calls.get(device, -1) + 1
+        at, late, error = plan.get(device, (None, False, None))
+        if calls[device] == at and not late:
+            raise error
+        result = work()
+        if calls[device] == at:
+            raise error
+        return result
 
-        def run(self, *arguments):
-            device = number()
-            calls[device] = calls.get(device, -1) + 1
-            at, late, error = plan.get(device, (None, False, None))
-            if calls[device] == at and not late:
-                raise error
-            result = work(self, *arguments)
-            if calls[device] == at:
-                raise error
-            return result
-
-        monkeypatch.setattr(route, name, run)
-
-    patched(TiledDecode, "fill")
-    patched(TiledEncode, "join")
+    around(monkeypatch, run)
     plan["calls"] = calls
     return plan
 
@@ -200,17 +206,12 @@ def test_pictures_survive_a_failure(faults):
 def failing(monkeypatch):
     """Let allocations of devices fail, by number: a `FailingMemory` each."""
     memories = {}
-    for route, name in ((TiledDecode, "fill"), (TiledEncode, "join")):
-        work = getattr(route, name)
 
-        def run(self, *arguments, work=work):
-            memory = memories.get(number())
-            if memory is None:
-                return work(self, *arguments)
-            with memory:
-                return work(self, *arguments)
+    def run(device, _, work):
+        with memories.get(device, contextlib.nullcontext()):
+            return work()
 
-        monkeypatch.setattr(route, name, run)
+    around(monkeypatch, run)
     return memories
 
 
@@ -230,15 +231,12 @@ def test_a_device_whose_memory_runs_out_runs_its_band_in_tiles(
         members = [smaller if each is band else each for each in bands.members]
         return replace(bands, members=tuple(members))
 
+    def noted(device, executor, work):
+        tiles.setdefault(device, []).append(len(executor.tiles))
+        return work()
+
     monkeypatch.setattr(BandPlanner, "smaller", halved)
-    for route, name in ((TiledDecode, "fill"), (TiledEncode, "join")):
-        work = getattr(route, name)
-
-        def noted(self, *arguments, work=work):
-            tiles.setdefault(number(), []).append(len(self.tiles))
-            return work(self, *arguments)
-
-        monkeypatch.setattr(route, name, noted)
+    around(monkeypatch, noted)
     with caplog.at_level(logging.WARNING):
         close(run(vae, task), expected[task])
     assert memory.failed == 1
@@ -346,17 +344,16 @@ class StopError(BaseException):
 )
 def test_an_error_that_ends_the_video_ends_the_other_devices(vae, monkeypatch, task, ends, kind):
     """Devices without an error would take a minute."""
-    route, name = (TiledDecode, "fill") if task == "decode" else (TiledEncode, "join")
     together = threading.Barrier(len(ends))
 
-    def work(self, *_):
-        if number() in ends:
+    def run_instead(device, executor, _):
+        if device in ends:
             together.wait(10)
-            raise ends[number()]
+            raise ends[device]
         for _ in range(6000):
-            self.cache.attempt(lambda: time.sleep(0.01))
+            executor.cache.attempt(lambda: time.sleep(0.01))
 
-    monkeypatch.setattr(route, name, work)
+    around(monkeypatch, run_instead)
     start = time.perf_counter()
     with pytest.raises(kind):
         run(vae, task)
@@ -367,13 +364,8 @@ def test_an_error_that_ends_the_video_ends_the_other_devices(vae, monkeypatch, t
 
 def test_threads_see_the_context_of_the_caller(vae, monkeypatch):
     """Such as the backend that `use_backend` forces."""
-    setting, seen, work = ContextVar("setting", default=0), [], TiledDecode.fill
-
-    def noted(self, *arguments):
-        seen.append(setting.get())
-        work(self, *arguments)
-
-    monkeypatch.setattr(TiledDecode, "fill", noted)
+    setting, seen = ContextVar("setting", default=0), []
+    around(monkeypatch, lambda device, _, work: (work(), seen.append(setting.get())))
     stream = vae.decode_stream(latent(), StreamOptions(1))
     for value in (1, 2):
         setting.set(value)

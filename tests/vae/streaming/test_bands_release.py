@@ -4,7 +4,6 @@ import contextlib
 import functools
 import gc
 import itertools
-import threading
 import weakref
 from types import SimpleNamespace
 
@@ -13,13 +12,13 @@ import torch
 
 from fast_video_vae.tests.products import each_value_once
 from fast_video_vae.tests.vae.families import STATES, latent_for, random_frames
+from fast_video_vae.tests.vae.streaming.test_bands_faults import around
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
 from fast_video_vae.vae.layers.workspace import Workspace
 from fast_video_vae.vae.streaming.bands.banded_executor import BandedDecode, BandedEncode
 from fast_video_vae.vae.streaming.bands.member import Member
 from fast_video_vae.vae.streaming.session import VideoSession
-from fast_video_vae.vae.streaming.tiled_executor import TiledDecode, TiledEncode
 
 pytestmark = pytest.mark.usefixtures("steady")
 
@@ -77,25 +76,18 @@ def failing(monkeypatch):
     """
     errors, alive, results, calls = {}, [], [], {}
 
-    def patched(route, name):
-        work = getattr(route, name)
+    def fail(device, executor, work):
+        calls[device] = calls.get(device, 0) + 1
+        if device not in errors and calls[device] > 2:
+            alive.extend(each() is not None for each in results)
+        result = work()
+        if device in errors and calls[device] == 2:
+            activation = torch.zeros(10)
+            results.append(weakref.ref(activation))
+            executor.cache.attempt(functools.partial(allocate, errors[device]))
+        return result
 
-        def fail(self, *arguments):
-            device = int(threading.current_thread().name.split("-")[3])
-            calls[device] = calls.get(device, 0) + 1
-            if device not in errors and calls[device] > 2:
-                alive.extend(each() is not None for each in results)
-            result = work(self, *arguments)
-            if device in errors and calls[device] == 2:
-                activation = torch.zeros(10)
-                results.append(weakref.ref(activation))
-                self.cache.attempt(functools.partial(allocate, errors[device]))
-            return result
-
-        monkeypatch.setattr(route, name, fail)
-
-    patched(TiledDecode, "fill")
-    patched(TiledEncode, "join")
+    around(monkeypatch, fail)
     return SimpleNamespace(errors=errors, alive=alive)
 
 

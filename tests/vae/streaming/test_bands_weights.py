@@ -11,10 +11,10 @@ from torch import nn
 
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.vae.families import latent_for, random_frames
+from fast_video_vae.tests.vae.streaming.test_bands_faults import around
 from fast_video_vae.vae import load_vae
 from fast_video_vae.vae.layers.causal_conv import CausalConv3d
 from fast_video_vae.vae.models.replicas import Replicas
-from fast_video_vae.vae.streaming.tiled_executor import TiledDecode
 
 CPU, OTHER = torch.device("cpu"), torch.device("cpu", 0)  # another device for PyTorch
 
@@ -38,7 +38,7 @@ def alone(vae, latent):
 
 
 def test_copies_are_made_once_for_each_network(vae, latent):
-    before = vae.weight_bytes()
+    before, names = vae.weight_bytes(), list(vae.state_dict())
     frames = random_frames(1, 3, 5, 32, 96)
     for _ in range(3):
         assert torch.equal(vae.decode(latent), alone(vae, latent))
@@ -46,6 +46,7 @@ def test_copies_are_made_once_for_each_network(vae, latent):
     assert vae.replicas.made == 2
     parameters = sum(each.nbytes for net in (vae.encoder, vae.decoder) for each in net.parameters())
     assert vae.weight_bytes() - before >= parameters
+    assert list(vae.state_dict()) == names
 
 
 def test_the_same_device_twice_has_no_copy(vae, latent):
@@ -115,14 +116,12 @@ def test_copies_leave_devices_that_are_not_chosen_any_more(vae, latent, devices)
     [([CPU, OTHER], False), ([CPU, OTHER, OTHER], True)],  # the third one uses the copy too
 )
 def test_copies_leave_a_device_that_fails(vae, latent, monkeypatch, devices, kept):
-    fill = TiledDecode.fill
-
-    def failing(self, *arguments):
-        if threading.current_thread().name.split("-")[3] == "1":
+    def failing(device, _, work):
+        if device == 1:
             raise RuntimeError("gone")
-        fill(self, *arguments)
+        return work()
 
-    monkeypatch.setattr(TiledDecode, "fill", failing)
+    around(monkeypatch, failing)
     vae.team.crew.choose(devices)
     assert torch.equal(vae.decode(latent), alone(vae, latent))
     assert bool(vae.replicas.nbytes()) == kept
@@ -139,12 +138,6 @@ def test_copied_and_pickled_vaes_have_no_copies(vae, latent):
         other.devices = ["cpu", "cpu"]
         assert torch.equal(other.decode(latent), expected)
     assert vae.devices == [CPU, OTHER]
-
-
-def test_copies_are_not_parameters_of_the_vae(vae, latent):
-    names = list(vae.state_dict())
-    vae.decode(latent)
-    assert list(vae.state_dict()) == names
 
 
 def test_threads_that_share_a_vae_share_the_copies(vae, latent):

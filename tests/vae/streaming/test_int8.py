@@ -175,25 +175,6 @@ def test_parked_tails_of_codes_change_no_frame(monkeypatch):
     assert torch.equal(frames, expected)
 
 
-def test_tails_have_one_byte_for_each_value(monkeypatch):
-    vae = new_vae()
-    latent = given(vae, 3)
-    found, real = {}, TemporalCache.tail
-
-    def noted(cache, conv, context, x):
-        found[conv] = real(cache, conv, context, x)
-        return found[conv]
-
-    monkeypatch.setattr(TemporalCache, "tail", noted)
-    vae.decode(latent, 1)
-    coded = [tail for conv, tail in found.items() if conv.norm_before is not None]
-    assert len(coded) == 28
-    assert all(tail.nbytes == tail.numel() for tail in coded)
-    others = [tail for conv, tail in found.items() if conv.norm_before is None]
-    assert others
-    assert all(tail.dtype == torch.float32 for tail in others)
-
-
 @each_value_once(
     mode=[torch.enable_grad, torch.inference_mode, torch.no_grad],
     dtype=[torch.float32, torch.float64],  # by the native norm, and by the reference
