@@ -49,16 +49,11 @@ class _Piece(NamedTuple):
 
 
 class _Copies(threading.local):
-    """The copies of one thread that settles.
-
-    Attributes:
-        last: Number of the last piece; 0: there is none.
-        lost: Errors of the copies.
-    """
+    """The copies of one thread that settles."""
 
     def __init__(self) -> None:
-        self.last = 0
-        self.lost: list[Exception] = []
+        self.last = 0  # Number of the last piece; 0: there is none
+        self.lost: list[Exception] = []  # Errors of the copies
 
 
 class BackgroundWriter:
@@ -81,17 +76,7 @@ class BackgroundWriter:
         depth: int = 2,
         dtype: torch.dtype | None = torch.uint8,
     ) -> None:
-        """Prepare; the thread starts when the context is entered.
-
-        Args:
-            write: Called with `[T, H, W, C]` on the CPU and the target of `put`, such as
-                `VideoWriter.write`.
-            depth: Most pieces that are copied, waiting or being written.
-            dtype: Dtype of all pieces; None: any.
-
-        Raises:
-            ValueError: `depth` is less than 1.
-        """
+        """Prepare for pieces of `dtype` (None: any); the thread starts on entry of the context."""
         if depth < 1:
             raise ValueError(f"depth is {depth}; expected at least 1")
         self._write, self._dtype = write, dtype
@@ -145,19 +130,10 @@ class BackgroundWriter:
         settles: bool = False,
         number: tuple[Tensor, Callable[[float], object]] | None = None,
     ) -> None:
-        """Queue frames for writing; waits while `depth` pieces are queued.
+        """Queue frames `[T, H, W, C]` of any device and layout; wait while `depth` are queued.
 
-        Args:
-            frames: `[T, H, W, C]` on any device, in any memory layout.
-            *target: Passed to `write`, such as the memory `[T, H, W, C]` for the frames.
-            settles: This thread calls `settle` afterwards.
-            number: `[]`, float32, on the device of the frames, which is copied with them, and what
-                the thread of the writer passes it to before it writes; None: nothing.
-
-        Raises:
-            ValueError: The frames have another dtype.
-            RuntimeError: It is called outside of the `with` block.
-            BaseException: An error of `write` or of a copy.
+        `write` also gets `target`. `number` is `[]`, float32, copied with the frames, and what the
+        thread passes it to before it writes. With `settles` this thread calls `settle` afterwards.
         """
         if self._dtype not in (None, frames.dtype):
             raise ValueError(f"frames are {frames.dtype}; expected {self._dtype}")
@@ -168,12 +144,7 @@ class BackgroundWriter:
                 self._own.last = self.queued
 
     def settle(self) -> None:
-        """Wait for the copies of the pieces that this thread has put with `settles`.
-
-        Raises:
-            RuntimeError: The thread of the writer has ended.
-            Exception: An error of a copy; its piece is not written.
-        """
+        """Wait for the copies of the pieces put with `settles`; raise their first error."""
         last, self._own.last = self._own.last, 0
         self._until(lambda: self._copied >= last)
         lost, self._own.lost = self._own.lost, []
@@ -206,15 +177,7 @@ class BackgroundWriter:
         self.queued += 1
 
     def wait(self, count: int) -> None:
-        """Wait until the first `count` queued pieces are written.
-
-        Args:
-            count: Pieces, at most `queued`.
-
-        Raises:
-            RuntimeError: The thread has ended.
-            BaseException: An error of `write` or of a copy.
-        """
+        """Wait until the first `count` queued pieces are written."""
 
         def written() -> bool:
             self._raise()

@@ -31,17 +31,10 @@ class _Slab:
 
 
 class PinnedMemory:
-    """Memory for some tensors, which is freed together.
-
-    Args:
-        pinned: Pin the memory, if the system allows it.
-
-    Attributes:
-        pinned: All memory so far is pinned.
-    """
+    """Memory for some tensors, which is freed together."""
 
     def __init__(self, *, pinned: bool) -> None:
-        self.pinned = pinned
+        self.pinned = pinned  # All memory so far is pinned
         self._slabs: list[_Slab] = []
 
     def reserve(self, tensors: Iterable[Tensor]) -> None:
@@ -51,14 +44,7 @@ class PinnedMemory:
             self._new_slab(wanted)
 
     def like(self, x: Tensor) -> Tensor:
-        """Return uninitialised memory on the host with the shape, strides and dtype of `x`.
-
-        Args:
-            x: `[...]`, on any device.
-
-        Returns:
-            `[...]`; dense if `x` is not.
-        """
+        """Return uninitialised memory on the host with the shape, strides and dtype of `x`."""
         taken = _taken(x)
         slab = next((slab for slab in self._slabs if slab.used + taken <= len(slab.memory)), None)
         if slab is None:

@@ -29,17 +29,7 @@ def available_devices() -> list[str]:
 
 
 def checked_device(name: object) -> torch.device:
-    """Return the device of a name.
-
-    Args:
-        name: Such as "cuda:1" or "mps", or a device.
-
-    Returns:
-        The device; as the CPU always "cpu", because PyTorch treats "cpu:0" as another device.
-
-    Raises:
-        ValueError: The device does not exist.
-    """
+    """Return the device of a name; as the CPU always "cpu", PyTorch treats "cpu:0" as another."""
     there = available_devices()
     try:
         device = torch.device(name)  # type: ignore[arg-type], checked here
@@ -54,17 +44,7 @@ def checked_device(name: object) -> torch.device:
 
 
 def checked_devices(devices: object) -> list[torch.device]:
-    """Return the devices of a list of names, each with its index.
-
-    Args:
-        devices: Expected to be names such as "cuda:1", or devices.
-
-    Returns:
-        The devices in order.
-
-    Raises:
-        ValueError: It is not a list, or a device does not exist.
-    """
+    """Return the devices of a list of names, each with its index."""
     if isinstance(devices, str) or not isinstance(devices, Iterable):
         raise ValueError(f"devices is {devices!r}; expected a list such as ['cuda:0', 'cuda:1']")
     found = [checked_device(each) for each in devices]
@@ -72,16 +52,7 @@ def checked_devices(devices: object) -> list[torch.device]:
 
 
 def check_tensor(tensor: object, name: str, channels: int) -> None:
-    """Check the properties that frames and latents share.
-
-    Args:
-        tensor: Expected to be a tensor `[B, C, T, H, W]`.
-        name: Name of the argument for the message.
-        channels: Expected channels.
-
-    Raises:
-        ValueError: Type, dimensions or channels differ, it is empty, or it requires a gradient.
-    """
+    """Check what frames and latents share: `[B, channels, T, H, W]`, not empty, no gradient."""
     if not isinstance(tensor, Tensor):
         raise ValueError(
             f"{name} is a {type(tensor).__name__}; expected a tensor [B, {channels}, T, H, W]"
@@ -104,15 +75,7 @@ def check_tensor(tensor: object, name: str, channels: int) -> None:
 
 
 def check_latent(latent: Tensor, config: VAEConfig) -> None:
-    """Check a latent.
-
-    Args:
-        latent: `[B, C_latent, t, h, w]`.
-        config: Configuration of the VAE.
-
-    Raises:
-        ValueError: Its shape, dtype or values cannot be decoded.
-    """
+    """Check shape, dtype and values of a latent."""
     check_tensor(latent, "latent", config.latent_channels)
     if not latent.is_floating_point():
         raise ValueError(f"latent is {dtype_name(latent.dtype)}; expected a float dtype")
@@ -120,16 +83,7 @@ def check_latent(latent: Tensor, config: VAEConfig) -> None:
 
 
 def check_frames(frames: Tensor, config: VAEConfig, *, values: bool = True) -> None:
-    """Check frames.
-
-    Args:
-        frames: `[B, C, T, H, W]`.
-        config: Configuration of the VAE.
-        values: Check the values too, not only shape and dtype.
-
-    Raises:
-        ValueError: Their shape, dtype or values cannot be encoded.
-    """
+    """Check shape, dtype and, unless `values` is False, values of frames."""
     check_tensor(frames, "frames", config.image_channels)
     if not frames.is_floating_point() and frames.dtype not in (torch.uint8, torch.uint16):
         raise ValueError(
@@ -147,18 +101,7 @@ def check_frames(frames: Tensor, config: VAEConfig, *, values: bool = True) -> N
 
 
 def checked(pieces: Tensor | Iterable[Tensor], check: Callable[[Tensor], None]) -> Iterator[Tensor]:
-    """Check the pieces of a video: a tensor at once, those of an iterable when they are reached.
-
-    Args:
-        pieces: `[B, C, T, H, W]`, or an iterable of these.
-        check: Raises for a wrong piece.
-
-    Returns:
-        An iterator of the checked pieces.
-
-    Raises:
-        ValueError: A piece is wrong, or has another size than the first.
-    """
+    """Check the pieces of a video: a tensor at once, those of an iterable when they are reached."""
     if isinstance(pieces, Tensor) or not isinstance(pieces, Iterable):
         check(pieces)
         return iter([pieces])
@@ -180,15 +123,7 @@ def checked(pieces: Tensor | Iterable[Tensor], check: Callable[[Tensor], None]) 
 
 
 def check_range(frames: object, length: int | None) -> None:
-    """Check a range of frames.
-
-    Args:
-        frames: Expected to be a `range` with step 1.
-        length: Frames of the video; None: unknown.
-
-    Raises:
-        ValueError: It is empty, or not within the video.
-    """
+    """Check that `frames` is a range of step 1 within `length` frames; None: of unknown length."""
     wanted = frames if isinstance(frames, range) else range(0)
     known = wanted.step == 1 and 0 <= wanted.start < wanted.stop
     if known and (length is None or wanted.stop <= length):
@@ -204,18 +139,7 @@ def check_targets(
     images: Tensor | None,
     frames: range | None,
 ) -> None:
-    """Check the buffers for frames or images; the length of an iterable is unknown.
-
-    Args:
-        latent: `[B, C_latent, t, h, w]`, or an iterable.
-        config: Configuration of the VAE.
-        out: `[B, C, T, H, W]`, or None.
-        images: `[B, T, H, W, C]`, or None.
-        frames: The frames to decode; None: all.
-
-    Raises:
-        ValueError: A buffer has another shape.
-    """
+    """Check the buffers for frames or images; the length of an iterable is unknown."""
     for target, name in ((out, "out"), (images, "images")):
         if target is None:
             continue
@@ -233,15 +157,7 @@ def check_targets(
 
 
 def check_finite(tensor: Tensor, name: str) -> None:
-    """Check that all values are finite, a few frames at a time.
-
-    Args:
-        tensor: `[B, C, T, H, W]`.
-        name: Name of the argument for the message.
-
-    Raises:
-        ValueError: Some are NaN or infinite.
-    """
+    """Check that all values are finite, a few frames at a time."""
     frame = max(1, tensor[:, :, :1].numel())
     # Temporary tensors must not grow with the length of the video.
     runs = tensor.split(max(1, _CHECKED_AT_ONCE // frame), dim=2)
@@ -257,14 +173,7 @@ def not_finite(frames: Tensor) -> Tensor:
 
 
 def widened(x: Tensor) -> Tensor:
-    """Convert 8-bit floats to float32, because PyTorch has few operations for them.
-
-    Args:
-        x: `[...]`, any dtype.
-
-    Returns:
-        `[...]`; `x` itself if it has another dtype.
-    """
+    """Convert 8-bit floats to float32, because PyTorch has few operations for them."""
     return x.float() if x.is_floating_point() and x.element_size() == 1 else x
 
 

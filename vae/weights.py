@@ -14,23 +14,15 @@ from .models.replicas import Replicas
 
 
 class VAEWeights(nn.Module):
-    """Encoder, decoder and the 1x1x1 convolutions at the latents, under the original names.
-
-    Attributes:
-        config: Configuration of the VAE.
-        dtype: Dtype of decoding and of the frames.
-        encode_dtype: Dtype of encoding and of the latents.
-        allow_fp16: A decode in bfloat16 may compute in float16; see `VideoVAE`.
-        replicas: Copies of the networks on other devices.
-    """
+    """Encoder, decoder and the 1x1x1 convolutions at the latents, under the original names."""
 
     def __init__(self, config: VAEConfig, dtype: torch.dtype, encode_dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
-        self.dtype = dtype
-        self.encode_dtype = encode_dtype
-        self.allow_fp16 = False
-        self.replicas = Replicas()
+        self.dtype = dtype  # Dtype of decoding and of the frames
+        self.encode_dtype = encode_dtype  # Dtype of encoding and of the latents
+        self.allow_fp16 = False  # A decode in bfloat16 may compute in float16; see `VideoVAE`
+        self.replicas = Replicas()  # Copies of the networks on other devices
         latents = config.latent_channels
         mixes = config.family != SEEDVR2
         self.encoder = make_encoder(config)
@@ -47,14 +39,7 @@ class VAEWeights(nn.Module):
         return next(self.decoder.parameters()).device
 
     def encoding(self) -> Network:
-        """Return the encoder.
-
-        Returns:
-            The encoder.
-
-        Raises:
-            ValueError: The checkpoint has none.
-        """
+        """Return the encoder."""
         if self.encoder is None:
             raise ValueError("the checkpoint has no encoder; only decode works with it")
         return self.encoder

@@ -26,17 +26,11 @@ _OF_CODES = Fused(sums=True, bias=True)
 
 
 class _Window(NamedTuple):
-    """The input of the products.
+    """The input of the products."""
 
-    Attributes:
-        frames: `[B, C, T, H, W]`, or `[B, C, context + T, H, W]` joined.
-        border: Rows and columns of zeros around each frame.
-        joined: The tail is in front of the new frames.
-    """
-
-    frames: Tensor
-    border: int
-    joined: bool = False
+    frames: Tensor  # `[B, C, T, H, W]`, or `[B, C, context + T, H, W]` joined
+    border: int  # Rows and columns of zeros around each frame
+    joined: bool = False  # The tail is in front of the new frames
 
     @property
     def inner(self) -> Tensor:
@@ -56,20 +50,9 @@ class CausalConv3d(Conv, CausalLayer):
     With `replicate` the video is padded with copies of its first frame, as in SeedVR2
     (models/video_vae_v3/modules/causal_inflation_lib.py): the first frame runs as a 2D convolution
     with the sum of the temporal taps.
-
-    Args:
-        in_channels: Input channels.
-        out_channels: Output channels.
-        kernel: Taps in (time, height, width); height and width are equal and odd.
-        stride: Temporal stride. With 2, frames come in pairs after the first.
-        replicate: Pad with copies of the first frame instead of zeros.
-
-    Attributes:
-        norm_before: The norm that writes the input, if this convolution can read codes.
-        code_name: Its name in `Coding.names`; empty: it has none.
     """
 
-    norm_before: Norm | None
+    norm_before: Norm | None  # The norm that writes the input, if this convolution can read codes
 
     def __init__(
         self,
@@ -87,7 +70,7 @@ class CausalConv3d(Conv, CausalLayer):
         self.first_form = "summed" if replicate else "frame"
         self.padding = kernel[1] // 2
         self.growth = max(1, out_channels // in_channels)
-        self.code_name, self.norm_before = "", None
+        self.code_name, self.norm_before = "", None  # Its name in `Coding.names`, if it has one
 
     def follow(self, norm: Norm) -> None:
         """Allow codes in a video: the inputs are those of `norm` and SiLU."""
@@ -95,15 +78,7 @@ class CausalConv3d(Conv, CausalLayer):
         object.__setattr__(self, "norm_before", norm)
 
     def filled(self, norm: Callable[..., object], cache: TemporalCache) -> Fill:
-        """Return what writes the input of this convolution.
-
-        Args:
-            norm: The norm and SiLU, which can write codes.
-            cache: State of the video.
-
-        Returns:
-            `norm`, or one that writes codes.
-        """
+        """Return `norm` (and SiLU), or a fill that writes codes if this convolution reads them."""
         coding = cache.coding
         if coding is None or not self.reads_codes(cache):
             return norm
@@ -129,18 +104,10 @@ class CausalConv3d(Conv, CausalLayer):
         fill: Fill | None = None,
         terms: Terms = BIAS,
     ) -> Tensor:
-        """Convolve `fill(x)` causally.
+        """Convolve `fill(x)` causally; `T` is 1 while `cache.first` is set.
 
-        Args:
-            x: `[B, C_in, T, H, W]`, channels-last; `T` is 1 while `cache.first` is set. A
-                `Handover` is freed before the products.
-            cache: State of the video. It supplies the frames before `x` and keeps the new tail.
-            fill: Applied to `x` while it is copied into the input buffer, such as a norm.
-            terms: Bias and residual to add; a residual is `[B, C_out, T / stride, H, W]`.
-
-        Returns:
-            `[B, C_out, T / stride, H, W]`, channels-last. With `cache.settling`, only the frames
-            until the output is static, which can be none without a residual.
+        A `Handover` is freed before the products. With `cache.settling` the result has only the
+        frames until it is static, which can be none without a residual.
         """
         held = [x.take() if isinstance(x, Handover) else x]
         if fill is None and self.reads_codes(cache):
@@ -184,41 +151,22 @@ class CausalConv3d(Conv, CausalLayer):
     def _entered(
         self, x: Tensor, cache: TemporalCache, fill: Fill | None, *, norm: bool
     ) -> "_Window":
-        """Write `fill(x)` where the convolution reads it best; nothing else changes if this fails.
-
-        Args:
-            x: `[B, C_in, T, H, W]`.
-            cache: State of the video.
-            fill: As for `forward`.
-            norm: A norm follows the convolution.
-
-        Returns:
-            The input of the products.
-        """
+        """Write `fill(x)` where the convolution reads it best; change nothing else on failure."""
         border = self._border(cache)
         if self.context and not (cache.first or self.fusing(x, cache, norm=norm).tail):
             return _Window(self._window(x, cache, fill), border, joined=True)
         return _Window(self._filled(x, cache, fill), border)
 
     def fusing(self, x: Tensor, cache: TemporalCache, *, norm: bool = False) -> Fused:
-        """Return what the convolution of an input does without another pass.
-
-        Args:
-            x: `[B, C_in, T, H, W]`; only its shape, dtype and device matter.
-            cache: State of the video.
-            norm: A norm follows.
-
-        Returns:
-            What is fused.
-        """
+        """Return what the convolution of an input does without another pass."""
         pads = (self.padding, self.padding)
         if self.reads_codes(cache):
             return _OF_CODES
         if cache.shard is not None and self.padding:
             x, pads = halo_conv.input_like(self, x, cache)
         if cache.first:
-            return self.fuses(x, self.first_form, (1, 1), pads, norm=norm)
-        return self.fuses(x, "volume", (self.stride, 1, 1), pads, norm=norm)
+            return self.route(x, self.first_form, (1, 1), pads, norm=norm).fused
+        return self.route(x, "volume", (self.stride, 1, 1), pads, norm=norm).fused
 
     def _in_pieces(
         self,
@@ -228,11 +176,7 @@ class CausalConv3d(Conv, CausalLayer):
         fill: Fill | None,
         terms: Terms,
     ) -> Tensor:
-        """Run `forward` on half of the frames at a time, or on bands of rows of one frame.
-
-        Raises:
-            Exception: `failed`, where the work cannot be made smaller.
-        """
+        """Run `forward` on halves of the frames or bands of rows, or raise `failed`."""
         pieces = []
         for part, steps in halves(x.shape[2], self.stride):
             added = terms.of(functools.partial(run_of, frames=steps, attempt=cache.attempt))
@@ -278,16 +222,6 @@ class CausalConv3d(Conv, CausalLayer):
         """Convolve a window of frames, or the first frame with the 2D weights.
 
         An allocation that fails does so before the residual is written.
-
-        Args:
-            window: `[B, C_in, context + T, H, W]`, or `[B, C_in, 1, H, W]` for the first frame.
-            cache: State of the video.
-            pads: Rows and columns of zero padding on each side; 0 where the window has a border.
-            terms: As for `forward`.
-            by_pointer: The window is the new frames only, `[B, C_in, T, H, W]`.
-
-        Returns:
-            `[B, C_out, T / stride, H, W]`, without the border of the window.
         """
         if not cache.first:
             reads = by_pointer and self.context > 0
@@ -346,11 +280,7 @@ class CausalConv3d(Conv, CausalLayer):
         return cache.tail(self, self.context, self.like(x, cache))
 
     def _coded_form(self, kind: str) -> CodedForm:
-        """Return the form `kind` in int8.
-
-        Raises:
-            RuntimeError: No norm writes the input.
-        """
+        """Return the form `kind` in int8."""
         if self.norm_before is None:
             raise RuntimeError("the convolution follows no norm; expected one that writes codes")
         steps, sources = self.norm_before.steps(), self.sources(coded=True)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from ...kernels import (
     ConvWeight,
-    Fused,
     Route,
     conv2d,
     conv3d,
@@ -40,22 +39,13 @@ from .temporal_cache import TemporalCache
 
 
 class Terms(NamedTuple):
-    """Terms that a convolution adds to its products.
+    """Terms that a convolution adds to its products."""
 
-    Attributes:
-        residual: Shape of the result; its memory may become the result. It is unchanged after an
-            error.
-        residual_bias: `[C_out]`, added together with `residual`.
-        biased: Add the bias too. Otherwise the caller adds it, where it would cost a pass.
-        gamma: Scales of `rms_norm_silu`, which is applied to the sum; None: it is not.
-        dtype: Dtype of the result for an input of codes without a residual.
-    """
-
-    residual: Tensor | None = None
-    residual_bias: Tensor | None = None
-    biased: bool = True
-    gamma: Tensor | None = None
-    dtype: torch.dtype = torch.float32
+    residual: Tensor | None = None  # Its memory may become the result; unchanged after an error
+    residual_bias: Tensor | None = None  # `[C_out]`, added together with `residual`
+    biased: bool = True  # Otherwise the caller adds the bias, where it would cost a pass
+    gamma: Tensor | None = None  # Scales of `rms_norm_silu` of the sum
+    dtype: torch.dtype = torch.float32  # Of the result for codes without a residual
 
     def of(self, change: Callable[[Tensor], Tensor]) -> "Terms":
         """Return a copy with `change(residual)`, if there is a residual `[B, C, T, H, W]`."""
@@ -69,19 +59,12 @@ class Conv(nn.Module):
     """Parameters of a convolution and the forms derived from them.
 
     The kernel is `(height, width)` or `(time, height, width)`.
-
-    Attributes:
-        context: Earlier frames that it keeps in the cache.
-        stride: Input frames per output frame.
-        times: Output frames per input frame.
-        first_form: Form of the weight for a first frame.
-        forms: The derived weights.
     """
 
-    context: int = 0
-    stride: int = 1
-    times: int = 1
-    first_form: str = "volume"
+    context: int = 0  # Earlier frames that it keeps in the cache
+    stride: int = 1  # Input frames per output frame
+    times: int = 1  # Output frames per input frame
+    first_form: str = "volume"  # Form of the weight for a first frame
 
     def __init__(self, in_channels: int, out_channels: int, kernel: tuple[int, ...]) -> None:
         super().__init__()
@@ -110,7 +93,7 @@ class Conv(nn.Module):
         self.forms.clear()
         return self
 
-    def fuses(
+    def route(
         self,
         x: Tensor,
         kind: str,
@@ -118,31 +101,8 @@ class Conv(nn.Module):
         padding: tuple[int, int],
         *,
         norm: bool = False,
-    ) -> Fused:
-        """Return what a call of `convolve` with these arguments does without another pass.
-
-        Args:
-            x: `[B, C_in, T, H, W]`, with the frames before it or without.
-            kind: As for `convolve`.
-            strides: As for `convolve`.
-            padding: As for `convolve`.
-            norm: The call has a `gamma`.
-
-        Returns:
-            What is fused.
-        """
-        return self._route(x, kind, strides, padding, norm=norm).fused
-
-    def _route(
-        self,
-        x: Tensor,
-        kind: str,
-        strides: tuple[int, ...],
-        padding: tuple[int, int],
-        *,
-        norm: bool,
     ) -> Route:
-        """Return the route of calls with these arguments, which is kept by size."""
+        """Return the route of calls of `convolve` with these arguments, which is kept by size."""
         now, (token, routes) = route_token(), self._routes
         if now != token:
             routes = {}
@@ -169,25 +129,15 @@ class Conv(nn.Module):
     ) -> Tensor:
         """Convolve a video, with a form that has taps in time or frame by frame.
 
-        Args:
-            x: `[B, C_in, T, H, W]`, channels-last.
-            kind: Form of the weight, one of the kinds of `derive`.
-            strides: Stride of each dimension of the form.
-            padding: Zero padding of height and of width, on both sides.
-            cache: Provides memory, and frees some when it runs out.
-            terms: Bias, residual and norm to apply.
-            before: Returns the frames before a video, `[B, C_in, K, H, W]`; called for each
-                attempt, because making room may move them. None: there are none.
-
-        Returns:
-            `[B, C_out, T', H', W']`, channels-last.
+        `padding` is of height and width, on both sides. `before` returns the frames before the
+        video, `[B, C_in, K, H, W]`, for each attempt, because making room may move them.
         """
         if not x.is_floating_point():
             return self._convolve_codes(x, kind, cache, terms)
         residual, residual_bias, biased, gamma, _ = terms
         form, out = cache.attempt(functools.partial(self._form, kind, x.dtype)), None
         weight = form.weight
-        route = self._route(x, kind, strides, padding, norm=gamma is not None)
+        route = self.route(x, kind, strides, padding, norm=gamma is not None)
         frames = x
         if weight.ndim == 4:
             frames = _as_frames(x)
@@ -303,17 +253,7 @@ class PointwiseConv(nn.Module):
         *,
         biased: bool = True,
     ) -> Tensor:
-        """Mix the channels of each pixel.
-
-        Args:
-            x: `[B, C_in, T, H, W]`, channels-last.
-            cache: Frees memory when it runs out; None: the caller does.
-            outputs: Output channels to compute.
-            biased: Add the bias too.
-
-        Returns:
-            `[B, C_out, T, H, W]`, channels-last.
-        """
+        """Mix the channels of each pixel; without a cache the caller handles a lack of memory."""
 
         def product() -> Tensor:
             weight, bias = self.weight.flatten(1), self.bias
@@ -345,10 +285,6 @@ def drop_stale_forms(convs: Iterable[Conv], attempt: Callable[[Callable[[], Any]
     Replaced parameters and recorded writes are noticed in every call. This check is for writes such
     as `weight.data.copy_()` and runs once per video: it reads every weight, 4 ms on a CPU for the
     73 M of Wan 2.1's decoder. A GPU gets a handful of launches, and the host waits once.
-
-    Args:
-        convs: The convolutions.
-        attempt: Runs an allocation, such as `Relief.finish`.
     """
     # Copied at once, because another thread may derive a form in the meantime. A weight on another
     # device is noticed in the call, by its stamp.

@@ -26,21 +26,13 @@ _NORM_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Form:
-    """A weight in the form of a call, with the state of its parameters.
+    """A weight in the form of a call, with the state of its parameters."""
 
-    Attributes:
-        weight: The weight, derived with the first call.
-        offset: Values derived from biases; None: there are none.
-        sources: The parameters that it was derived from.
-        stamps: `stamp_of` each of them.
-        marks: `marks_of` them; empty: the form is not kept.
-    """
-
-    weight: ConvWeight
-    offset: Tensor | None = None
-    sources: tuple[weakref.ref[Tensor], ...] = ()
-    stamps: tuple[tuple[object, ...], ...] = ()
-    marks: tuple[Tensor, ...] = ()
+    weight: ConvWeight  # The weight, derived with the first call
+    offset: Tensor | None = None  # Values derived from biases; None: there are none
+    sources: tuple[weakref.ref[Tensor], ...] = ()  # The parameters that it was derived from
+    stamps: tuple[tuple[object, ...], ...] = ()  # `stamp_of` each of them
+    marks: tuple[Tensor, ...] = ()  # `marks_of` them; empty: the form is not kept
 
     def holds(self, sources: Sequence[Tensor]) -> bool:
         """Return whether `sources` `[...]` are the parameters of the form, unchanged."""
@@ -52,15 +44,10 @@ class Form:
 
 @dataclass(frozen=True)
 class CodedForm(Form):
-    """A weight in int8, for codes.
+    """A weight in int8, for codes."""
 
-    Attributes:
-        scale: `[C_out]`, float32: factors of the sums.
-        codes: `[C_in]`, float32: codes per unit of the inputs.
-    """
-
-    scale: Tensor = field(kw_only=True)
-    codes: Tensor = field(kw_only=True)
+    scale: Tensor = field(kw_only=True)  # `[C_out]`, float32: factors of the sums
+    codes: Tensor = field(kw_only=True)  # `[C_in]`, float32: codes per unit of the inputs
 
 
 class Forms(dict[tuple[str, torch.dtype], Form]):
@@ -74,33 +61,14 @@ class Forms(dict[tuple[str, torch.dtype], Form]):
 
 
 def kept_form(weight: ConvWeight, offset: Tensor | None, sources: Sequence[Tensor]) -> Form:
-    """Return a form to keep.
-
-    Args:
-        weight: The derived weight, such as `[C_out, C_in, kh, kw]`.
-        offset: Values derived from biases, or None.
-        sources: The parameters, whose state is recorded.
-
-    Returns:
-        The form.
-    """
+    """Return a form to keep, with the state of its `sources`."""
     references = tuple(weakref.ref(source) for source in sources)
     stamps = tuple(stamp_of(source) for source in sources)
     return Form(weight, offset, references, stamps, marks_of(sources))
 
 
 def coded_form(weight: Tensor, kind: str, steps: Tensor, sources: Sequence[Tensor]) -> CodedForm:
-    """Return a form in int8, which is kept.
-
-    Args:
-        weight: The parameter, `[C_out, C_in, kt, kh, kw]`.
-        kind: A kind of `derive`; its weight gets a temporal dimension of one if it has none.
-        steps: `[C_in]`, the step between two codes of each input channel.
-        sources: The parameters, whose state is recorded.
-
-    Returns:
-        The form.
-    """
+    """Return a kept form in int8, with a dimension of time, for inputs of `steps` `[C_in]`."""
     taps = derive(weight, kind, torch.float32)
     taps = taps.unsqueeze(2) if taps.ndim == 4 else taps
     coded, scale = coded_weight(taps, steps)
@@ -129,17 +97,11 @@ def form_shape(weight: Tensor, kind: str) -> tuple[int, ...]:
 
 
 def derive(weight: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
-    """Return the weight for calls of a kind; it can be the parameter itself.
+    """Return the weight for calls of a kind, channels-last; it can be the parameter itself.
 
-    Args:
-        weight: The parameter, `[C_out, C_in, ...]`.
-        kind: `volume`: all taps. `frame`: the last temporal tap. `summed`: the sum of the temporal
-            taps. `folded`: the phases of `UpsampleConv2d`. `shifted`: with a row and a column of
-            zero taps in front.
-        dtype: Dtype of the result; sums are computed in float32 or wider.
-
-    Returns:
-        The derived weight, channels-last.
+    `volume`: all taps. `frame`: the last temporal tap. `summed`: the sum of the temporal taps.
+    `folded`: the phases of `UpsampleConv2d`. `shifted`: with a row and a column of zero taps in
+    front. Sums are computed in float32 or wider.
     """
     if kind == "summed" and weight.ndim == 5:
         wide = torch.promote_types(weight.dtype, torch.float32)
@@ -175,13 +137,6 @@ def marks_of(
 
     On NVIDIA and AMD GPUs, which have float64, it is the norm, from a few launches for all sources:
     a sum per weight would take 200 for Wan 2.1. Elsewhere it is the sum of the memory as integers.
-
-    Args:
-        sources: Weights.
-        attempt: Runs an allocation.
-
-    Returns:
-        The numbers, on the devices of their weights.
     """
     marks: dict[int, Tensor] = {}
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}

@@ -20,10 +20,8 @@ from .workspace import canonical
 class Settling:
     """The frames of a run until it is static.
 
-    Attributes:
-        frames: Frames of the run.
-        fresh: Frames from the start of the run until it is static: the others are copies of the
-            last of these. If 0 or less, all are copies of the frame before the run.
+    The frames after the first `fresh` are copies of the last of these; if it is 0 or less, of the
+    frame before the run.
     """
 
     frames: int
@@ -39,13 +37,6 @@ class Settling:
 
         Result `j` sees `taps` frames up to `j * stride + stride - 1`. It is static once the first
         of these is.
-
-        Args:
-            taps: Temporal taps.
-            stride: Temporal stride.
-
-        Returns:
-            The run of its results.
         """
         first = -(-(self.fresh - 1 + taps - stride) // stride)
         return Settling(self.frames // stride, first + 1)
@@ -56,15 +47,7 @@ class Settling:
 
 
 def fitted(x: Tensor, frames: int) -> Tensor:
-    """Return the first `frames` frames of `x`, with its last frame repeated if it has fewer.
-
-    Args:
-        x: `[B, C, T, H, W]`, channels-last, at least one frame.
-        frames: Frames of the result.
-
-    Returns:
-        `[B, C, frames, H, W]`, channels-last: `x`, a view of it, or a copy.
-    """
+    """Return the first `frames` frames of `x`, with its last frame repeated if it has fewer."""
     known = x.shape[2]
     if frames == known:
         return x
@@ -80,17 +63,7 @@ def fitted(x: Tensor, frames: int) -> Tensor:
 def parts(
     x: Tensor, frames: int, size: int, attempt: Callable[[Callable[[], Tensor]], Tensor]
 ) -> Iterator[Tensor]:
-    """Cut `fitted(x, frames)` into parts without computing it as a whole.
-
-    Args:
-        x: `[B, C, T, H, W]`, channels-last, `T` at most `frames`.
-        frames: Frames of all parts.
-        size: Frames of each part; the last may be shorter.
-        attempt: Runs an allocation, such as `TemporalCache.attempt`.
-
-    Yields:
-        `[B, C, size, H, W]`, channels-last, which the caller may overwrite.
-    """
+    """Yield `fitted(x, frames)` in parts, which the caller may overwrite; it is never whole."""
     known = x.shape[2]
     last = attempt(x[:, :, -1:].clone) if frames > known else x
 
@@ -107,30 +80,13 @@ def parts(
 
 
 def run_of(x: Tensor, frames: slice, attempt: Callable[[Callable[[], Tensor]], Tensor]) -> Tensor:
-    """Return some frames of a video.
-
-    Args:
-        x: `[B, C, T, H, W]`.
-        frames: The frames.
-        attempt: Runs an allocation, such as `TemporalCache.attempt`.
-
-    Returns:
-        `[B, C, n, H, W]`, channels-last: a view of `x`, or a copy.
-    """
+    """Return some frames of a video, channels-last: a view of `x`, or a copy."""
     run = x[:, :, frames]
     return attempt(lambda: run.contiguous(memory_format=torch.channels_last_3d))
 
 
 def halves(frames: int, stride: int) -> Iterator[tuple[slice, slice]]:
-    """Cut a video in two for a causal convolution whose memory is short.
-
-    Args:
-        frames: Frames of the video.
-        stride: Temporal stride.
-
-    Yields:
-        The frames of each half, and those of its results; nothing if the video is too short.
-    """
+    """Cut a video in two: frames of each half and of its results; nothing if it is too short."""
     half = frames // (2 * stride)
     if half:
         yield slice(0, half * stride), slice(0, half)
@@ -138,17 +94,7 @@ def halves(frames: int, stride: int) -> Iterator[tuple[slice, slice]]:
 
 
 def largest_part(frames: int, nbytes: int, part_bytes: int, *, even: bool = True) -> int:
-    """Return the most frames of an activation that fit into a part; at least 1.
-
-    Args:
-        frames: Frames of the activation.
-        nbytes: Bytes of the activation.
-        part_bytes: Bytes of a part.
-        even: All parts have the same length; otherwise the last may be shorter.
-
-    Returns:
-        Frames per part.
-    """
+    """Return the most frames of an activation that fit into a part; equal parts if `even`."""
     if nbytes <= part_bytes:
         return frames
     most = max(1, part_bytes * frames // nbytes)

@@ -20,15 +20,10 @@ Write = Callable[..., object] | None
 
 
 class Halo(NamedTuple):
-    """The layout of frames with a halo.
+    """The layout of frames with a halo."""
 
-    Attributes:
-        dim: The divided dimension of `[B, C, T, H, W]`.
-        size: Lines on each side.
-    """
-
-    dim: int
-    size: int
+    dim: int  # The divided dimension of `[B, C, T, H, W]`
+    size: int  # Lines on each side
 
     @property
     def border(self) -> bool:
@@ -63,15 +58,7 @@ class Halo(NamedTuple):
     def fill(
         self, out: Tensor, x: Tensor, lines: Lines, cache: TemporalCache, write: Write
     ) -> None:
-        """Write frames with their halo.
-
-        Args:
-            out: `[B, C, T, H, W]` with the halo.
-            x: `[B, C, T, H, W]`.
-            lines: The lines of the neighbours, written already.
-            cache: Frees memory when it runs out.
-            write: Writes the part of this rank.
-        """
+        """Write frames with their halo, whose `lines` are written already."""
         if write is None:
             if self.border:
                 out[..., : self.size, :] = 0
@@ -100,18 +87,9 @@ class Halo(NamedTuple):
         context: int,
         tail: Callable[[Tensor], Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
-        """Write frames with their halo behind a tail that has one too.
+        """Write frames behind a tail, both with a halo; return scratch memory and the frames in it.
 
-        Args:
-            x: As for `fill`, `[B, C, T, H, W]`.
-            lines: As for `fill`.
-            cache: Provides memory.
-            write: As for `fill`.
-            context: Frames of the tail.
-            tail: Returns the tail for frames like `x` with the halo; None: there is none.
-
-        Returns:
-            `[B, C, context + T, H, W]` in scratch memory, and the frames of `x` in it.
+        `tail` returns the tail for frames like `x` with the halo; None: there is none.
         """
         like, known = self.like(x), 0 if tail is None else context
         batch, channels, frames, height, width = like.shape
@@ -124,16 +102,7 @@ class Halo(NamedTuple):
 
 
 def halo_of(cache: TemporalCache, size: int) -> Halo | None:
-    """Return the layout of a layer's frames.
-
-    Args:
-        cache: State of the video.
-        size: Lines on each side that the layer sees.
-
-    Returns:
-        The layout, the same for the whole video; None where this process has whole frames, or the
-        layer sees one pixel.
-    """
+    """Return the layout of a layer that sees `size` lines a side; None: of whole frames, or 0."""
     shard = cache.shard
     if shard is None or not size:
         return None
@@ -149,19 +118,7 @@ def exchanged(
     *,
     before: bool = True,
 ) -> Lines:
-    """Return the lines of the neighbours around `x`, as `write` writes them.
-
-    Args:
-        shard: The part of this rank.
-        x: `[B, C, T, H, W]`, the part of this rank.
-        halo: The layout.
-        cache: Frees memory when it runs out.
-        write: Writes lines; None: a copy.
-        before: Lines before the part are needed too, otherwise only those after it.
-
-    Returns:
-        The lines.
-    """
+    """Return the lines of the neighbours around `x`, as `write` writes them (None: a copy)."""
     if not x.shape[2]:
         return Lines(None, None)
 
@@ -184,16 +141,10 @@ def exchanged(
 def extended(
     x: Tensor, cache: TemporalCache, *, before: bool = True
 ) -> tuple[Tensor, tuple[int, int]]:
-    """Return frames with one line of each neighbour, for a convolution of single frames.
+    """Return frames with one line of each neighbour in scratch memory, and what is padded.
 
-    Args:
-        x: `[B, C, T, H, W]`, not in scratch memory.
-        cache: State of the video.
-        before: The line before the part is needed; otherwise it is zeros.
-
-    Returns:
-        `[B, C, T, H, W]` in scratch memory, and the rows and columns that the convolution pads. `x`
-        itself where this process has whole frames.
+    `x`, not in scratch memory, is returned itself where this process has whole frames. Without
+    `before` the line before the part is zeros.
     """
     halo = halo_of(cache, 1)
     if halo is None or cache.shard is None:
@@ -207,20 +158,9 @@ def extended(
 def joined(
     conv: nn.Module, context: int, x: Tensor, cache: TemporalCache
 ) -> tuple[Tensor, tuple[int, int]]:
-    """Join the tail and the new frames, both with one line of each neighbour; keep the tail.
+    """Join tail and new frames, with one line of each neighbour, in scratch memory; keep the tail.
 
-    Args:
-        conv: The convolution, the key of its tail; the tail of a first frame is copies of it.
-        context: Frames of the tail.
-        x: `[B, C, T, H, W]`, the part of this rank.
-        cache: State of the video, with a shard.
-
-    Returns:
-        `[B, C, context + T, H, W]` in scratch memory, without a tail for the first frame, and the
-        rows and columns that the convolution pads.
-
-    Raises:
-        RuntimeError: The frames are not divided.
+    The tail of a first frame is copies of it. Also return the rows and columns to pad.
     """
     halo = halo_of(cache, 1)
     if halo is None or cache.shard is None:

@@ -5,85 +5,23 @@ can be repeated in smaller pieces when memory runs out. Tails keep the lines wit
 """
 
 import functools
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ...kernels import Fused, is_out_of_memory
+from ...kernels import is_out_of_memory
 from .conv import Terms
 from .frame_runs import Settling, fitted, halves, run_of
 from .halo import Halo, Write, exchanged, halo_of
 from .lines import Lines
+from .row_bands import SplitConv
 from .temporal_cache import TemporalCache
 
 
-class HaloConv(Protocol):
-    """The part of `CausalConv3d` that is used here."""
-
-    context: int
-    padding: int
-    stride: int
-
-    @property
-    def weight(self) -> Tensor:
-        """The weight `[C_out, C_in, T, H, W]`."""
-        ...
-
-    def fusing(self, x: Tensor, cache: TemporalCache, *, norm: bool = False) -> Fused:
-        """Return what is fused for `x` `[B, C_in, T, H, W]` in `cache`; `norm`: with a norm."""
-        ...
-
-    def of_window(
-        self,
-        window: Tensor,
-        cache: TemporalCache,
-        pads: tuple[int, int],
-        terms: Terms = ...,
-        *,
-        by_pointer: bool = False,
-    ) -> Tensor:
-        """Convolve a window.
-
-        Args:
-            window: `[B, C_in, T, H, W]`, with the tail unless it is read `by_pointer`.
-            cache: State of the video.
-            pads: Rows and columns of zero padding on each side.
-            terms: Bias and residual to add, or a norm to apply.
-            by_pointer: The window is the new frames only.
-
-        Returns:
-            `[B, C_out, T, H, W]`.
-        """
-        ...
-
-    def tail(self, x: Tensor, cache: TemporalCache) -> Tensor:
-        """Return the tail `[B, C_in, context, H, W]` before `x` from `cache`."""
-        ...
-
-    def keep(self, x: Tensor, cache: TemporalCache) -> None:
-        """Store the last frames of `x` `[B, C_in, T, H, W]` in `cache` as the tail."""
-        ...
-
-
 def convolve(
-    conv: HaloConv, held: list[Tensor], cache: TemporalCache, write: Write, terms: Terms
+    conv: SplitConv, held: list[Tensor], cache: TemporalCache, write: Write, terms: Terms
 ) -> Tensor:
-    """Convolve `write(x)` causally.
-
-    Args:
-        conv: The convolution, with a padding.
-        held: `x`, `[B, C_in, T, H, W]`, the part of this rank; taken out, so that it can be freed.
-        cache: State of the video, with a shard.
-        write: Writes `x` into a buffer, see `Fill`; None: a copy.
-        terms: Bias and residual to add, or a norm to apply.
-
-    Returns:
-        `[B, C_out, T / stride, H, W]`, channels-last.
-
-    Raises:
-        RuntimeError: The frames are not divided.
-    """
+    """Convolve `write(x)` causally; `x`, taken out of `held`, is freed early. None: a copy."""
     x = held[0]
     halo = halo_of(cache, conv.padding)
     if halo is None or cache.shard is None:
@@ -95,23 +33,14 @@ def convolve(
     return _surrounded(conv, held, lines, halo, cache, write, terms)
 
 
-def input_like(conv: HaloConv, x: Tensor, cache: TemporalCache) -> tuple[Tensor, tuple[int, int]]:
-    """Return a tensor like the input of the products, and their padding.
-
-    Args:
-        conv: The convolution.
-        x: `[B, C_in, T, H, W]`, the part of this rank.
-        cache: State of the video.
-
-    Returns:
-        `[B, C_in, T, H, W]` without useful values, and rows and columns.
-    """
+def input_like(conv: SplitConv, x: Tensor, cache: TemporalCache) -> tuple[Tensor, tuple[int, int]]:
+    """Return a tensor in the shape of the input of the products, and what they pad."""
     halo = halo_of(cache, conv.padding)
     return (x, (conv.padding, conv.padding)) if halo is None else (halo.like(x), halo.pads)
 
 
 def _surrounded(
-    conv: HaloConv,
+    conv: SplitConv,
     held: list[Tensor],
     lines: Lines,
     halo: Halo,
@@ -159,7 +88,7 @@ def _surrounded(
 
 
 def _entered(
-    conv: HaloConv,
+    conv: SplitConv,
     x: Tensor,
     lines: Lines,
     halo: Halo,
@@ -176,7 +105,7 @@ def _entered(
 
 
 def _settled(
-    conv: HaloConv,
+    conv: SplitConv,
     settling: Settling,
     x: Tensor,
     lines: Lines,

@@ -21,11 +21,7 @@ class Lines(NamedTuple):
 
 
 class FrameShard(Protocol):
-    """A part of every frame, of which other ranks have the others; see `sharding.shard.Shard`.
-
-    Attributes:
-        dim: The divided dimension of `[B, C, T, H, W]`: 3 or 4.
-    """
+    """A part of every frame, of which other ranks have the others; see `sharding.shard.Shard`."""
 
     @property
     def dim(self) -> int:

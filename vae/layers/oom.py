@@ -30,15 +30,7 @@ class ExhaustedError(torch.OutOfMemoryError):
 
 
 def exhausted(error: BaseException, task: str) -> ExhaustedError:
-    """Return the one-line error for a lack of memory that cannot be resolved.
-
-    Args:
-        error: The allocator's error, which can be a paragraph.
-        task: What ran out of memory, such as "a decode".
-
-    Returns:
-        The error.
-    """
+    """Return the one-line error for a lack of memory that cannot be resolved."""
     if isinstance(error, ExhaustedError):
         return error
     text = " ".join(str(error).split())

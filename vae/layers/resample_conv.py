@@ -25,24 +25,16 @@ class UpsampleConv2d(Conv):
     def forward(
         self, x: Tensor, cache: TemporalCache, source: Tensor | None = None, times: int = 1
     ) -> Tensor:
-        """Upsample, convolve, and add `source` as in `merge_phases`.
+        """Upsample, convolve, and add `source` `[B, C, T / times, H, W]` as in `merge_phases`.
 
-        Args:
-            x: `[B, C_in, T, H, W]`, channels-last; not in scratch memory if it is a part of its
-                frames.
-            cache: Provides memory.
-            source: `[B, C, T / times, H, W]`; None: nothing is added.
-            times: Result frames per frame of `source`.
-
-        Returns:
-            `[B, C_out, T, 2 H, 2 W]`, channels-last.
+        `x` is not in scratch memory if it is a part of its frames, of which others have the rest.
         """
         batch, _, frames, height, width = x.shape
         pads = (1, 1)
         if cache.shard is not None:
             x, pads = halo.extended(x, cache)
         call = x, "folded", (1, 1), pads
-        late = not self.fuses(*call).adds_bias
+        late = not self.route(*call).fused.adds_bias
         grid = self.convolve(*call, cache, Terms(biased=not late))
         shape = (batch, grid.shape[1] // 4, frames, 2 * height, 2 * width)
         out = cache.reused(shape, x)
@@ -64,16 +56,7 @@ class StridedConv2d(Conv):
         super().__init__(in_channels, out_channels, (3, 3))
 
     def forward(self, x: Tensor, cache: TemporalCache, terms: Terms = BIAS) -> Tensor:
-        """Convolve.
-
-        Args:
-            x: `[B, C_in, T, H, W]`, channels-last.
-            cache: Provides memory.
-            terms: Bias and residual to add.
-
-        Returns:
-            `[B, C_out, T, H / 2, W / 2]`, channels-last.
-        """
+        """Convolve to `[B, C_out, T, H / 2, W / 2]`."""
         pads = (1, 1)
         if cache.shard is not None:
             x, pads = halo.extended(x, cache, before=False)

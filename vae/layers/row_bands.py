@@ -12,48 +12,48 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from ...kernels import zero_of
+from ...kernels import Fused, zero_of
 from .conv import BIAS, Terms
 from .temporal_cache import TemporalCache
 
 
-class BandedConv(Protocol):
-    """The part of `CausalConv3d` that is used here."""
+class SplitConv(Protocol):
+    """The part of `CausalConv3d` that the convolutions of bands and of shards use."""
 
     context: int
     padding: int
     stride: int
     replicate: bool
+    weight: nn.Parameter
 
-    @property
-    def weight(self) -> Tensor:
-        """The weight `[C_out, C_in, T, H, W]`."""
+    def fusing(self, x: Tensor, cache: TemporalCache, *, norm: bool = False) -> Fused:
+        """See `CausalConv3d`."""
         ...
 
     def like(self, x: Tensor, cache: TemporalCache) -> Tensor:
-        """Return the shape of `x` `[B, C, T, H, W]` in the dtype that `cache` has of the input."""
+        """See `CausalConv3d`."""
         ...
 
     def of_window(
-        self, window: Tensor, cache: TemporalCache, pads: tuple[int, int], terms: Terms = BIAS
+        self,
+        window: Tensor,
+        cache: TemporalCache,
+        pads: tuple[int, int],
+        terms: Terms = BIAS,
+        *,
+        by_pointer: bool = False,
     ) -> Tensor:
-        """Convolve `window` `[B, C_in, context + T, H, W]`.
-
-        Args:
-            window: The tail and the new frames.
-            cache: State of the video.
-            pads: Rows and columns of zero padding on each side.
-            terms: Bias, residual and norm to apply.
-
-        Returns:
-            `[B, C_out, T, H, W]`.
-        """
+        """See `CausalConv3d`."""
         ...
 
     def tail(self, x: Tensor, cache: TemporalCache) -> Tensor:
-        """Return the tail `[B, C_in, context, H, W]` before `x` from `cache`."""
+        """See `CausalConv3d`."""
+        ...
+
+    def keep(self, x: Tensor, cache: TemporalCache) -> None:
+        """See `CausalConv3d`."""
         ...
 
 
@@ -61,17 +61,8 @@ class BandedConv(Protocol):
 WORTH_IT = 4
 
 
-def rows_of(conv: BandedConv, x: Tensor, cache: TemporalCache) -> int:
-    """Return the rows of a band, for an input of about `cache.band_bytes`.
-
-    Args:
-        conv: The convolution.
-        x: `[B, C, T, H, W]`.
-        cache: State of the video.
-
-    Returns:
-        Rows per band; the height of `x` if it need not be divided.
-    """
+def rows_of(conv: SplitConv, x: Tensor, cache: TemporalCache) -> int:
+    """Return the rows of a band of about `cache.band_bytes`; the height of an undivided `x`."""
     batch, channels, frames, height, width = x.shape
     if cache.band_bytes is None or cache.shard is not None:
         return height
@@ -83,26 +74,16 @@ def rows_of(conv: BandedConv, x: Tensor, cache: TemporalCache) -> int:
 
 
 def convolve(
-    conv: BandedConv,
+    conv: SplitConv,
     fill: Callable[..., object],
     x: Tensor,
     cache: TemporalCache,
     rows: int,
     terms: Terms = BIAS,
 ) -> Tensor:
-    """Convolve `fill(x)` causally, some rows at a time.
+    """Convolve `fill(x)` causally, some rows at a time; a residual may become the result.
 
-    Args:
-        conv: A convolution with stride 1 in space.
-        fill: Writes the norm and SiLU of some rows into `out`, with the statistics of whole frames.
-        x: `[B, C_in, T, H, W]`, channels-last.
-        cache: State of the video. It supplies the frames before `x` and keeps the new tail.
-        rows: Rows per band.
-        terms: Bias and residual to add, or a norm to apply; the memory of a residual `[B, C_out,
-            T, H, W]` becomes the result.
-
-    Returns:
-        `[B, C_out, T, H, W]`, channels-last.
+    `fill` writes the norm and SiLU of some rows, with the statistics of whole frames.
     """
     batch, _, frames, height, width = x.shape
     out = terms.residual
@@ -150,7 +131,7 @@ class _Tail:
     read them.
     """
 
-    def __init__(self, conv: BandedConv, x: Tensor, cache: TemporalCache) -> None:
+    def __init__(self, conv: SplitConv, x: Tensor, cache: TemporalCache) -> None:
         self._conv, self._x, self._cache = conv, x, cache
         self._known = 0 if cache.first else conv.context
         self._keeps = bool(conv.context) and not cache.single_frame

@@ -34,12 +34,6 @@ def taps_of(phase: int) -> list[tuple[int, int]]:
 
     The two small pixels of phase 0 are the previous and its own pixel; those of phase 1 are its own
     and the next one.
-
-    Args:
-        phase: Phase of the output, 0 or 1.
-
-    Returns:
-        Small pixel and phase for each tap.
     """
     return [((phase + tap - 1) // 2 + 1 - phase, (phase + tap - 1) % 2) for tap in range(3)]
 
@@ -47,14 +41,8 @@ def taps_of(phase: int) -> list[tuple[int, int]]:
 def times_of(phase: int, times: int, *, after_first: bool) -> list[tuple[int, int]]:
     """Return where the three temporal taps of a phase fall: small frame, and its phase.
 
-    Args:
-        phase: Phase of the output frame.
-        times: Output frames per frame; 1: the three taps fall on three frames.
-        after_first: The previous frame is the first of the video, whose second phase is left out.
-            It is padded with copies of itself, so phase 0 replaces both.
-
-    Returns:
-        Small frame and phase for each tap.
+    `after_first`: the previous frame is the first of the video, without a second phase. It is
+    padded with copies of itself, so phase 0 replaces both.
     """
     if times == 1:
         return [(tap, 0) for tap in range(3)]
@@ -66,32 +54,16 @@ class ShuffleConv(Conv):
     """A 3x3x3 convolution folded with the 1x1x1 convolution and the pixel shuffle before it.
 
     `Upsample3D` of SeedVR2, models/video_vae_v3/modules/attn_video_vae.py.
-
-    Args:
-        channels: Input and output channels.
-        upscale: The 1x1x1 convolution, a module of another layer.
-        times: Output frames per frame, 1 or 2; the first frame of a video yields one.
-
-    Attributes:
-        context: Earlier small frames that it needs.
     """
 
     def __init__(self, channels: int, upscale: PointwiseConv, times: int) -> None:
         super().__init__(channels, channels, (3, 3, 3))
         self.times = times
-        self.context = 2 if times == 1 else 1
+        self.context = 2 if times == 1 else 1  # Earlier small frames that it needs
         self._upscale = (upscale,)  # a tuple keeps it from being registered as a submodule
 
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
-        """Upsample and convolve.
-
-        Args:
-            x: `[B, C, T, H, W]`, channels-last.
-            cache: State of the video.
-
-        Returns:
-            `[B, C, times * T, 2 H, 2 W]`, channels-last; one frame for the first frame.
-        """
+        """Upsample to `[B, C, times * T, 2 H, 2 W]`; one frame for the first frame."""
         pads = (1, 1)
         if cache.shard is not None:
             window, pads = halo.joined(self, self.context, x, cache)
@@ -205,15 +177,9 @@ class ShuffleConv(Conv):
 def fold(taps: Tensor, parts: Tensor, places: Sequence[tuple[int, int]]) -> Tensor:
     """Fold two weights into the spatial phases of one temporal phase.
 
-    Args:
-        taps: `[C_out, C, 3, 3, 3]`, the second convolution.
-        parts: `[2, 2, times, C, C_in]`, the first convolution: rows, columns and frames of its
-            output.
-        places: Small frame and phase of the temporal taps, from `times_of`.
-
-    Returns:
-        `[4 * C_out, C_in, frames, 2, 2]`; output channel `(2 a + b) * C_out + c` is phase a of rows
-        and b of columns.
+    From `taps` `[C_out, C, 3, 3, 3]` and `parts` `[2, 2, times, C, C_in]` (rows, columns, frames)
+    to `[4 * C_out, C_in, frames, 2, 2]`; output channel `(2 a + b) * C_out + c` is phase a of rows
+    and b of columns.
     """
     frames = max(at for at, _ in places) + 1
     weight = taps.new_empty(4, taps.shape[0], parts.shape[-1], frames, 2, 2)

@@ -19,23 +19,7 @@ from .workspace import Workspace
 
 
 class TemporalCache:
-    """The tails of the causal convolutions, and the memory for activations.
-
-    Attributes:
-        first: The current step holds the first frame of the video, and only that.
-        single_frame: The video has only this frame, so nothing is kept.
-        band_bytes: Size of the bands of rows that some layers divide much larger frames into; None:
-            no bands.
-        workspace: Provides memory for activations; `scratch`, `reused` and `attempt` are its
-            methods.
-        thrifty: Memory is short: tails are on the host unless their layer runs.
-        settling: Frames until the input of the next convolution is static; only these are computed.
-            None: all.
-        after_first: Layers that have seen the first frame and no other yet, for layers that use
-            this.
-        shard: The part of the frames that this process has; None: whole frames, or a tile.
-        coding: The convolutions that read codes; None: none.
-    """
+    """The tails of the causal convolutions, and the memory for activations."""
 
     def __init__(
         self,
@@ -46,13 +30,15 @@ class TemporalCache:
         shard: FrameShard | None = None,
         coding: Coding | None = None,
     ) -> None:
-        self.first = True
-        self.single_frame = single_frame
-        self.band_bytes = band_bytes
-        self.thrifty = False
-        self.shard = shard
+        self.first = True  # The current step holds the first frame of the video, and only that
+        self.single_frame = single_frame  # The video has only this frame, so nothing is kept
+        self.band_bytes = band_bytes  # Bands of rows of much larger frames; None: no bands
+        self.thrifty = False  # Memory is short: tails are on the host unless their layer runs
+        self.shard = shard  # The part that this process has; None: whole frames, or a tile
         self.coding = coding
+        # Frames until the next input is static, the only ones that are computed; None: all.
         self.settling: Settling | None = None
+        # Layers, of those that ask, which have seen the first frame only.
         self.after_first: set[nn.Module] = set()
         self.workspace = Workspace() if workspace is None else workspace
         self.scratch, self.reused = self.workspace.scratch, self.workspace.reused
@@ -60,29 +46,14 @@ class TemporalCache:
         self._tails: dict[nn.Module, Tensor] = {}
 
     def result(self, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor:
-        """Return channels-last memory for a result: reused where new memory is slow, otherwise new.
-
-        Args:
-            shape: `[B, C, T, H, W]`.
-            like: Tensor with the dtype and device.
-
-        Returns:
-            Uninitialised memory.
-        """
+        """Return channels-last memory for a result: reused where new memory is slow, or new."""
         memory = self.reused(shape, like)
         return self.attempt(lambda: new_video(like, shape)) if memory is None else memory
 
     def tail(self, conv: nn.Module, context: int, x: Tensor) -> Tensor:
         """Return the last input frames of a causal convolution; zeros at the start of the video.
 
-        Args:
-            conv: The convolution, the key of its tail.
-            context: Frames of the tail.
-            x: `[B, C, T, H, W]`; gives shape, dtype and device.
-
-        Returns:
-            `[B, C, context, H, W]`, channels-last: the tail itself, which the caller updates before
-            any other allocation, because an allocation can move it.
+        It is the tail itself: the caller updates it before any other allocation, which can move it.
         """
         tail = self._tails.get(conv)
         if tail is None:
@@ -96,16 +67,7 @@ class TemporalCache:
         return tail
 
     def window(self, conv: nn.Module, context: int, x: Tensor) -> Tensor:
-        """Join the tail and the new frames, and update the tail.
-
-        Args:
-            conv: The convolution, the key of its tail.
-            context: Frames of the tail.
-            x: `[B, C, T, H, W]`, the new frames.
-
-        Returns:
-            `[B, C, context + T, H, W]`, channels-last; valid as long as `scratch`.
-        """
+        """Join the tail and the new frames in scratch memory, and update the tail."""
         batch, channels, frames, height, width = x.shape
         window = self.scratch((batch, channels, context + frames, height, width), x)
         window[:, :, :context] = self.tail(conv, context, x)
@@ -117,11 +79,6 @@ class TemporalCache:
         """Update the tail of a convolution with new input frames; it allocates only a new tail.
 
         A tail that was moved to the host is updated there.
-
-        Args:
-            conv: The convolution, the key of its tail.
-            context: Frames of the tail.
-            x: `[B, C, T, H, W]`, the new frames.
         """
         if self.single_frame or not context:
             return

@@ -22,14 +22,10 @@ WASTE = 1.5
 
 
 class Workspace:
-    """Memory for short-lived activations; one for all tiles of a stream.
-
-    Attributes:
-        relief: Frees memory when it runs out; None: errors are not handled.
-    """
+    """Memory for short-lived activations; one for all tiles of a stream."""
 
     def __init__(self) -> None:
-        self.relief: Relief | None = None
+        self.relief: Relief | None = None  # None: a lack of memory is an error
         self._scratch: Tensor | None = None
         self._views: dict[object, Tensor] = {}  # of the scratch memory
         self._blocks: list[Tensor] = []
@@ -38,13 +34,6 @@ class Workspace:
         """Return a channels-last buffer that is valid until the next call.
 
         All calls share one memory, because new pages would cost as much as the arithmetic.
-
-        Args:
-            shape: `[B, C, T, H, W]`.
-            like: Tensor with the dtype and device.
-
-        Returns:
-            Uninitialised memory.
         """
         key = tuple(shape), like.dtype, like.device
         view = self._views.get(key)
@@ -62,13 +51,6 @@ class Workspace:
         """Return channels-last memory that is reused, or None where a new tensor costs no more.
 
         The memory becomes free when the last tensor that uses it is gone.
-
-        Args:
-            shape: `[B, C, T, H, W]`.
-            like: Tensor with the dtype and device.
-
-        Returns:
-            Uninitialised memory, or None.
         """
         nbytes = prod(shape) * like.element_size()
         kept = like.device.type == "cpu" and nbytes >= KEPT_BYTES
@@ -146,25 +128,12 @@ def uint16_as_int16(frames: Tensor) -> Tensor:
 
     PyTorch copies, compares and computes int16 on every device, but uint16 on few: Apple GPUs have
     none before PyTorch 2.9.
-
-    Args:
-        frames: `[...]`, any dtype.
-
-    Returns:
-        `[...]`: `frames`, or a view of uint16 as int16 with the same bits.
     """
     return frames.view(torch.int16) if frames.dtype == torch.uint16 else frames
 
 
 def to_unit(frames: Tensor) -> Tensor:
-    """Convert integers to float32 in [-1, 1].
-
-    Args:
-        frames: `[B, C, T, H, W]`, uint8 in 0-255, or int16 with the bits of uint16 in 0-65535.
-
-    Returns:
-        `[B, C, T, H, W]`: `frames` / 127.5 - 1, or / 32767.5 - 1 for 16 bits.
-    """
+    """Convert uint8, or int16 with the bits of uint16, to float32 in [-1, 1]."""
     if frames.dtype == torch.uint8:
         return frames.float().div_(127.5).sub_(1)
     # With the highest bit flipped the value of int16 is that of uint16 less 32768.
@@ -176,12 +145,6 @@ def canonical(x: Tensor) -> Tensor:
 
     PyTorch keeps arbitrary strides in dimensions of size one, and then misjudges the layout of a
     tensor with one frame or one column.
-
-    Args:
-        x: Channels-last.
-
-    Returns:
-        A view of `x`.
     """
     return x.as_strided(x.shape, _strides(x.shape))
 
@@ -193,14 +156,7 @@ class Handover:
         self._tensor: Tensor | None = tensor
 
     def take(self) -> Tensor:
-        """Return the tensor `[B, C, T, H, W]`, once.
-
-        Returns:
-            The tensor.
-
-        Raises:
-            RuntimeError: It was taken before.
-        """
+        """Return the tensor `[B, C, T, H, W]`, once."""
         tensor, self._tensor = self._tensor, None
         if tensor is None:
             raise RuntimeError("the tensor was taken before; expected one receiver")

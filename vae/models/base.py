@@ -38,9 +38,6 @@ class Network(nn.Module):
     Constructors take the widths (channels after the first convolution and of each stage in order),
     the channels of the frames, the channels of a latent (an encoder outputs twice as many, mean and
     log-variance), and in the Wan 2.2 layout the temporal taps.
-
-    Attributes:
-        kept: Results for these layers.
     """
 
     def __init__(self) -> None:
@@ -55,9 +52,6 @@ class Network(nn.Module):
         """Return the layers, cut before each one that has `pairs`.
 
         These layers take two frames at a time, so the frames of a step are joined before them.
-
-        Returns:
-            Lists of layers.
         """
         chains: list[list[CausalLayer]] = [[]]
         for layer in self.layers():

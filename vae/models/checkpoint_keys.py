@@ -46,17 +46,7 @@ _FLAT = re.compile(r"\.(resample\.1|to_qkv|proj)\.weight$")
 
 
 def to_wan_keys(state: Mapping[Any, Any]) -> dict[str, Tensor]:
-    """Convert the keys of a state dict to Wan's names.
-
-    Args:
-        state: Tensors `[...]` under Wan's keys, the same with a prefix, or diffusers' keys.
-
-    Returns:
-        The same tensors under Wan's names. Unknown keys stay as they are.
-
-    Raises:
-        ValueError: A key or a value is not of a state dict, or two keys mean one tensor.
-    """
+    """Convert the keys of a state dict to Wan's names; unknown keys stay as they are."""
     for key, value in state.items():
         if not isinstance(key, str) or not isinstance(value, Tensor):
             raise ValueError(
@@ -97,12 +87,7 @@ def _from_diffusers(key: str, nested: bool) -> str:
 def with_time(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Add the temporal dimension of one tap to the causal convolutions of an image VAE.
 
-    Args:
-        weights: Tensors `[C_out, C_in, kh, kw]` under Wan's names. diffusers stores Qwen-Image 2.1
-            with 2D convolutions.
-
-    Returns:
-        The same weights in the shapes of ComfyUI's file.
+    diffusers stores Qwen-Image 2.1 with 2D convolutions, ComfyUI with 3D ones.
     """
     head = weights.get("decoder.head.2.weight")
     if head is None or head.ndim != 4:

@@ -155,18 +155,10 @@ class VAEConfig:
 
 
 def read_configs(shapes: Shapes) -> list[VAEConfig]:
-    """Read the configuration from the shapes of a state dict.
+    """Return the configurations that the shapes of a state dict allow, the likeliest first.
 
-    Args:
-        shapes: Shape of each tensor, under Wan's key names.
-
-    Returns:
-        The possible configurations, the likeliest first: with the standard multiples of the base
-        width, then with each stage's own width. The loader selects the one that fits every tensor.
-
-    Raises:
-        LayoutError: The names are not those of a known layout.
-        ValueError: A tensor that the configuration depends on is missing or has a wrong shape.
+    That is with the standard multiples of the base width, then with each stage's own width. The
+    loader selects the one that fits every tensor.
     """
     if SEEDVR2_KEY in shapes:
         return [_read_seedvr2(shapes)]

@@ -16,13 +16,6 @@ def fold_pixels(frames: Tensor, size: int) -> Tensor:
     """Move blocks of `size x size` pixels to channels, `COLUMN_FIRST`.
 
     `patchify` of Wan 2.2, "b c f (h q) (w r) -> b (c r q) f h w" (wan/modules/vae2_2.py).
-
-    Args:
-        frames: `[B, C, T, H, W]`; `H` and `W` are multiples of `size`.
-        size: Side of a patch in pixels.
-
-    Returns:
-        `[B, C * size^2, T, H / size, W / size]`, channels-last.
     """
     if size == 1:
         return frames

@@ -19,12 +19,6 @@ def latents_before(decoder: Network) -> int:
 
     Counted from the frames back to the latents: each convolution adds its context, and a layer that
     doubles the frames halves the sum.
-
-    Args:
-        decoder: The decoder.
-
-    Returns:
-        Latents.
     """
     frames = 0
     for layer in reversed(decoder.layers()):
@@ -36,14 +30,7 @@ def latents_before(decoder: Network) -> int:
 
 
 def frames_before(layers: Sequence[CausalLayer]) -> int:
-    """Return the number of input frames before a run that its results depend on.
-
-    Args:
-        layers: Layers of an encoder, in order.
-
-    Returns:
-        Frames, for a run that starts where frames are not merged with those before it.
-    """
+    """Return the input frames before a run that it depends on; it starts between merged frames."""
     frames = 0
     for layer in reversed(layers):
         for taps, stride in reversed(causal_taps(layer)):

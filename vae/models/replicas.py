@@ -17,30 +17,19 @@ _Attempt = Callable[[Callable[[], Tensor]], Tensor]
 
 @dataclass
 class _Replica:
-    """A copy of a network, with the state of the parameters that it was copied from.
-
-    Attributes:
-        network: The copy.
-        form: Names, types and shapes of the modules and parameters of the original.
-        stamps: `stamp_of` each parameter.
-        marks: `marks_of` all of them.
-    """
+    """A copy of a network, with the state of the parameters that it was copied from."""
 
     network: Network
     form: list[tuple[object, ...]]
-    stamps: list[tuple[object, ...]]
-    marks: list[int]
+    stamps: list[tuple[object, ...]]  # `stamp_of` each parameter
+    marks: list[int]  # `marks_of` all of them
 
 
 class Replicas:
-    """The copies of the networks of a VAE; a copied or pickled VAE starts without any.
-
-    Attributes:
-        made: Number of networks that were copied as a whole.
-    """
+    """The copies of the networks of a VAE; a copied or pickled VAE starts without any."""
 
     def __init__(self) -> None:
-        self.made = 0
+        self.made = 0  # Number of networks that were copied as a whole
         self._known: dict[tuple[torch.device, str], _Replica] = {}
         self._lock = threading.Lock()
 
@@ -57,17 +46,7 @@ class Replicas:
         network: Network,
         attempt: _Attempt = lambda do: do(),
     ) -> Network:
-        """Return the copy of a network on a device, made or refreshed if that is necessary.
-
-        Args:
-            device: The device.
-            name: Name of the network in its VAE.
-            network: The network.
-            attempt: Runs an allocation on the device of `network`.
-
-        Returns:
-            The network itself if it is there; otherwise a copy with its weights.
-        """
+        """Return the network itself or its copy on a device, made or refreshed if necessary."""
         # `torch.compile` wraps a module.
         network = getattr(network, "_orig_mod", network)
         sources = _tensors(network)
@@ -122,15 +101,7 @@ class Replicas:
 
 
 def copied(network: Network, device: torch.device) -> Network:
-    """Return a copy on a device, where weights of that device are shared and none is copied first.
-
-    Args:
-        network: The network.
-        device: Device of the copy.
-
-    Returns:
-        The copy, without derived weights.
-    """
+    """Return a copy on a device, which shares the weights that are there already."""
     there: dict[int, object] = {
         id(parameter): nn.Parameter(parameter.detach().to(device), requires_grad=False)
         for parameter in network.parameters()

@@ -19,7 +19,6 @@ from ..layers import row_bands
 from ..layers.causal_conv import CausalConv3d
 from ..layers.causal_layer import CausalLayer
 from ..layers.conv import PointwiseConv, Terms
-from ..layers.lines import FrameShard
 from ..layers.subpixel_conv import ShuffleConv
 from ..layers.temporal_cache import TemporalCache
 from .base import Network, in_order
@@ -49,20 +48,7 @@ class GroupNorm(nn.Module):
         codes: Tensor | None = None,
         saturated: Tensor | None = None,
     ) -> Tensor:
-        """Compute norm and SiLU of `x`, as `group_norm_silu` does.
-
-        Args:
-            x: `[B, C, T, H, W]`, channels-last.
-            out: `[B, C, K + T, H, W]`, with the border.
-            tail: `[B, C, K, H, W]`, or None.
-            statistics: `[B, T, 2, groups]` of whole frames; None: measured from `x`.
-            border: Rows and columns of zeros around each frame of `out`.
-            codes: `[C]`, codes per unit, or None.
-            saturated: `[2]`, the counts of values that codes cannot hold, or None.
-
-        Returns:
-            `out`.
-        """
+        """Compute norm and SiLU as `group_norm_silu` does, with `statistics` of `x` by default."""
         options = {"statistics": statistics, "tail": tail, "border": border, "out": out}
         options |= {"codes": codes, "saturated": saturated}
         return group_norm_silu(x, self.weight, self.bias, SEEDVR2_GROUPS, **options)
@@ -76,31 +62,14 @@ class GroupNorm(nn.Module):
         return self.weight, self.bias
 
     def whole_statistics(self, x: Tensor, cache: TemporalCache) -> Tensor:
-        """Return the statistics `[B, T, 2, groups]` of the whole frames of `x` in `cache`.
-
-        Args:
-            x: `[B, C, T, H, W]`, whole frames or the part of a shard.
-            cache: State of the video.
-
-        Returns:
-            `[B, T, 2, groups]`.
-        """
+        """Return the statistics `[B, T, 2, groups]` of the whole frames of `x` in `cache`."""
         measured = cache.attempt(lambda: group_norm_statistics(x, SEEDVR2_GROUPS))
         return measured if cache.shard is None else cache.shard.statistics(measured, cache.attempt)
 
     def forward(
         self, x: Tensor, *, out: Tensor | None = None, statistics: Tensor | None = None
     ) -> Tensor:
-        """Compute the norm.
-
-        Args:
-            x: `[B, C, T, H, W]`, channels-last.
-            out: `[B, C, T, H, W]`, or None.
-            statistics: As for `silu`.
-
-        Returns:
-            `[B, C, T, H, W]`.
-        """
+        """Compute the norm."""
         options = {"statistics": statistics, "silu": False, "out": out}
         return group_norm_silu(x, self.weight, self.bias, SEEDVR2_GROUPS, **options)
 
@@ -142,18 +111,7 @@ def normed(
     cache: TemporalCache,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Compute norm, SiLU and convolution, and add a residual.
-
-    Args:
-        conv: The convolution.
-        norm: The norm before it.
-        x: `[B, C_in, T, H, W]`, channels-last.
-        cache: State of the video.
-        residual: `[B, C_out, T, H, W]`, whose memory may become the result, or None.
-
-    Returns:
-        `[B, C_out, T, H, W]`.
-    """
+    """Compute norm, SiLU and convolution; add a residual, whose memory may become the result."""
     rows, terms = row_bands.rows_of(conv, x, cache), Terms(residual, dtype=x.dtype)
     if rows == x.shape[3] and cache.shard is None:
         return conv(x, cache, conv.filled(norm.silu, cache), terms)
@@ -259,47 +217,34 @@ class ShrinkingConv3d(CausalConv3d):
 
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
         """Convolve `x` `[B, C, T, H, W]` with `cache` to `[B, C, T / stride, H / 2, W / 2]`."""
-        known = 0 if cache.first else self.context
-        if cache.shard is None:
-            window = self._bordered(x, known, cache)
-            self.keep(x, cache)
-        else:
-            window = self._surrounded(x, known, cache, cache.shard)
+        window = self._bordered(x, cache)
         if cache.first:
             return self.convolve(window, "summed", (2, 2), (0, 0), cache)
         return self.convolve(window, "volume", (self.stride, 2, 2), (0, 0), cache)
 
-    def _surrounded(self, x: Tensor, known: int, cache: TemporalCache, shard: FrameShard) -> Tensor:
-        """Return `_bordered` with lines of the next rank, which the tail keeps, and keep the tail.
+    def _bordered(self, x: Tensor, cache: TemporalCache) -> Tensor:
+        """Join the tail, the new frames, and a row and a column of zeros; keep the tail.
 
-        The zeros are at the right and bottom of the picture only.
+        In a shard the lines of the next rank replace zeros, and the tail keeps them.
         """
         batch, channels, frames, height, width = x.shape
-        first = x.narrow(shard.dim, 0, 1)
-        lines = shard.exchange(first, None, cache.attempt)
-        window = cache.scratch((batch, channels, known + frames, height + 1, width + 1), x)
-        if known:
-            window[:, :, :known] = self.tail(window[:, :, known:], cache)
-        fresh = window[:, :, known:]
-        fresh[..., height, :].zero_()
-        fresh[..., width].zero_()
-        fresh[..., :height, :width] = x
-        if lines.after is not None:
-            last = fresh[..., height:, :width] if shard.dim == 3 else fresh[..., :height, width:]
-            last.copy_(lines.after)
-        self.keep(fresh, cache)
-        return window
-
-    def _bordered(self, x: Tensor, known: int, cache: TemporalCache) -> Tensor:
-        """Join the tail of `known` frames, the new frames, and a row and a column of zeros."""
-        batch, channels, frames, height, width = x.shape
+        known, shard, after = 0 if cache.first else self.context, cache.shard, None
+        if shard is not None:
+            after = shard.exchange(x.narrow(shard.dim, 0, 1), None, cache.attempt).after
         window = cache.scratch((batch, channels, known + frames, height + 1, width + 1), x)
         window[..., height, :].zero_()
         window[..., width].zero_()
-        inner = window[..., :height, :width]
+        fresh = window[:, :, known:]
+        inner = fresh[..., :height, :width]
+        inner.copy_(x)
+        if shard is not None and after is not None:
+            last = fresh[..., height:, :width] if shard.dim == 3 else fresh[..., :height, width:]
+            last.copy_(after)
+        kept = inner if shard is None else fresh
         if known:
-            inner[:, :, :known] = cache.tail(self, known, x)
-        inner[:, :, known:] = x
+            tail = window[:, :, :known, : kept.shape[3], : kept.shape[4]]
+            tail.copy_(self.tail(kept, cache))
+        self.keep(kept, cache)
         return window
 
 

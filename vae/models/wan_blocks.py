@@ -44,20 +44,7 @@ class RMSNorm(nn.Module):
         codes: Tensor | None = None,
         saturated: Tensor | None = None,
     ) -> Tensor:
-        """Compute norm and SiLU of `x`, as `rms_norm_silu` does.
-
-        Args:
-            x: `[B, C, T, H, W]`, channels-last.
-            out: `[B, C, K + T, H, W]`, with the border, or None.
-            tail: `[B, C, K, H, W]`, or None.
-            bias: `[C]`, added to `x` first, or None.
-            border: Rows and columns of zeros around each frame of the result.
-            codes: `[C]`, codes per unit, or None.
-            saturated: `[2]`, the counts of values that codes cannot hold, or None.
-
-        Returns:
-            `[B, C, K + T, H, W]`, with the border.
-        """
+        """Compute norm and SiLU of `x`, as `rms_norm_silu` does."""
         options = {"tail": tail, "out": out, "border": border}
         return rms_norm_silu(x, self.gamma, bias=bias, codes=codes, saturated=saturated, **options)
 
@@ -161,17 +148,7 @@ class Upsample(CausalLayer):
         )
 
     def forward(self, x: Tensor, cache: TemporalCache, source: Tensor | None = None) -> Tensor:
-        """Upsample.
-
-        Args:
-            x: `[B, C_in, T, H, W]`, channels-last.
-            cache: State of the video.
-            source: `[B, C, T, H, W]`, repeated over the new pixels and frames and added, as in
-                `merge_phases`; None: nothing is added.
-
-        Returns:
-            `[B, C_out, T or 2 T, 2 H, 2 W]`, channels-last.
-        """
+        """Upsample, and add `source` `[B, C, T, H, W]`, repeated, as `merge_phases` does."""
         if self.time_conv is not None and not cache.first:
             y = self.time_conv(x, cache)
             batch, channels, frames, height, width = x.shape
@@ -201,17 +178,7 @@ class Downsample(CausalLayer):
         )
 
     def forward(self, x: Tensor, cache: TemporalCache, residual: Tensor | None = None) -> Tensor:
-        """Downsample.
-
-        Args:
-            x: `[B, C, T, H, W]`, channels-last.
-            cache: State of the video.
-            residual: Shape of the result, added to it; its memory may become the result. None:
-                nothing is added.
-
-        Returns:
-            `[B, C, T or T / 2, H / 2, W / 2]`, channels-last.
-        """
+        """Downsample, and add `residual`, whose memory may become the result."""
         if self.time_conv is None:
             return self.resample["1"](x, cache, Terms(residual))
         x = self.resample["1"](x, cache)
@@ -240,17 +207,7 @@ class Head(CausalLayer):
 def residual_blocks(
     in_channels: int, out_channels: int, count: int, taps: int = 3
 ) -> list[ResidualBlock]:
-    """Return a chain of residual blocks, of which the first changes the width.
-
-    Args:
-        in_channels: Input channels of the first block.
-        out_channels: Output channels of all blocks.
-        count: Number of blocks.
-        taps: Temporal taps.
-
-    Returns:
-        The blocks.
-    """
+    """Return a chain of residual blocks, of which the first changes the width."""
     widths = [in_channels] + [out_channels] * count
     return [ResidualBlock(*pair, taps) for pair in itertools.pairwise(widths)]
 
@@ -268,18 +225,10 @@ def attend(
     mix: Callable[[Tensor, slice], Sequence[Tensor]],
     proj: nn.Module,
 ) -> Tensor:
-    """Add self-attention over the pixels of each frame to `x`.
+    """Add self-attention over the pixels of each frame to `x`, which is not modified.
 
-    Args:
-        x: `[B, C, T, H, W]`; it is not modified.
-        cache: State of the video.
-        norm: Norm of the frames, into `out`.
-        mix: Returns some of queries, keys and values, in this order, of normed frames, each in
-            their shape. With a shard, queries of its part meet keys and values of whole frames.
-        proj: Mixes the channels of the result.
-
-    Returns:
-        `[B, C, T, H, W]`.
+    `mix` returns some of queries, keys and values, in this order, of normed frames, each in their
+    shape. With a shard, queries of its part meet keys and values of whole frames.
     """
     batch, _, frames, height, width = x.shape
     normed = cache.scratch(x.shape, x)

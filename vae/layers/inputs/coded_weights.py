@@ -20,15 +20,9 @@ _BLOCK = 1 << 22
 
 
 def coded_weight(weight: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a weight in int8 and its scales.
+    """Return a weight in int8, for inputs of `steps` `[C_in]`, and its scales `[C_out]`, float32.
 
-    Args:
-        weight: `[C_out, C_in, ...]`, a float dtype.
-        steps: `[C_in]`, the step between two codes of each input channel.
-
-    Returns:
-        `[C_out, C_in, ...]` in int8, and `[C_out]` in float32: `sum(code * weight) * scale` is the
-        convolution of the values, less the zeros of the codes.
+    `sum(code * weight) * scale` is the convolution of the values, less the zeros of the codes.
     """
     shape = (1, -1, *[1] * (weight.ndim - 2))
     coded = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)

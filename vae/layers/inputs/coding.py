@@ -32,16 +32,7 @@ class Norm(Protocol):
 
 
 class Coding:
-    """The convolutions of a video that read codes.
-
-    Args:
-        names: Names of the convolutions in their network.
-        device: Device of the video.
-
-    Attributes:
-        names: As given.
-        dtype: Dtype of the codes.
-    """
+    """The convolutions of a video that read codes."""
 
     def __init__(self, names: frozenset[str], device: torch.device) -> None:
         self.names, self.dtype = names, code_dtype(device)
@@ -51,15 +42,7 @@ class Coding:
         self._written = 0
 
     def filling(self, write: Callable[..., object], codes: Tensor) -> Fill:
-        """Return a `Fill` that writes codes and counts them.
-
-        Args:
-            write: A norm and SiLU with the arguments of a `Fill`, `codes` and `saturated`.
-            codes: `[C]`, codes per unit.
-
-        Returns:
-            The fill.
-        """
+        """Return a `Fill` that writes codes and counts them."""
 
         def fill(x: Tensor, *, out: Tensor, tail: Tensor | None = None, border: int = 0) -> object:
             self._written += x.numel()
@@ -69,11 +52,7 @@ class Coding:
         return fill
 
     def verdict(self) -> Tensor:
-        """Judge the codes since the last call, without a wait for the device.
-
-        Returns:
-            `[]`, float32: 0; or infinity if a value was NaN, or too many were out of range.
-        """
+        """Return `[]`, float32, for the codes since the last call: 0, or infinity if wrong."""
         saturated, missing = self._counts
         bad = (saturated > _MOST_SATURATED * self._written) | (missing > 0)
         verdict = torch.where(bad, torch.inf, 0.0)
@@ -85,14 +64,7 @@ class Coding:
 
 
 def name_convolutions(network: nn.Module) -> list[str]:
-    """Give each convolution that can read codes its name in the network, and return the names.
-
-    Args:
-        network: An encoder or a decoder.
-
-    Returns:
-        The names, in the order of the layers.
-    """
+    """Give each convolution that can read codes its name in the network, and return the names."""
     names = []
     for name, module in network.named_modules():
         if getattr(module, "norm_before", None) is not None:

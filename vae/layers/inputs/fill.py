@@ -14,27 +14,14 @@ class Fill(Protocol):
     def __call__(
         self, x: Tensor, *, out: Tensor, tail: Tensor | None = None, border: int = 0
     ) -> object:
-        """Write the result for `x` into `out`.
+        """Write the result for `x` into `out`, larger by `border` rows and columns of zeros a side.
 
-        Args:
-            x: `[B, C, T, H, W]`, channels-last.
-            out: `[B, C, T, H, W]`, or `[B, C, context + T, H, W]` with `tail`; larger by the
-                border on each side.
-            tail: `[B, C, context, H, W]`: frames that go in front of the result. Afterwards it
-                holds the last `context` frames of `out`.
-            border: Rows and columns of zeros around each frame of `out`.
+        The frames of `tail` go in front of it; afterwards it holds the last frames of `out`.
         """
 
 
 def copied(x: Tensor, *, out: Tensor, tail: Tensor | None = None, border: int = 0) -> None:
-    """Copy frames, as a `Fill`.
-
-    Args:
-        x: `[B, C, T, H, W]`.
-        out: As for `Fill`.
-        tail: As for `Fill`.
-        border: As for `Fill`.
-    """
+    """Copy frames, as a `Fill`."""
     inner = within(out, border)
     known = 0 if tail is None else tail.shape[2]
     if border:
