@@ -2,12 +2,13 @@
 
 import functools
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.tests.builders import random_state_dict, refused
 from fast_video_vae.tests.vae.families import random_frames
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.streaming import precision
@@ -19,19 +20,107 @@ def vae():
     return load_vae(random_state_dict(8), dtype=torch.float32)
 
 
-def test_a_tensor_is_checked_when_the_stream_is_created(vae):
-    with pytest.raises(ValueError, match="12 channels"):
-        vae.decode_stream(torch.zeros(1, 12, 1, 2, 2))  # before the first piece is requested
+# An option of a stream, a wrong value, and the error.
+WRONG = [
+    *(
+        ("chunk", chunk, f"chunk is {chunk!r}; expected a number of latents, -1 for all, or None")
+        for chunk in [0, -2, 1.5, True, "all"]
+    ),
+    *(
+        ("tile", tile, f"tile is {tile!r}; expected height and width in pixels, or None")
+        for tile in [(0, 64), (16, -8), (1.5, 16), (True, 8), (64,), (8, 8, 8), (), 64, "64"]
+    ),
+    ("dtype", "float32", "dtype is 'float32'; expected a float dtype such as torch.float32"),
+    ("dtype", torch.int32, "dtype is torch.int32; expected a float dtype such as torch.float32"),
+]
 
 
-def test_wrong_arguments_of_encode_and_decode_are_refused(vae):
-    for run, channels in ((vae.decode, 16), (vae.encode, 3)):
-        with pytest.raises(ValueError, match=r"is a list; expected a tensor \["):
+@pytest.mark.parametrize(("name", "value", "message"), WRONG)
+def test_wrong_options_are_refused(name, value, message):
+    with refused(re.escape(message)):
+        StreamOptions(**{name: value})
+
+
+# An argument of a decode of three latents, a wrong value, and the error.
+WRONG_OF_DECODE = [
+    *(
+        ("frames", frames, f"frames are {frames!r}; expected a range ")
+        for frames in [range(0), range(5, 2), range(-3, 1), range(0, 1, 2), (0, 1), 0]
+    ),
+    ("frames", range(8, 10), "frames are range(8, 10); expected a range within 0 to 8"),
+    ("out", "frames", "out is a str; expected a tensor"),
+    ("images", 0, "images is a int; expected a tensor"),
+    ("out", torch.empty(1, 3, 9, 16, 8), "out has shape [1, 3, 9, 16, 8]; expected [1, 3, 9, 8, 8"),
+    ("images", torch.empty(1, 9, 8, 8, 4), "has shape [1, 9, 8, 8, 4]; expected [1, 9, 8, 8, 3]"),
+    ("images", torch.empty(1, 8, 8, 8, 3), "has shape [1, 8, 8, 8, 3]; expected [1, 9, 8, 8, 3]"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), WRONG_OF_DECODE)
+def test_wrong_arguments_of_a_decode_are_refused_before_the_first_piece(vae, name, value, message):
+    with refused(re.escape(message)):
+        vae.decode_stream(torch.randn(1, 16, 3, 1, 1), **{name: value})
+
+
+def test_a_range_behind_the_end_of_an_iterable_is_an_error_at_its_end(vae):
+    latents = iter(torch.randn(1, 16, 3, 1, 1).split(1, dim=2))
+    stream = vae.decode_stream(latents, frames=range(8, 10))
+    with refused(r"frames are range\(8, 10\)"):
+        list(stream)
+
+
+@pytest.mark.parametrize("size", [(8, 12), (12, 8), (7, 8), (4, 4)])
+def test_frame_sizes_must_be_multiples_of_the_compression(vae, size):
+    height, width = size
+    with refused(rf"frames are {height} x {width} \(H x W\); expected multiples of 8"):
+        vae.encode_stream(torch.zeros(1, 3, 5, *size))
+
+
+def spoiled(x, place, value):
+    x = x.clone()
+    x.view(-1)[place % x.numel()] = value
+    return x
+
+
+# A change that makes a video wrong, and the error.
+WRONG_VIDEOS = {
+    "no batch": (lambda x: x[:0], "is empty, [0, "),
+    "no frames": (lambda x: x[:, :, :0], "is empty, ["),
+    "no height": (lambda x: x[..., :0, :], "is empty, ["),
+    "no width": (lambda x: x[..., :0], "is empty, ["),
+    "one channel": (lambda x: x[:, :1], "has 1 channels; this VAE needs "),
+    "a picture": (lambda x: x[:, :, 0], "has 4 dimensions, ["),
+    "integers": (lambda x: x.long(), "int64; expected a float dtype"),
+    "bits": (lambda x: x > 0, "bool; expected a float dtype"),
+    "NaN": (lambda x: spoiled(x, 1_000_003, torch.nan), " has 1 values that are NaN or infinite"),
+    "infinite": (lambda x: spoiled(x, 65_537, -torch.inf), " has 1 values that are NaN or inf"),
+    "an array": (lambda x: x.numpy(), " is a ndarray; expected a tensor ["),
+    "None": (lambda _: None, " is a NoneType; expected a tensor ["),
+    "a number": (lambda _: 5, " is a int; expected a tensor ["),
+    "nothing": (lambda _: iter([]), "; expected at least one"),
+    "another size": (lambda x: iter([x, torch.cat([x, x], dim=3)]), "a piece has shape ["),
+    "another batch": (lambda x: [x, torch.cat([x, x])], "a piece has shape ["),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_VIDEOS)
+def test_wrong_videos_are_refused(vae, kind):
+    change, message = WRONG_VIDEOS[kind]
+    latent, frames = torch.randn(1, 16, 2, 2, 2), random_frames(1, 3, 5, 16, 16)
+    for stream, whole, given in (
+        (vae.decode_stream, vae.decode, latent),
+        (vae.encode_stream, vae.encode, frames),
+    ):
+        with refused(re.escape(message)):
+            list(stream(change(given)))
+        if kind not in ("nothing", "another size", "another batch"):
+            with refused(re.escape(message)):
+                whole(change(given))
+            with refused(re.escape(message)):
+                stream(change(given))  # before the first piece is requested
+    for run in (vae.decode, vae.encode):
+        with refused(r"is a list; expected a tensor \["):
             run([[0.0]])
-        with pytest.raises(ValueError, match="12 channels; this VAE needs"):
-            run(torch.zeros(1, 12, 1, 8, 8))
-        with pytest.raises(ValueError, match="chunk is"):
-            run(torch.zeros(1, channels, 1, 8, 8), chunk="all")
 
 
 def test_dropped_frames_are_a_warning_of_the_callers_line(vae):
@@ -73,16 +162,6 @@ def test_inputs_of_any_float_dtype_are_cast(vae, dtype):
     assert vae.decode(latent).dtype == vae.encode(video).dtype == torch.float32
     assert torch.equal(vae.decode(latent), vae.decode(latent.float()))
     assert torch.equal(vae.encode(video), vae.encode(video.float()))
-
-
-@pytest.mark.parametrize(
-    "layout", [torch.contiguous_format, torch.channels_last_3d, "every other frame"]
-)
-def test_the_layout_of_an_input_does_not_matter(vae, layout):
-    latent = torch.randn(2, 16, 6, 2, 3)[:, :, ::2]
-    if layout != "every other frame":
-        latent = latent.contiguous(memory_format=layout)
-    torch.testing.assert_close(vae.decode(latent), vae.decode(latent.clone()))
 
 
 def test_normalize_uses_the_statistics_of_wan(vae):

@@ -29,7 +29,9 @@ def random_steps(channels, seed=1):
 @pytest.mark.parametrize("taps", [(3, 3, 3), (1, 3, 3), (3, 3), (1, 1, 1), (3, 1, 1)])
 def test_a_weight_moves_by_one_step_at_most_and_the_sum_of_its_taps_by_a_half(kind, taps):
     weight, steps = random_weight(24, 16, *taps, kind=kind), random_steps(16)
+    before = weight.clone()
     codes, scales = coded_weight(weight, steps)
+    assert torch.equal(weight, before)
     assert codes.dtype == torch.int8
     assert scales.dtype == torch.float32
     assert codes.shape == weight.shape
@@ -84,14 +86,6 @@ def test_extreme_weights_keep_their_codes(size):
     assert (codes != plain).double().mean() < 1e-3
 
 
-def test_a_single_large_weight_leaves_zeros_and_small_ones_their_sum():
-    weight = torch.full((1, 4, 3, 3, 3), 1e-4)
-    weight[0, 0, 0, 0, 0] = 1e4
-    codes, _ = coded_weight(weight, torch.ones(4))
-    assert codes[0, 0, 0, 0, 0] == 127
-    assert codes.count_nonzero() == 1
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_weights_in_other_dtypes_have_the_codes_of_their_values(dtype):
     weight, steps = random_weight(8, 8, 3, 3, 3).to(dtype), random_steps(8)
@@ -101,13 +95,6 @@ def test_weights_in_other_dtypes_have_the_codes_of_their_values(dtype):
     assert torch.equal(scales, expected[1])
 
 
-@pytest.mark.parametrize("shape", [(0, 4, 3, 3, 3), (4, 4, 3, 3, 1)])
-def test_weights_without_elements_and_with_one_column(shape):
-    codes, scales = coded_weight(random_weight(*shape), random_steps(shape[1]))
-    assert codes.shape == shape
-    assert scales.shape == shape[:1]
-
-
 def test_blocks_of_rows_do_not_change_the_codes(monkeypatch):
     weight, steps = random_weight(9, 4, 3, 3, 3), random_steps(4)
     whole = coded_weight(weight, steps)
@@ -115,10 +102,3 @@ def test_blocks_of_rows_do_not_change_the_codes(monkeypatch):
     divided = coded_weight(weight, steps)
     assert torch.equal(whole[0], divided[0])
     assert torch.equal(whole[1], divided[1])
-
-
-def test_the_weight_itself_is_not_changed():
-    weight, steps = random_weight(4, 4, 3, 3, 3), torch.ones(4)
-    before = weight.clone()
-    coded_weight(weight, steps)
-    assert torch.equal(weight, before)

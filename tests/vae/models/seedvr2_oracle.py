@@ -87,9 +87,12 @@ class Oracle:
         return self._causal(f"{side}.conv_out", F.silu(self._norm(f"{side}.conv_norm_out", x)))
 
     def _norm(self, name, x):
-        frames = x.movedim(2, 1)
-        y = F.group_norm(frames.flatten(0, 1), GROUPS, *self._weights(name), eps=1e-6)
-        return y.view(frames.shape).movedim(1, 2)
+        # By the formula: PyTorch's refuses a group of one value.
+        groups = x.unflatten(1, (GROUPS, -1))
+        variance, mean = torch.var_mean(groups, (2, 4, 5), correction=0, keepdim=True)
+        y = ((groups - mean) / (variance + 1e-6).sqrt()).flatten(1, 2)
+        weight, bias = (each.view(-1, 1, 1, 1) for each in self._weights(name))
+        return y * weight + bias
 
     def _causal(self, name, x, stride=(1, 1, 1), padding=1):
         weight, bias = self._weights(name)

@@ -1,17 +1,21 @@
-"""Each family compared with another implementation, for any chunks and precision."""
+"""Each family next to ComfyUI, in its published widths, in half precision, and its own properties.
+
+`test_any_way.py` compares all families with another implementation.
+"""
 
 import functools
 
 import pytest
 import torch
+from einops import rearrange
 
+from fast_video_vae.kernels import pixel_shuffle_3d
 from fast_video_vae.kernels.convolution import onednn
 from fast_video_vae.tests.benchmarks.peers import diffusers_vae
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.seedvr2 import random_seedvr2
 from fast_video_vae.tests.vae.families import (
     Convolutions,
-    joined,
     random_frames,
     random_latent,
     relative_error,
@@ -20,7 +24,8 @@ from fast_video_vae.tests.vae.families import (
 from fast_video_vae.tests.vae.models.seedvr2_oracle import Oracle
 from fast_video_vae.tests.wan22 import random_qwen21, random_wan22
 from fast_video_vae.vae import load_vae
-from fast_video_vae.vae.planning import candidates
+from fast_video_vae.vae.models.patchify import COLUMN_FIRST, ROW_FIRST, fold_pixels
+from fast_video_vae.vae.models.wan22 import DownStage, UpStage
 
 SIZE = 3, 2  # of a latent
 
@@ -31,27 +36,13 @@ class Family:
     def __init__(self, state, peer):
         self.state, self.new_peer = state, peer
         self.vae = load_vae(state, dtype=torch.float32)
-        self.truth = functools.cache(self._truth)
 
-    def latent(self, latents, batch=1):
-        return random_latent(batch, self.vae.config.latent_channels, latents, *SIZE, seed=latents)
+    def latent(self, latents, batch=1, size=SIZE):
+        return random_latent(batch, self.vae.config.latent_channels, latents, *size)
 
-    def frames(self, latents, batch=1):
-        size = (self.vae.config.spatial_compression * length for length in SIZE)
-        return random_frames(batch, 3, 4 * latents - 3, *size, seed=latents)
-
-    def _truth(self, latents, batch):
-        """Latents of the frames, and frames of the latent; diffusers clamps these."""
-        peer = self.new_peer(self.state, torch.float64)
-        latent, frames = self.latent(latents, batch), self.frames(latents, batch)
-        return peer.encode(frames.double()), peer.decode(latent.double()).clamp(-1, 1)
-
-    def check(self, run_encode, run_decode, latents, batch=1, tolerance=1e-5):
-        """Compare an encode and a decode with the peer's."""
-        encoded, decoded = self.truth(latents, batch)
-        assert relative_error(run_encode(self.frames(latents, batch)), encoded) <= tolerance
-        frames = run_decode(self.latent(latents, batch)).clamp(-1, 1)
-        assert relative_error(frames, decoded) <= tolerance
+    def frames(self, latents, batch=1, size=SIZE):
+        size = (self.vae.config.spatial_compression * length for length in size)
+        return random_frames(batch, 3, 4 * latents - 3, *size)
 
 
 def oracle(state, dtype):
@@ -71,60 +62,16 @@ def family(request):
     return Family(state(), peer)
 
 
-@pytest.fixture(params=["oneDNN", "plain"])
-def weights_layout(request, family, monkeypatch):
-    """Both weight layouts; caches of the other layout are cleared first."""
-    family.vae.drop_derived()
-    if request.param == "plain":
-        monkeypatch.setattr(onednn, "serves", lambda *_: False)  # as on a GPU
-    yield
-    family.vae.drop_derived()
-
-
-def slow(*rows):
-    return [pytest.param(*row, marks=pytest.mark.slow) for row in rows]
-
-
-@pytest.mark.usefixtures("weights_layout")
-@pytest.mark.parametrize(
-    ("latents", "batch"), [(1, 2), (2, 1), (4, 2), *slow((1, 1), (1, 3), (2, 3), (3, 1), (5, 1))]
-)
-def test_results_equal_the_peer(family, latents, batch):
-    family.check(family.vae.encode, family.vae.decode, latents, batch)
-
-
-@pytest.mark.parametrize(
-    ("state", "shape", "qwen_image"),
-    [
-        (lambda: random_state_dict(96), (1, 3, 5, 16, 24), False),  # the published width
-        *slow(*((lambda: random_state_dict(96), (3, 3, n, 16, 24), False) for n in (1, 17))),
-        (lambda: random_state_dict(8), (1, 3, 13, 16, 24), True),
-        (random_qwen21, (1, 4, 1, 48, 32), False),
-        (random_qwen21, (3, 4, 1, 48, 32), False),
-    ],
-)
-def test_results_equal_diffusers(state, shape, qwen_image):
-    weights = state()
-    vae = load_vae(weights, dtype=torch.float32)
-    peer = diffusers_vae(weights, qwen_image=qwen_image)
-    video = random_frames(*shape)
+@pytest.mark.parametrize("frames", [5, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 17))])
+def test_the_published_widths_equal_diffusers(frames):
+    state = random_state_dict(96)
+    vae, peer = load_vae(state, dtype=torch.float32), diffusers_vae(state)
+    video = random_frames(1, 3, frames, 16, 24)
     expected = peer.encode(video)
     assert relative_error(vae.encode(video), expected) <= 1e-5
     # diffusers clamps what it decodes
     actual = vae.decode(expected)
     assert relative_error(actual.clamp(-1, 1), peer.decode(expected).clamp(-1, 1)) <= 1e-5
-
-
-def test_a_2x_decoder_shuffles_its_channels_into_pixels():
-    state = random_state_dict(8, out_channels=12)
-    vae = load_vae(state, dtype=torch.float32)
-    latent = random_latent(2, 16, 3, 3, 2)
-    twelve = diffusers_vae(state).decode(latent)
-    expected = torch.nn.functional.pixel_shuffle(twelve.movedim(2, 1), 2).movedim(1, 2)
-    actual = vae.decode(latent)
-    assert actual.shape == (2, 3, 9, 48, 32)
-    assert relative_error(actual.clamp(-1, 1), expected) <= 1e-5
-    assert vae.encode(random_frames(1, 3, 5, 16, 16)).shape == (1, 16, 2, 2, 2)
 
 
 def test_decode_does_not_clamp():
@@ -154,54 +101,22 @@ def test_results_equal_comfyui(name):
         assert relative_error(vae.decode(expected), peer.decode(expected)) <= 1e-5
 
 
-@pytest.mark.usefixtures("weights_layout")
-@pytest.mark.parametrize("chunk", [1, 2, 3, -1, *slow((4,), (5,), (7,), (100,), (None,))])
-def test_any_chunk_gives_the_same_result(family, chunk):
-    encode, decode = (functools.partial(f, chunk=chunk) for f in _both(family.vae))
-    family.check(encode, decode, 6)
-
-
-@pytest.mark.parametrize("piece", [1, 3, *slow((2,), (5,), (17,))])
-def test_pieces_of_any_length_give_the_same_result(family, piece):
-    def in_pieces(stream):
-        return lambda x: joined(stream(iter(x.split(piece, 2))))
-
-    family.check(in_pieces(family.vae.encode_stream), in_pieces(family.vae.decode_stream), 6)
-
-
-@pytest.mark.usefixtures("plans_anew")
-def test_parts_of_a_chunk_give_the_same_result(family, monkeypatch):
-    monkeypatch.setattr(candidates, "_CPU_PART_BYTES", 1 << 12)
-    family.check(family.vae.encode, family.vae.decode, 4)
-
-
-@pytest.mark.parametrize("limit_bytes", [1, *slow((20_000,), (100_000,))])
-def test_any_memory_limit_gives_the_same_result(family, limit_bytes, monkeypatch):
-    monkeypatch.setattr(family.vae, "limit_bytes", limit_bytes)
-    encode, decode = (functools.partial(f, chunk=-1) for f in _both(family.vae))
-    family.check(encode, decode, 4, batch=2)
-
-
-def test_a_longer_video_starts_with_the_same_result(family):
-    for run, x, end in (
-        (family.vae.encode, family.frames(4), 5),
-        (family.vae.decode, family.latent(4), 2),
-    ):
-        short = run(x[:, :, :end])
-        assert relative_error(run(x)[:, :, : short.shape[2]], short) <= 1e-5
-
-
-@pytest.mark.usefixtures("weights_layout")
-def test_a_single_frame_runs_in_2d_and_equals_the_first_of_a_video(family):
+@pytest.mark.parametrize("layout", ["oneDNN", "plain"])
+def test_a_single_frame_runs_in_2d_and_equals_the_first_of_a_video(family, layout, monkeypatch):
+    if layout == "plain":
+        monkeypatch.setattr(onednn, "serves", lambda *_: False)  # as on a GPU
+    family.vae.drop_derived()
     for run, x in ((family.vae.encode, family.frames(3)), (family.vae.decode, family.latent(3))):
         expected = run(x)[:, :, :1]
         with Convolutions() as convolutions:
             assert torch.equal(run(x[:, :, :1]), expected)
         assert set(convolutions.dimensions) == {4}
+    family.vae.drop_derived()
 
 
-@pytest.mark.parametrize("size", [(1, 1), (2, 3), (1, 3)])
-@pytest.mark.parametrize(("latents", "batch"), [(1, 1), (1, 2), (3, 1), (3, 2)])
+@pytest.mark.parametrize(
+    ("latents", "batch", "size"), [(1, 1, (1, 1)), (1, 2, (1, 3)), (3, 1, (2, 3)), (3, 2, (1, 1))]
+)
 def test_all_activations_are_channels_last(family, latents, batch, size):
     seen = []
 
@@ -210,9 +125,7 @@ def test_all_activations_are_channels_last(family, latents, batch, size):
         seen.extend((type(module).__name__, x.shape, x.stride()) for x in tensors)
 
     hooks = [module.register_forward_hook(note) for module in family.vae.modules()]
-    step = family.vae.config.spatial_compression
-    frames = random_frames(batch, 3, 4 * latents - 3, *(step * length for length in size))
-    result = family.vae.decode(family.vae.encode(frames))
+    result = family.vae.decode(family.vae.encode(family.frames(latents, batch, size)))
     for hook in hooks:
         hook.remove()
     assert len(seen) > 50
@@ -224,19 +137,60 @@ def test_all_activations_are_channels_last(family, latents, batch, size):
         assert all(stride[dim] == dense[dim] for dim in known), (name, shape, stride)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow((torch.float16,))])
+@functools.cache
+def truth(family):
+    """Latents of the frames, and frames of the latent, in float64."""
+    peer = family.new_peer(family.state, torch.float64)
+    return peer.encode(family.frames(3).double()), peer.decode(family.latent(3).double())
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
+)
 def test_low_precision_errs_at_most_twice_as_much_as_the_peer(family, dtype):
     vae, peer = load_vae(family.state, dtype=dtype), family.new_peer(family.state, dtype)
-    latent, frames = family.latent(3), family.frames(3)
-    for run, other, x, expected in zip(
-        _both(vae), (peer.encode, peer.decode), (frames, latent), family.truth(3, 1), strict=True
-    ):
-        ours, theirs = run(x), other(x.to(dtype)).double()
-        if run == vae.decode:
-            ours, theirs = ours.clamp(-1, 1), theirs.clamp(-1, 1)
-        error = (ours.double() - expected).norm()
-        assert error <= 2 * (theirs - expected).norm()
+    encoded, decoded = truth(family)
+    frames, latent = family.frames(3), family.latent(3)
+    runs = (vae.encode, peer.encode, frames, encoded), (vae.decode, peer.decode, latent, decoded)
+    for run, other, x, expected in runs:
+        ours, theirs, expected = (
+            y.double() if run == vae.encode else y.double().clamp(-1, 1)
+            for y in (run(x), other(x.to(dtype)), expected)
+        )
+        assert (ours - expected).norm() <= 2 * (theirs - expected).norm()
 
 
-def _both(vae):
-    return vae.encode, vae.decode
+def test_frames_of_an_image_vae_are_independent():
+    pictures = load_vae(random_qwen21(), dtype=torch.float32)
+    latent = random_latent(1, 64, 3, 3, 2)
+    with Convolutions() as convolutions:
+        apart = [pictures.decode(latent[:, :, i : i + 1]) for i in range(3)]
+    assert set(convolutions.dimensions) == {4}
+    for chunk in (None, 1, 2, -1):
+        assert torch.equal(pictures.decode(latent, chunk), torch.cat(apart, dim=2))
+
+
+def test_channel_counts_that_do_not_fit_a_shortcut_are_refused():
+    with pytest.raises(ValueError, match="16 values for 7 channels"):
+        UpStage(7, 4, space=True, time=False, taps=3)
+    with pytest.raises(ValueError, match="28 values for 8 channels"):
+        DownStage(7, 8, space=True, time=False, taps=3)
+
+
+# wan/modules/vae2_2.py, `patchify` and `unpatchify`; torch.nn.PixelShuffle.
+NOTATION = {
+    COLUMN_FIRST: "b c f (h q) (w r) -> b (c r q) f h w",
+    ROW_FIRST: "b c f (h q) (w r) -> b (c q r) f h w",
+}
+
+
+@pytest.mark.parametrize("order", [COLUMN_FIRST, ROW_FIRST])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_folding_pixels_and_pixel_shuffle_match_the_notation(order, size):
+    frames = torch.randn(2, 3, 4, 2 * size, 5 * size)
+    folded = rearrange(frames, NOTATION[order], q=size, r=size)
+    if order == COLUMN_FIRST:
+        ours = fold_pixels(frames, size)
+        assert torch.equal(ours, folded)
+        assert size == 1 or ours.is_contiguous(memory_format=torch.channels_last_3d)
+    assert torch.equal(pixel_shuffle_3d(folded, (1, size, size), order), frames)

@@ -10,19 +10,13 @@ import time
 import pytest
 import torch
 
-from fast_video_vae.tests.products import each_value_once
-from fast_video_vae.tests.vae.families import STATES, VIDEO, latent_for
+from fast_video_vae.tests.vae.families import STATES, latent_for
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae import model as model_module
 from fast_video_vae.vae.background_writer import BackgroundWriter
 from fast_video_vae.vae.streaming import output
 from fast_video_vae.vae.streaming.session import VideoSession
 from fast_video_vae.vae.streaming.tiled_executor import TiledDecode
-
-
-@pytest.fixture(params=VIDEO)
-def vae(request):
-    return load_vae(STATES[request.param](), dtype=torch.float32)
 
 
 @pytest.fixture
@@ -57,42 +51,6 @@ def target_of(vae, latent, dtype, *, images):
     if images:
         return torch.full((batch, frames, height, width, channels), 77, dtype=dtype)
     return torch.full((batch, channels, frames, height, width), 77, dtype=dtype)
-
-
-@each_value_once(
-    dtype=[torch.float32, torch.uint8, torch.bfloat16, torch.uint16], tile=[None, (64, 64)]
-)
-def test_images_are_those_of_a_direct_write(vae, writers, monkeypatch, dtype, tile):
-    latent = latent_for(vae, 3, 96, 96)
-    options = StreamOptions(1, tile=tile)
-    images = target_of(vae, latent, dtype, images=True)
-    pieces = []
-    for piece in vae.decode_stream(latent, options, images=images):
-        pieces.append(piece.clone())
-    monkeypatch.undo()
-    expected = target_of(vae, latent, dtype, images=True)
-    for _ in vae.decode_stream(latent, options, images=expected):
-        pass
-    assert torch.equal(images, expected)
-    assert torch.equal(torch.cat(pieces, dim=1), expected)
-    assert writers[0].queued >= len(pieces)
-
-
-def test_frames_go_to_a_target_of_another_dtype_and_layout(vae, writers):
-    latent = latent_for(vae, 2, 64, 64)
-    out = target_of(vae, latent, torch.float64, images=False)
-    for _ in vae.decode_stream(latent, out=out):
-        pass
-    torch.testing.assert_close(out, vae.decode(latent).double(), rtol=1e-5, atol=1e-5)
-
-
-def test_a_range_of_frames_is_complete(wan, writers):
-    latent = latent_for(wan, 4, 64, 64)
-    images = torch.zeros(1, 5, 64, 64, 3)
-    for _ in wan.decode_stream(latent, StreamOptions(1), images=images, frames=range(6, 11)):
-        pass
-    whole = (wan.decode(latent).clamp(-1, 1) + 1) / 2
-    torch.testing.assert_close(images, whole[:, :, 6:11].movedim(1, -1), rtol=1e-4, atol=1e-4)
 
 
 def test_a_piece_is_complete_when_it_arrives(wan, writers, monkeypatch):

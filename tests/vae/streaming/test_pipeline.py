@@ -8,13 +8,13 @@ import torch
 
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.products import each_value_once
-from fast_video_vae.tests.seedvr2 import SCALE, random_seedvr2
 from fast_video_vae.tests.vae.families import Convolutions, close, joined
 from fast_video_vae.vae import StreamOptions, load_vae, model
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
 from fast_video_vae.vae.layers.workspace import Workspace
 from fast_video_vae.vae.streaming import session
 from fast_video_vae.vae.streaming.executor import rechunk
+from fast_video_vae.vae.streaming.part import KeptPieces
 from fast_video_vae.vae.streaming.session import VideoSession
 
 
@@ -86,15 +86,6 @@ def test_a_video_is_never_padded_with_a_copy(vae):
     assert not [name for name in seen.ops if "pad" in name]
 
 
-def test_inputs_are_not_changed(vae):
-    latent, video = torch.randn(1, 16, 3, 2, 2), torch.rand(1, 3, 9, 16, 16)
-    before = latent.clone(), video.clone()
-    vae.decode(latent)
-    vae.encode(video)
-    assert torch.equal(latent, before[0])
-    assert torch.equal(video, before[1])
-
-
 def test_threads_can_share_a_vae(vae):
     vae.drop_derived()
     latents = [torch.randn(1, 16, 3, 2, 2 + index) for index in range(4)]
@@ -146,17 +137,6 @@ def test_two_streams_of_one_vae_do_not_mix(vae):
         close(torch.cat(frames, 2), vae.decode(latent))
 
 
-def test_frames_have_the_dtype_of_the_stream():
-    vae = load_vae(random_state_dict(4), dtype=torch.float32)
-    latent = torch.randn(1, 16, 2, 4, 4, generator=torch.Generator().manual_seed(0))
-    rounded = torch.cat(list(vae.decode_stream(latent, StreamOptions(dtype=torch.bfloat16))), dim=2)
-    assert rounded.dtype == torch.bfloat16
-    expected = vae.decode(latent)
-    # About 30 roundings of half a bf16 ulp, one after the other.
-    assert (rounded - expected).norm() < 30 * 2**-9 * expected.norm()
-    assert vae.dtype == torch.float32
-
-
 def test_a_stream_limit_applies_to_that_stream_only(vae, monkeypatch):
     limits = []
     real = model.make_plan
@@ -183,8 +163,26 @@ def test_a_stream_limit_applies_to_that_stream_only(vae, monkeypatch):
     assert limits[6:] == [5, 6]
 
 
-def test_seedvr2_latents_equal_the_scaled_mean():
-    scaled = load_vae(random_seedvr2(), dtype=torch.float32)
-    frames = torch.rand(1, 3, 5, 16, 16) * 2 - 1
-    mean = joined(scaled.encode_stream(frames, scaled=False))
-    assert torch.equal(mean * SCALE, scaled.encode(frames))
+def test_an_iterable_keeps_the_latents_that_the_next_frame_needs():
+    """Their number does not grow with the video."""
+    latents = KeptPieces(iter(torch.arange(12.0).view(1, 1, 12, 1, 1).split([3, 1, 4, 4], dim=2)))
+    assert [next(latents).shape[2] for _ in range(3)] == [3, 1, 4]
+    latents.release(2)
+    assert latents.again(2)[0] == 2
+    latents.release(5)
+    start, rest = latents.again(5)
+    assert start == 5
+    assert joined(rest).flatten().tolist() == list(range(5, 12))
+
+
+def test_a_latent_whose_copy_does_not_fit_is_kept_on_the_host(monkeypatch):
+    clone = torch.Tensor.clone
+
+    def full(x, *args, **kwargs):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(torch.Tensor, "clone", full)
+    latents = KeptPieces(iter(torch.arange(4.0).view(1, 1, 4, 1, 1).split(1, dim=2)))
+    assert next(latents).item() == 0
+    monkeypatch.setattr(torch.Tensor, "clone", clone)
+    assert joined(latents.again(0)[1]).flatten().tolist() == [0, 1, 2, 3]

@@ -1,5 +1,7 @@
 """Pixels that a device converts and checks are those that the host would have converted.
 
+Frames of 8 and 16 bits are their values in float.
+
 The device is the CPU here, through the path of other devices.
 """
 
@@ -8,11 +10,13 @@ import torch
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.tests.builders import random_state_dict, refused
 from fast_video_vae.tests.vae.families import STATES, VIDEO, joined, random_frames
 from fast_video_vae.tests.vae.streaming.fake_gpu import CUDA, FakeGPU
 from fast_video_vae.vae import StreamOptions, load_vae, model
+from fast_video_vae.vae.layers.workspace import to_unit, uint16_as_int16
 from fast_video_vae.vae.streaming import session, upload
+from fast_video_vae.vae.streaming.static_frames import Changes
 from fast_video_vae.vae.streaming.upload import Upload
 
 CPU = torch.device("cpu")
@@ -224,3 +228,46 @@ def test_a_clip_is_checked_with_one_synchronisation(wan, device):
     names = [event.name for event in trace.events()]
     assert names.count("aten::_local_scalar_dense") == 1
     assert names.count("aten::sum") >= 5
+
+
+def deep_frames(frames=9, height=48, width=64, seed=0):
+    """Frames `[1, 3, T, H, W]` uint16 with the smallest and the largest number."""
+    generator = torch.Generator().manual_seed(seed)
+    found = torch.randint(65536, (1, 3, frames, height, width), generator=generator)
+    found[..., 0, :2] = torch.tensor([0, 65535])
+    return found.to(torch.uint16)
+
+
+def unit(frames):
+    """The formula: [-1, 1] in float64."""
+    return frames.double() / 65535 * 2 - 1
+
+
+def test_every_number_is_converted_within_half_a_rounding():
+    frames = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(1, 1, 1, 256, 256)
+    before = frames.clone()
+    found = to_unit(uint16_as_int16(frames))
+    assert found.dtype == torch.float32
+    assert torch.equal(found, unit(frames).float())
+    assert torch.equal(uint16_as_int16(frames), uint16_as_int16(before))  # the pixels of the caller
+
+
+def test_devices_share_frames_of_16_bits():
+    vae = load_vae(STATES["wan2.1"](), dtype=torch.float32)
+    frames = deep_frames(9, 96, 160)
+    expected = vae.encode(frames)
+    vae.devices = ["cpu"] * 2
+    assert torch.equal(vae.encode(frames), expected)
+
+
+def test_static_frames_of_16_bits_are_recognised():
+    frames = deep_frames(45)
+    frames[:, :, 2:] = frames[:, :, 1:2]
+    assert Changes().repeats(uint16_as_int16(frames)) == 44
+    frames[0, 0, -1, 5, 5] = int(frames[0, 0, -1, 5, 5]) ^ 1  # the lowest bit of one number
+    assert Changes().repeats(uint16_as_int16(frames)) == 1
+
+
+def test_the_error_for_other_numbers_names_both(wan):
+    with refused("frames are int16; expected a float dtype in .*, uint8 or uint16"):
+        wan.encode(deep_frames().view(torch.int16))

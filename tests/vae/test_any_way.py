@@ -1,0 +1,310 @@
+"""Any way through a VAE gives the frames and latents of another implementation.
+
+One test draws the family, the direction, the video and how it is given, all options of a stream,
+the memory for its result, and what the library can fuse. The oracles compute whole clips in
+float64: diffusers, and for SeedVR2 plain PyTorch (`seedvr2_oracle.py`).
+"""
+
+import functools
+import itertools
+import warnings
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fast_video_vae.kernels.convolution import onednn
+from fast_video_vae.tests.benchmarks.peers import diffusers_vae
+from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.tests.seedvr2 import random_seedvr2
+from fast_video_vae.tests.vae.families import STATES, relative_error
+from fast_video_vae.tests.vae.layers.candidate import CHOICES, serve
+from fast_video_vae.tests.vae.models.seedvr2_oracle import Oracle
+from fast_video_vae.tests.wan22 import random_wan22
+from fast_video_vae.vae import StreamOptions, load_vae
+from fast_video_vae.vae import model as model_module
+from fast_video_vae.vae.background_writer import BackgroundWriter
+from fast_video_vae.vae.planning import candidates, plan, tiling
+from fast_video_vae.vae.streaming import output, session
+
+FAMILIES = {
+    "wan2.1": STATES["wan2.1"],
+    "qwen-image": STATES["wan2.1"],
+    "2x": lambda: random_state_dict(8, out_channels=12),
+    "wan2.2": lambda: random_wan22(8, 4),  # the decoder is narrower than the encoder
+    "qwen-image-2.1": STATES["qwen-image-2.1"],
+    "seedvr2": lambda: random_seedvr2((32, 32, 64, 64)),
+}
+TILED = ("wan2.1", "2x", "wan2.2", "qwen-image-2.1")
+
+# Most latents of a video times the pixels of a latent, for a test of a tenth of a second.
+WORK, WORK_OF_SEEDVR2 = 48, 8
+
+# Targets of a decode: the argument, and the dtype of the memory.
+TARGETS = {
+    "new": ("", None),
+    "out": ("out", torch.float32),
+    "wide out": ("out", torch.float64),
+    "images": ("images", torch.float32),
+    "8 bits": ("images", torch.uint8),
+    "16 bits": ("images", torch.uint16),
+}
+WHITE = {torch.uint8: 255, torch.uint16: 65535}
+
+
+class PerFrame:
+    """A peer that sees one frame at a time."""
+
+    def __init__(self, peer):
+        self.encode, self.decode = (
+            lambda x, run=run: torch.cat([run(each) for each in x.split(1, dim=2)], dim=2)
+            for run in (peer.encode, peer.decode)
+        )
+
+
+@functools.cache
+def peer_of(family):
+    state = FAMILIES[family]()
+    if family == "seedvr2":
+        return Oracle({name: value.double() for name, value in state.items()})
+    peer = diffusers_vae(state, dtype=torch.float64, qwen_image=family == "qwen-image")
+    return PerFrame(peer) if family == "qwen-image-2.1" else peer
+
+
+@functools.cache
+def vae_of(family, weights):
+    """A VAE; each layout of the weights has its own."""
+    return load_vae(FAMILIES[family](), dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A video, and the way that it takes."""
+
+    family: str
+    decode: bool
+    batch: int
+    length: int  # latents of a decode, frames of an encode
+    size: tuple[int, int]  # of a latent
+    runs: tuple[int, ...] = ()  # lengths of the runs of equal frames of an encode, then single ones
+    dtype: torch.dtype | None = None  # of the frames of an encode; None: float32
+    layout: str = "dense"
+    cuts: tuple[int, ...] | None = None  # frames at which it is cut; None: one tensor
+    whole: bool = False  # through `decode` and `encode`
+    chunk: int | None = None
+    computed: torch.dtype | None = None
+    tile: tuple[int, int] | None = None
+    cut: int | None = None  # index in `can_cut` of the layers in tiles; None: chosen
+    parked: bool = False  # tails of tiles leave for the host
+    limit_bytes: int | None = None
+    part_bytes: int | None = None  # None: as on this CPU
+    wanted: tuple[int, int] | None = None  # first and last frame of a decode; None: all
+    target: str = "new"
+    background: bool = False  # frames for a target leave through a thread, as from a GPU
+    weights: str = "oneDNN"
+    fused: str | None = None  # by a candidate in place of the library
+
+    @property
+    def frames(self):
+        return self.wanted and range(self.wanted[0], self.wanted[1] + 1)
+
+    def given(self, video):
+        """Return the video in its layout, as a tensor or an iterator."""
+        if self.layout == "channels-last":
+            video = video.contiguous(memory_format=torch.channels_last_3d)
+        elif self.layout == "every second frame":
+            video = torch.stack([video, video.flip(2)], dim=3).flatten(2, 3)[:, :, ::2]
+        if self.cuts is None:
+            return video
+        edges = [0, *self.cuts, video.shape[2]]
+        return (video[:, :, start:stop] for start, stop in itertools.pairwise(edges))
+
+
+@st.composite
+def cases(draw, decode):
+    sample = lambda *values: draw(st.sampled_from(values))  # noqa: E731
+    family = sample(*FAMILIES)
+    if family == "seedvr2":  # in float32 its norms are not exact over the numbers of one pixel
+        size, work = sample((1, 2), (2, 1), (1, 4), (2, 2), (3, 2)), WORK_OF_SEEDVR2
+    else:
+        size, work = (draw(st.integers(1, 7)), draw(st.integers(1, 7))), WORK
+    batch = sample(1, 1, 2)
+    latents = draw(st.integers(1, max(1, min(12, work // (size[0] * size[1] * batch)))))
+    pictures = family == "qwen-image-2.1"
+    length = latents if decode or pictures else draw(st.integers(4 * latents - 3, 4 * latents))
+    cuts = None
+    if draw(st.booleans()):
+        inner = st.lists(st.integers(1, max(1, length - 1)), max_size=4, unique=True)
+        cuts = tuple(sorted(draw(inner))) if length > 1 else ()
+    case = {
+        "family": family, "decode": decode, "batch": batch, "length": length, "size": size,
+        "cuts": cuts, "whole": cuts is None and sample(False, False, True),
+        "layout": sample("dense", "channels-last", "every second frame"),
+        "chunk": sample(None, -1, 1, 2, 3, 4, 5),
+        "computed": sample(None, None, None, torch.float64, torch.bfloat16, torch.float16),
+        "limit_bytes": sample(None, None, 1, 20_000, 300_000),
+        "part_bytes": sample(None, 1, 1 << 12),
+        "weights": sample("oneDNN", "plain"), "fused": sample(None, None, None, *CHOICES),
+    }  # fmt: skip
+    if family in TILED and draw(st.booleans()):
+        step = 16 if family in ("wan2.2", "qwen-image-2.1") else 8
+        sides = (step * side for side in size)
+        case["tile"] = tuple(draw(st.integers(max(8, side // 4), side + 8)) for side in sides)
+        case["cut"], case["parked"] = sample(None, 0, 1, 2), draw(st.booleans())
+    if case["whole"]:
+        case |= {"computed": None, "tile": None}
+    if not decode:
+        case["dtype"] = sample(None, torch.uint8, torch.uint16)
+        case["runs"] = tuple(draw(st.lists(st.sampled_from([1, 2, 4, 6, 9, 40]), max_size=6)))
+    elif not case["whole"]:
+        last = length - 1 if pictures else 4 * length - 4
+        ends = st.tuples(st.integers(0, last), st.integers(0, last))
+        case["wanted"] = draw(st.none() | ends.map(sorted).map(tuple))
+        case["target"], case["background"] = sample(*TARGETS), draw(st.booleans())
+    return Case(**case)
+
+
+@contextmanager
+def circumstances(case):
+    """Let a plan take the cut and the parts of the case, and the library fuse what it says."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "kept_candidates", candidates.Candidates)
+        if case.cut is not None:
+            patch.setattr(candidates, "can_cut", lambda net: tiling.can_cut(net)[case.cut :][:1])
+        if case.part_bytes is not None:
+            patch.setattr(candidates, "_CPU_PART_BYTES", case.part_bytes)
+            patch.setattr(candidates, "_SMALLEST_PART_BYTES", case.part_bytes)
+        if case.parked:
+            make = session.make_plan
+            parked = lambda *args, **given: replace(make(*args, **given), parked=True)  # noqa: E731
+            patch.setattr(session, "make_plan", parked)
+        if case.background:
+            writer = functools.partial(BackgroundWriter, output._fill, dtype=None)
+            patch.setattr(
+                model_module, "background_writer", lambda _, to: None if to is None else writer()
+            )
+        if case.weights == "plain":
+            patch.setattr(onednn, "serves", lambda *_: False)  # as on a GPU
+        if case.fused is not None:
+            serve(patch, case.fused)
+        yield
+
+
+def compare(case, actual, expected, clamped=False):
+    """Compare with the oracle: within 1e-5 of its largest number, or the errors of 16 bits."""
+    assert actual.shape == expected.shape
+    actual = actual.clamp(-1, 1) if clamped else actual
+    if case.computed in (torch.bfloat16, torch.float16):
+        # About 30 roundings of half a unit in the last place, one after the other.
+        eps = torch.finfo(case.computed).eps
+        assert (actual.double() - expected).norm() <= 15 * eps * expected.norm()
+    else:
+        assert relative_error(actual, expected) <= 1e-5
+
+
+def check_decode(case, vae):
+    config = vae.config
+    shape = case.batch, config.latent_channels, case.length, *case.size
+    latent = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+    before = latent.clone()
+    expected = peer_of(case.family).decode(latent.double()).clamp(-1, 1)
+    if case.family == "2x":
+        expected = F.pixel_shuffle(expected.movedim(2, 1), 2).movedim(1, 2)
+    if case.wanted:
+        expected = expected[:, :, case.frames.start : case.frames.stop]
+    if case.whole:
+        compare(case, vae.decode(case.given(latent), case.chunk), expected, clamped=True)
+        return
+    name, dtype = TARGETS[case.target]
+    ours = (expected.movedim(1, -1) + 1) / 2 if name == "images" else expected
+    memory = torch.full(ours.shape, 7, dtype=dtype) if name else None
+    options = StreamOptions(case.chunk, case.computed, case.limit_bytes, case.tile)
+    target = {name: memory} if name else {}
+    stream = vae.decode_stream(case.given(latent), options, **target, frames=case.frames)
+    got = torch.cat([piece.clone() for piece in stream], dim=1 if name == "images" else 2)
+    assert torch.equal(latent, before)
+    assert memory is None or torch.equal(got, memory)
+    if dtype in WHITE:
+        white = WHITE[dtype]
+        error = white * (1e-5 if case.computed in (None, torch.float64) else 0.25)
+        cut_off = white * ours - got.double()
+        assert cut_off.min() >= -error
+        assert cut_off.max() < 1 + error
+    else:
+        compare(case, got, ours, clamped=name != "images")
+
+
+def clip(case, channels, side):
+    """Return frames of which some are the same, in the dtype of the case."""
+    shape = case.batch, channels, case.length, *(side * length for length in case.size)
+    generator = torch.Generator().manual_seed(sum(shape))
+    numbers = WHITE[case.dtype or torch.uint8] + 1
+    frames = torch.randint(numbers, shape, generator=generator, dtype=torch.int32)
+    start = 0
+    for run in case.runs:
+        frames[:, :, start : start + run] = frames[:, :, min(start, case.length - 1), None]
+        start += run
+    return frames.to(case.dtype) if case.dtype else frames / 127.5 - 1
+
+
+def check_encode(case, vae):
+    config = vae.config
+    frames = clip(case, config.image_channels, config.spatial_compression)
+    dropped = (case.length - 1) % config.temporal_compression
+    used = frames[:, :, : case.length - dropped].double()
+    expected = peer_of(case.family).encode(used / WHITE[case.dtype] * 2 - 1 if case.dtype else used)
+    options = StreamOptions(case.chunk, case.computed, case.limit_bytes, case.tile)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if case.whole:
+            got = vae.encode(case.given(frames), case.chunk)
+        else:
+            got = torch.cat([*vae.encode_stream(case.given(frames), options)], dim=2)
+    compare(case, got, expected)
+    lost = "frame was" if dropped == 1 else "frames were"
+    message = [f"the last {dropped} {lost} dropped; the VAE needs 4 n + 1 frames"]
+    assert [str(each.message) for each in caught] == (message if dropped else [])
+
+
+def check(case):
+    vae = vae_of(case.family, case.weights)
+    with circumstances(case):
+        (check_decode if case.decode else check_encode)(case, vae)
+
+
+# The same cases on every machine, without a time limit per case.
+same = functools.partial(settings, derandomize=True, deadline=None)
+
+
+# An encode in steps of an odd frame, one of 80 equal frames as of WanImageToVideo, SeedVR2 in bands
+# of rows.
+SPECIAL = [
+    Case("wan2.2", False, 1, 5, (1, 4), tile=(8, 16), limit_bytes=1),
+    Case("wan2.1", False, 1, 81, (2, 2), runs=(1, 80), chunk=1),
+    Case("seedvr2", True, 1, 3, (4, 2), limit_bytes=1, part_bytes=1),
+    Case("seedvr2", False, 1, 9, (3, 2), limit_bytes=1, part_bytes=1, chunk=2),
+]
+
+
+@same(max_examples=100)
+@given(decoded=cases(decode=True), encoded=cases(decode=False))
+def test_any_way_gives_the_same_video(decoded, encoded):
+    check(decoded)
+    check(encoded)
+
+
+@pytest.mark.parametrize("case", SPECIAL, ids=lambda case: case.family)
+def test_special_ways_give_the_same_video(case):
+    check(case)
+
+
+@pytest.mark.slow
+@same(max_examples=700)
+@given(decoded=cases(decode=True), encoded=cases(decode=False))
+def test_many_ways_give_the_same_video(decoded, encoded):
+    check(decoded)
+    check(encoded)
