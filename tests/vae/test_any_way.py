@@ -1,12 +1,13 @@
 """Any way through a VAE gives the frames and latents of another implementation.
 
 One test draws the family, the direction, the video and how it is given, all options of a stream,
-the memory for its result, and what the library can fuse. The oracles compute whole clips in
-float64: diffusers, and for SeedVR2 plain PyTorch (`seedvr2_oracle.py`).
+the memory for its result, what the library can fuse, and allocations that fail. The oracles compute
+whole clips in float64: diffusers, and for SeedVR2 plain PyTorch (`seedvr2_oracle.py`).
 """
 
 import functools
 import itertools
+import re
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,10 +25,12 @@ from fast_video_vae.tests.seedvr2 import random_seedvr2
 from fast_video_vae.tests.vae.families import STATES, relative_error
 from fast_video_vae.tests.vae.layers.candidate import CHOICES, serve
 from fast_video_vae.tests.vae.models.seedvr2_oracle import Oracle
+from fast_video_vae.tests.vae.streaming.failing_memory import ERRORS, FailingMemory
 from fast_video_vae.tests.wan22 import random_wan22
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae import model as model_module
 from fast_video_vae.vae.background_writer import BackgroundWriter
+from fast_video_vae.vae.layers.temporal_cache import TemporalCache
 from fast_video_vae.vae.planning import candidates, plan, tiling
 from fast_video_vae.vae.streaming import output, session
 
@@ -107,6 +110,8 @@ class Case:
     background: bool = False  # frames for a target leave through a thread, as from a GPU
     weights: str = "oneDNN"
     fused: str | None = None  # by a candidate in place of the library
+    fails: tuple[int, int] | None = None  # first allocation that fails, and how many in a row
+    moves: bool = False  # tails move when memory runs out, as those of a GPU to the host
 
     @property
     def frames(self):
@@ -149,7 +154,10 @@ def cases(draw, decode):
         "limit_bytes": sample(None, None, 1, 20_000, 300_000),
         "part_bytes": sample(None, 1, 1 << 12),
         "weights": sample("oneDNN", "plain"), "fused": sample(None, None, None, *CHOICES),
+        "moves": draw(st.booleans()),
     }  # fmt: skip
+    if draw(st.booleans()):
+        case["fails"] = draw(st.integers(1, 150)), sample(1, 1, 2, 2, 3)
     if family in TILED and draw(st.booleans()):
         step = 16 if family in ("wan2.2", "qwen-image-2.1") else 8
         sides = (step * side for side in size)
@@ -191,7 +199,31 @@ def circumstances(case):
             patch.setattr(onednn, "serves", lambda *_: False)  # as on a GPU
         if case.fused is not None:
             serve(patch, case.fused)
+        if case.moves:
+
+            def park(cache):
+                cache.exchange(lambda _, tail: tail.clone())
+                return True
+
+            patch.setattr(TemporalCache, "park", park)
         yield
+
+
+def outcome(case, start):
+    """Return the pieces of a stream, or a whole result as one; none after an error of one line."""
+    if case.fails is None:
+        made = start()
+        return [made] if case.whole else [piece.clone() for piece in made]
+    memory = FailingMemory(*case.fails, error=list(ERRORS)[sum(case.fails) % len(ERRORS)])
+    try:
+        with memory:
+            made = start()
+            return [made] if case.whole else list(made)
+    except torch.OutOfMemoryError as error:
+        message = str(error)
+    assert re.fullmatch(r"memory ran out in an? (en|de)code[^\n]{,130}", message)
+    assert memory.failed > 1  # a stream recovers from a single failure at any place
+    return []
 
 
 def compare(case, actual, expected, clamped=False):
@@ -216,17 +248,21 @@ def check_decode(case, vae):
         expected = F.pixel_shuffle(expected.movedim(2, 1), 2).movedim(1, 2)
     if case.wanted:
         expected = expected[:, :, case.frames.start : case.frames.stop]
-    if case.whole:
-        compare(case, vae.decode(case.given(latent), case.chunk), expected, clamped=True)
-        return
     name, dtype = TARGETS[case.target]
     ours = (expected.movedim(1, -1) + 1) / 2 if name == "images" else expected
     memory = torch.full(ours.shape, 7, dtype=dtype) if name else None
     options = StreamOptions(case.chunk, case.computed, case.limit_bytes, case.tile)
-    target = {name: memory} if name else {}
-    stream = vae.decode_stream(case.given(latent), options, **target, frames=case.frames)
-    got = torch.cat([piece.clone() for piece in stream], dim=1 if name == "images" else 2)
+    arguments = {"frames": case.frames, **({name: memory} if name else {})}
+    video = case.given(latent)
+    if case.whole:
+        pieces = outcome(case, lambda: vae.decode(video, case.chunk))
+    else:
+        pieces = outcome(case, lambda: vae.decode_stream(video, options, **arguments))
+    if not pieces:
+        return
+    got = torch.cat(pieces, dim=1 if name == "images" else 2)
     assert torch.equal(latent, before)
+    assert got.dtype == (dtype or case.computed or torch.float32)
     assert memory is None or torch.equal(got, memory)
     if dtype in WHITE:
         white = WHITE[dtype]
@@ -260,10 +296,15 @@ def check_encode(case, vae):
     options = StreamOptions(case.chunk, case.computed, case.limit_bytes, case.tile)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        video = case.given(frames)
         if case.whole:
-            got = vae.encode(case.given(frames), case.chunk)
+            pieces = outcome(case, lambda: vae.encode(video, case.chunk))
         else:
-            got = torch.cat([*vae.encode_stream(case.given(frames), options)], dim=2)
+            pieces = outcome(case, lambda: vae.encode_stream(video, options))
+    if not pieces:
+        return
+    got = torch.cat(pieces, dim=2)
+    assert got.dtype == (case.computed or torch.float32)
     compare(case, got, expected)
     lost = "frame was" if dropped == 1 else "frames were"
     message = [f"the last {dropped} {lost} dropped; the VAE needs 4 n + 1 frames"]
@@ -300,6 +341,18 @@ def test_any_way_gives_the_same_video(decoded, encoded):
 @pytest.mark.parametrize("case", SPECIAL, ids=lambda case: case.family)
 def test_special_ways_give_the_same_video(case):
     check(case)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("in_a_row", [1, 2, 10])
+@pytest.mark.parametrize("decode", [True, False])
+@pytest.mark.parametrize(
+    "options", [{}, {"chunk": 1}, {"chunk": 1, "tile": (16, 16)}, {"cuts": (1, 2)}]
+)
+def test_any_allocation_can_fail(decode, options, in_a_row):
+    case = Case("wan2.1", decode, 1, 3 if decode else 9, (3, 2), **options)
+    for place in range(1, 700):
+        check(replace(case, fails=(place, in_a_row)))
 
 
 @pytest.mark.slow

@@ -206,15 +206,6 @@ def test_tails_and_windows_have_one_byte_for_each_value():
     assert cache.workspace._scratch.nbytes == max(each.numel() for each in coded)
 
 
-def test_codes_before_the_video_and_at_its_border_stand_for_zero():
-    block = random_block(8, 8)
-    cache = new_cache()
-    streamed(block, random_video(1, 8, 1, 4, 4), [1], cache)
-    for tail in cache.tails().values():
-        assert bool((tail[:, :, 0] == 17).all())
-        assert not bool((tail[:, :, 1] == 17).all())
-
-
 def test_values_out_of_range_are_judged_once():
     block, video = random_block(32, 32), random_video(1, 32, 1, 4, 4)
     cache = new_cache()

@@ -4,6 +4,7 @@
 """
 
 import functools
+import inspect
 
 import pytest
 import torch
@@ -72,6 +73,30 @@ def test_the_published_widths_equal_diffusers(frames):
     # diffusers clamps what it decodes
     actual = vae.decode(expected)
     assert relative_error(actual.clamp(-1, 1), peer.decode(expected).clamp(-1, 1)) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "state"),
+    [("AutoencoderKLWan", random_state_dict), ("AutoencoderKLQwenImage21", random_qwen21)],
+)
+def test_the_statistics_are_those_of_diffusers(name, state):
+    diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+    defaults = inspect.signature(getattr(diffusers, name).__init__).parameters
+    config = load_vae(state(8)).config
+    assert config.latent_mean == tuple(defaults["latents_mean"].default)
+    assert config.latent_std == tuple(defaults["latents_std"].default)
+
+
+@pytest.mark.comfyui
+def test_the_statistics_are_those_of_comfyui():
+    state = random_wan22(8, 8)
+    stock(state)  # makes ComfyUI importable
+    from comfy.latent_formats import Wan22
+
+    latent = random_latent(1, 48, 1, 2, 2)
+    vae = load_vae(state)
+    torch.testing.assert_close(vae.normalize(latent), Wan22().process_in(latent))
+    torch.testing.assert_close(vae.denormalize(latent), Wan22().process_out(latent))
 
 
 def test_decode_does_not_clamp():

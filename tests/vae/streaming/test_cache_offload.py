@@ -2,7 +2,6 @@
 
 import logging
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -116,17 +115,6 @@ def test_copies_of_tails_end_before_they_move_to_the_host(monkeypatch):
         close(joined(vae.decode_stream(latent, options)), expected)
     assert memory.failed
     assert done[:2] == ["settle", "park"]
-
-
-@pytest.mark.parametrize("direction", ["_gone", "_coming"])
-def test_the_race_detector_finds_a_missing_wait(gpu, direction):
-    caches = [cache_of((1, 4, 2, 3, 5)) for _ in range(2)]
-    parking = Parking(CUDA)
-    never = SimpleNamespace(done=set())
-    events = type("Lost", (dict,), {"__setitem__": lambda d, k, _: dict.__setitem__(d, k, never)})
-    setattr(parking, direction, events())
-    rounds(gpu, parking, caches)
-    assert gpu.races
 
 
 def test_tails_of_gigabytes_need_little_more_pinned_memory(gpu):

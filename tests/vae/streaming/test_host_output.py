@@ -71,9 +71,8 @@ def test_a_piece_is_complete_when_it_arrives(wan, writers, monkeypatch):
 
 def test_latents_of_an_iterable_are_requested_after_the_frames_before(wan, writers):
     """The next latent may be made from them."""
-    latent = latent_for(wan, 4, 64, 64)
+    latent, order = latent_for(wan, 4, 64, 64), []
     images = target_of(wan, latent, torch.float32, images=True)
-    order = []
 
     def latents():
         for part in latent.split(1, dim=2):
@@ -198,7 +197,7 @@ def shared(wan, writers, steady):
     return wan, latent, out, expected
 
 
-@pytest.mark.parametrize("copy", [1, 2, 5])
+@pytest.mark.parametrize("copy", [1, 5])
 def test_a_device_that_is_lost_during_a_copy_is_left_out(shared, monkeypatch, caplog, copy):
     wan, latent, out, expected = shared
     loss = Loss(monkeypatch)
@@ -211,7 +210,7 @@ def test_a_device_that_is_lost_during_a_copy_is_left_out(shared, monkeypatch, ca
     assert wan.team.crew.members(wan.device).keys() == {0, 2}
 
 
-@pytest.mark.parametrize("chunk", [0, 1, 4])
+@pytest.mark.parametrize("chunk", [0, 4])
 def test_a_device_that_is_lost_before_its_copies_end_is_left_out(shared, monkeypatch, chunk):
     """Its frames of earlier chunks may wait for the thread of the writer."""
     wan, latent, out, expected = shared
@@ -247,16 +246,6 @@ def test_a_device_that_is_lost_during_a_copy_ends_a_video_on_one_device(wan, wri
     Loss(monkeypatch).limit[threading.current_thread().name] = 3
     with pytest.raises(RuntimeError, match="fell off the bus"):
         list(wan.decode_stream(latent, StreamOptions(1), out=out))
-
-
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-def test_a_target_of_any_mode_is_written(wan, writers, mode):
-    latent = latent_for(wan, 2, 64, 64)
-    with mode():
-        images = target_of(wan, latent, torch.float32, images=True)
-        for _ in wan.decode_stream(latent, images=images):
-            pass
-    assert (images <= 1).all()
 
 
 def test_only_frames_that_leave_a_device_are_written_in_the_background():

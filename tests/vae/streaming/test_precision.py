@@ -20,7 +20,6 @@ from fast_video_vae.vae import VAE_PATH, StreamOptions, load_vae, read_checkpoin
 from fast_video_vae.vae.streaming import precision
 from fast_video_vae.vae.streaming.precision import compute_dtype
 
-CPU = torch.device("cpu")
 HALF = torch.float16
 
 # One VAE for each output of a decoder: frames, patches, 2x frames, and never tiled.
@@ -77,37 +76,9 @@ def test_results_are_float32_results_rounded_to_float16(slow_half, family):
         assert torch.equal(half.encode(clip), full.encode(clip).half())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pieces_have_the_dtype_of_the_stream(slow_half, dtype):
-    vae = load_vae(FAMILIES["wan2.1"](), dtype=dtype, weights_dtype=torch.float32)
-    latent, frames = random_frames(1, 16, 2, 4, 4), random_frames(1, 3, 5, 32, 32)
-    for stream, given in ((vae.decode_stream, latent), (vae.encode_stream, frames)):
-        whole, half = (joined(stream(given, StreamOptions(dtype=d))) for d in (torch.float32, HALF))
-        assert torch.equal(half, whole.half())
-
-
-def test_tiles_are_joined_in_the_requested_dtype(slow_half):
-    half, full = pair()
-    latent = random_frames(1, 16, 2, 8, 8)
-    tiles = joined(half.decode_stream(latent, StreamOptions(tile=(32, 32))))
-    expected = joined(full.decode_stream(latent, StreamOptions(tile=(32, 32))))
-    assert torch.equal(tiles, expected.half())
-
-
-def test_a_buffer_of_the_caller_keeps_its_dtype(slow_half):
-    half, full = pair()
-    latent = random_frames(1, 16, 1, 4, 4)
-    images = torch.empty(1, 1, 32, 32, 3)
-    (piece,) = half.decode_stream(latent, images=images)
-    assert piece.data_ptr() == images.data_ptr()
-    (expected,) = full.decode_stream(latent, images=torch.empty(1, 1, 32, 32, 3))
-    assert torch.equal(images, expected)
-
-
-@pytest.mark.parametrize("cast", [lambda vae: vae.half(), lambda vae: vae.to(HALF)])
-def test_a_cast_to_float16_is_computed_in_float32(slow_half, cast):
+def test_a_cast_to_float16_is_computed_in_float32(slow_half):
     _, full = pair()
-    vae = cast(load_vae(FAMILIES["wan2.1"](), dtype=torch.float32))
+    vae = load_vae(FAMILIES["wan2.1"](), dtype=torch.float32).half()
     latent = random_frames(1, 16, 1, 4, 4)
     assert vae.dtype == vae.encode_dtype == HALF
     assert next(vae.parameters()).dtype == HALF
@@ -118,16 +89,8 @@ def test_a_cast_to_float16_is_computed_in_float32(slow_half, cast):
 def test_the_plan_uses_the_dtype_of_the_computation(slow_half):
     half, full = pair()
     assert half.plan(256, 256).peak_bytes == full.plan(256, 256).peak_bytes
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_wider_dtypes_are_not_replaced(dtype):
-    assert compute_dtype(dtype, CPU) == dtype
-    latent = random_frames(1, 16, 1, 2, 2)
-    assert load_vae(FAMILIES["wan2.1"](), dtype=dtype).decode(latent).dtype == dtype
-
-
-def test_dtypes_are_replaced_on_a_cpu_only():
+    for dtype in (torch.float64, torch.float32):
+        assert compute_dtype(dtype, torch.device("cpu")) == dtype
     for device in ("cuda", "meta", "mps"):
         assert compute_dtype(HALF, torch.device(device)) == HALF
 

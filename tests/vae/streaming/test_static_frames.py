@@ -52,7 +52,7 @@ def fitted_to(vae, video):
     [
         ((3, ("static", 70)), 2),
         ((1, "grey", ("static", 79)), 1),  # as WanImageToVideo encodes
-        ((("static", 81),), -1),
+        ((("static", 81),), 1),
     ],
 )
 def test_static_frames_cost_less_and_do_not_change_latents(vae, parts, chunk):

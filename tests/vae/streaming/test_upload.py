@@ -11,6 +11,7 @@ from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fast_video_vae.tests.builders import random_state_dict, refused
+from fast_video_vae.tests.products import each_value_once
 from fast_video_vae.tests.vae.families import STATES, VIDEO, joined, random_frames
 from fast_video_vae.tests.vae.streaming.fake_gpu import CUDA, FakeGPU
 from fast_video_vae.vae import StreamOptions, load_vae, model
@@ -50,15 +51,15 @@ def gpu(monkeypatch):
         yield gpu
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@each_value_once(dtype=DTYPES, layout=LAYOUTS)
 def test_pixels_arrive_as_they_are(gpu, dtype, layout):
     """Converted after the upload: bytes over PCIe are those of the user's dtype."""
     given = Upload(CUDA, torch.bfloat16, NO_RANGE)
     sent = []
     given._staged = lambda x, staged=given._staged: sent.append(staged(x)) or sent[-1]
-    for seed in range(3):
-        pixels = pixels_of(dtype, layout).roll(seed, 3)
+    for seed, (frames, mode) in enumerate([(1, False), (4, True), (4, False), (2, True)]):
+        with torch.inference_mode(mode):
+            pixels = pixels_of(dtype, layout, frames).roll(seed, 3)
         before = pixels.clone()
         x = given(pixels)
         unit = pixels.float() / 127.5 - 1 if dtype == torch.uint8 else pixels
@@ -69,25 +70,8 @@ def test_pixels_arrive_as_they_are(gpu, dtype, layout):
         assert sent[-1].dtype == dtype
         assert torch.equal(pixels, before)
     given.check()
-    assert len(gpu.pins) == 1
+    assert gpu.pins == [pixels_of(dtype, "dense", frames).nbytes for frames in (1, 4)]
     assert gpu.blocking == {False}
-    assert not gpu.races
-
-
-def test_the_race_detector_finds_a_missing_wait(gpu, monkeypatch):
-    monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda event: None)
-    given = Upload(CUDA, torch.bfloat16, NO_RANGE)
-    for _ in range(2):
-        given(pixels_of(torch.float32, "dense"))
-    assert gpu.races
-
-
-def test_larger_pixels_get_more_memory(gpu):
-    given = Upload(CUDA, torch.float32, NO_RANGE)
-    for frames in (1, 4, 4, 2):
-        pixels = pixels_of(torch.float32, "images", frames)
-        assert torch.equal(given(pixels), pixels)
-    assert gpu.pins == [pixels_of(torch.float32, "dense", frames).nbytes for frames in (1, 4)]
     assert not gpu.races
 
 
@@ -104,15 +88,6 @@ def test_pixels_arrive_without_pinned_memory(monkeypatch, caplog, reason):
     assert gpu.blocking == {True}
     assert len(caplog.messages) == (reason == "refused")
     assert all("cannot be pinned" in line and "\n" not in line for line in caplog.messages)
-
-
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
-def test_pixels_of_any_mode_are_uploaded(gpu, mode):
-    given = Upload(CUDA, torch.float32, NO_RANGE)
-    for _ in range(2):
-        with mode():
-            pixels = pixels_of(torch.float32, "images")
-        assert torch.equal(given(pixels), pixels)
 
 
 class Path(Upload):
@@ -170,14 +145,6 @@ def test_values_that_are_not_finite_are_reported_once_for_the_clip(wan, device, 
     with pytest.raises(ValueError, match="frames has 2 values"):
         wan.encode(frames)
     assert torch.isfinite(wan.encode(frames.nan_to_num(0, 0, 0))).all()
-
-
-def test_a_cpu_finds_them_before_the_work(wan, monkeypatch):
-    monkeypatch.setattr(session.VideoSession, "run", None)
-    frames = random_frames(1, 3, 5, 32, 32)
-    frames[0, 0, 4, 0, 0] = float("nan")
-    with pytest.raises(ValueError, match="frames has 1 values that are NaN or infinite"):
-        wan.encode(frames)
 
 
 def test_a_repeated_upload_counts_once(wan, device, monkeypatch):
