@@ -27,13 +27,14 @@ from fast_video_vae.tests.vae.families import STATES, relative_error
 from fast_video_vae.tests.vae.layers.candidate import CHOICES, serve
 from fast_video_vae.tests.vae.models.seedvr2_oracle import Oracle
 from fast_video_vae.tests.vae.streaming.failing_memory import ERRORS, FailingMemory
+from fast_video_vae.tests.vae.streaming.test_session import StandIn
 from fast_video_vae.tests.wan22 import random_wan22
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae import model as model_module
 from fast_video_vae.vae.background_writer import BackgroundWriter
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
 from fast_video_vae.vae.planning import candidates, plan, tiling
-from fast_video_vae.vae.streaming import output, precision, session
+from fast_video_vae.vae.streaming import cuda_graph, output, precision, session
 
 FAMILIES = {
     "wan2.1": STATES["wan2.1"],
@@ -120,6 +121,7 @@ class Case:
     fused: str | None = None  # by a candidate in place of the library
     fails: tuple[int, int] | None = None  # first allocation that fails, and how many in a row
     moves: bool = False  # tails move when memory runs out, as those of a GPU to the host
+    graphs: bool = False  # steps are recorded and replayed, as by a GPU
     bright: int | None = None  # a latent that overflows in float16, which a VAE in bfloat16 chose
 
     @property
@@ -176,6 +178,8 @@ def cases(draw, decode):
     }  # fmt: skip
     if draw(st.booleans()):
         case["fails"] = draw(st.integers(1, 150)), sample(1, 1, 2, 2, 3)
+    else:
+        case["graphs"] = draw(st.booleans())
     if decode and sample(False, False, True):
         case |= {"bright": draw(st.integers(0, length - 1)), "computed": None}
     if family in TILED and draw(st.booleans()):
@@ -218,6 +222,10 @@ def circumstances(case):
         if case.bright is not None:
             patch.setattr(precision, "fp16_pays", lambda device: True)
             patch.setattr(precision, "_is_slow", lambda dtype: False)
+        if case.graphs:
+            patch.setattr(cuda_graph, "Recording", StandIn)
+            patch.setattr(cuda_graph, "takes", lambda _: True)
+            patch.setattr(vae_of(case.family, case.gain, case.weights), "graphs", True)
         if case.weights == "plain":
             patch.setattr(onednn, "serves", lambda *_: False)  # as on a GPU
         if case.fused is not None:
@@ -236,7 +244,8 @@ def outcome(case, start):
     """Return the pieces of a stream, or a whole result as one; none after an error of one line."""
     if case.fails is None:
         made = start()
-        return [made] if case.whole else [piece.clone() for piece in made]
+        arrived = torch.Tensor.clone if TARGETS[case.target][0] else torch.Tensor.detach
+        return [made] if case.whole else [arrived(piece) for piece in made]
     memory = FailingMemory(*case.fails, error=list(ERRORS)[sum(case.fails) % len(ERRORS)])
     try:
         with memory:

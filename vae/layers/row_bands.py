@@ -8,54 +8,18 @@ of a layer.
 
 import functools
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...kernels import Fused, zero_of
+from ...kernels import zero_of
 from .conv import BIAS, Terms
 from .temporal_cache import TemporalCache
 
-
-class SplitConv(Protocol):
-    """The part of `CausalConv3d` that the convolutions of bands and of shards use."""
-
-    context: int
-    padding: int
-    stride: int
-    replicate: bool
-    weight: nn.Parameter
-
-    def fusing(self, x: Tensor, cache: TemporalCache, *, norm: bool = False) -> Fused:
-        """See `CausalConv3d`."""
-        ...
-
-    def like(self, x: Tensor, cache: TemporalCache) -> Tensor:
-        """See `CausalConv3d`."""
-        ...
-
-    def of_window(
-        self,
-        window: Tensor,
-        cache: TemporalCache,
-        pads: tuple[int, int],
-        terms: Terms = BIAS,
-        *,
-        by_pointer: bool = False,
-    ) -> Tensor:
-        """See `CausalConv3d`."""
-        ...
-
-    def tail(self, x: Tensor, cache: TemporalCache) -> Tensor:
-        """See `CausalConv3d`."""
-        ...
-
-    def keep(self, x: Tensor, cache: TemporalCache) -> None:
-        """See `CausalConv3d`."""
-        ...
-
+# A `CausalConv3d`, whose module imports this one.
+SplitConv = Any
 
 # Bands are used for frames of at least this many times the size of a band, because they are slower.
 WORTH_IT = 4

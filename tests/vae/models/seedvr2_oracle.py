@@ -3,15 +3,8 @@
 From the published description: models/video_vae_v3 of SeedVR. No state, no chunks, no fused ops.
 """
 
-from fractions import Fraction
-
 import torch
 import torch.nn.functional as F
-
-from fast_video_vae.kernels import pixel_shuffle_3d
-from fast_video_vae.vae.layers.causal_conv import CausalConv3d
-from fast_video_vae.vae.layers.causal_layer import CausalLayer
-from fast_video_vae.vae.layers.conv import PointwiseConv
 
 GROUPS = 32
 
@@ -107,26 +100,3 @@ class Oracle:
 
     def _weights(self, name):
         return self._state[f"{name}.weight"], self._state[f"{name}.bias"]
-
-
-class PlainUpsample(CausalLayer):
-    """`SeedVR2Upsample` in its two steps, to compare with: more arithmetic and memory."""
-
-    scale = Fraction(2)
-
-    def __init__(self, channels, *, temporal):
-        super().__init__()
-        self.times = 2 if temporal else 1
-        self.growth = 4 * self.times
-        self.upscale_conv = PointwiseConv(channels, self.growth * channels)
-        self.conv = CausalConv3d(channels, channels, replicate=True)
-
-    def forward(self, x, cache):
-        y = self.upscale_conv(x)
-        times = self.times
-        if cache.first and times > 1:
-            times = 1
-            y = y.unflatten(1, (4, self.times, -1))[:, :, 0].flatten(1, 2)
-            y = y.contiguous(memory_format=torch.channels_last_3d)
-        # The parts in the channels of `upscale_conv`, from the slowest to the fastest.
-        return self.conv(pixel_shuffle_3d(y, (times, 2, 2), "hwtc"), cache)

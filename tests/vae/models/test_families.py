@@ -14,9 +14,10 @@ from fast_video_vae.kernels import pixel_shuffle_3d
 from fast_video_vae.kernels.convolution import onednn
 from fast_video_vae.tests.benchmarks.peers import diffusers_vae
 from fast_video_vae.tests.builders import random_state_dict
-from fast_video_vae.tests.seedvr2 import random_seedvr2
+from fast_video_vae.tests.seedvr2 import SCALE, random_seedvr2
 from fast_video_vae.tests.vae.families import (
     Convolutions,
+    joined,
     random_frames,
     random_latent,
     relative_error,
@@ -27,6 +28,7 @@ from fast_video_vae.tests.wan22 import random_qwen21, random_wan22
 from fast_video_vae.vae import load_vae
 from fast_video_vae.vae.models.patchify import COLUMN_FIRST, ROW_FIRST, fold_pixels
 from fast_video_vae.vae.models.wan22 import DownStage, UpStage
+from fast_video_vae.vae.planning import candidates
 
 SIZE = 3, 2  # of a latent
 
@@ -219,3 +221,45 @@ def test_folding_pixels_and_pixel_shuffle_match_the_notation(order, size):
         assert torch.equal(ours, folded)
         assert size == 1 or ours.is_contiguous(memory_format=torch.channels_last_3d)
     assert torch.equal(pixel_shuffle_3d(folded, (1, size, size), order), frames)
+
+
+def test_latents_of_seedvr2_are_scaled_and_have_no_statistics():
+    vae = load_vae(random_seedvr2((32, 32, 64, 64)), dtype=torch.float32)
+    assert vae.config.latent_scale == SCALE == 0.9152
+    latent = random_latent(1, 16, 1, 2, 2)
+    assert torch.equal(vae.normalize(latent), latent)
+    assert torch.equal(vae.denormalize(latent), latent)
+    frames = random_frames(1, 3, 5, 16, 16)
+    mean = joined(vae.encode_stream(frames, scaled=False))
+    assert torch.equal(mean * SCALE, vae.encode(frames))
+
+
+@pytest.mark.parametrize("name", ["upscale_conv.weight", "upscale_conv.bias", "conv.weight"])
+@pytest.mark.parametrize("behind", [False, True])
+def test_changed_parameters_update_the_folded_weights_of_seedvr2(name, behind):
+    """`behind`: changed through `.data`, which autograd does not record."""
+    vae, latent = load_vae(random_seedvr2(), dtype=torch.float32), random_latent(1, 16, 3, 2, 2)
+    vae.decode(latent)
+    parameter = vae.get_parameter(f"decoder.up_blocks.1.upsamplers.0.{name}")
+    with torch.no_grad():
+        target = parameter.data if behind else parameter
+        target.mul_(-2)
+    changed = load_vae(vae.state_dict(), dtype=torch.float32)
+    assert torch.equal(vae.decode(latent), changed.decode(latent))
+
+
+@pytest.mark.usefixtures("plans_anew")
+def test_a_convolution_of_seedvr2_reads_one_band_at_a_time_where_memory_is_short(monkeypatch):
+    """A convolution reads the size of a band, not of three frames."""
+    vae = load_vae(random_seedvr2((32, 32, 64, 64)), dtype=torch.float32)
+    latent = random_latent(1, 16, 2, 8, 8)
+    vae.decode(latent)
+    read = []
+    monkeypatch.setattr(candidates, "_SMALLEST_PART_BYTES", 1)
+    for limit in (1 << 30, 1):
+        vae.limit_bytes = limit
+        with Convolutions() as convolutions:
+            vae.decode(latent)
+        read.append((convolutions.largest, convolutions.count))
+    assert read[1][0] * 4 < read[0][0]
+    assert read[1][1] > 4 * read[0][1]

@@ -88,14 +88,6 @@ def check(vae, video, chunk):
     return work
 
 
-def test_another_piece_ends_the_repetition(vae):
-    """The piece after it equals the piece before it, which is not its predecessor."""
-    frames = fitted_to(vae, clip(1, ("static", 8)))
-    other = fitted_to(vae, clip(10))[:, :, 6:]
-    pieces = [frames, other, frames[:, :, 1:]]
-    close(encoded(vae, iter(pieces), 1, True), encoded(vae, iter(pieces), 1, False))
-
-
 def test_a_longer_static_end_adds_no_convolutions(vae):
     def convolutions(latents):
         video = fitted_to(vae, clip(1, ("static", 4 * latents)))
@@ -116,17 +108,6 @@ def test_frames_in_a_reused_buffer_are_not_static(vae):
             yield buffer
 
     close(encoded(vae, pieces(), 1, True), encoded(vae, video, 1, False))
-
-
-def test_a_decode_skips_no_frames():
-    vae = load_vae(random_state_dict(8), dtype=torch.float32)
-    latent = torch.zeros(1, 16, 30, 2, 2)
-    with Convolutions() as seen:
-        vae.decode(latent, 1)
-    vae.skips_static = False
-    with Convolutions() as whole:
-        vae.decode(latent, 1)
-    assert seen.count == whole.count
 
 
 def test_changes_compare_every_value_and_keep_no_view():
