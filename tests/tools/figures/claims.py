@@ -130,7 +130,7 @@ CLAIMS: dict[Path, list[Claim]] = {
             "within 1e-5 of ComfyUI's and diffusers' in fp32",
             tests=(
                 "tests/vae/models/test_families.py::test_results_equal_comfyui",
-                "tests/vae/models/test_families.py::test_results_equal_diffusers",
+                "tests/vae/test_any_way.py::test_any_way_gives_the_same_video",
                 "tests/nodes/vae/test_comfy_vae.py::test_every_way_to_decode_equals_stock",
             ),
         ),
