@@ -368,7 +368,7 @@ SPECIAL = [
 ]
 
 
-@same(max_examples=110)
+@same(max_examples=70)
 @given(decoded=cases(decode=True), encoded=cases(decode=False))
 def test_any_way_gives_the_same_video(decoded, encoded):
     check(decoded)

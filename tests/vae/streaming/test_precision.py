@@ -7,7 +7,6 @@ import time
 import pytest
 import torch
 
-from fast_video_vae.kernels import errors
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.vae.families import (
     STATES,
@@ -96,8 +95,9 @@ def test_the_plan_uses_the_dtype_of_the_computation(slow_half):
         assert compute_dtype(HALF, torch.device(device)) == HALF
 
 
-def test_the_replaced_dtype_is_logged_once(slow_half, monkeypatch, caplog):
-    monkeypatch.setattr(errors, "_logged", set())
+def test_the_replaced_dtype_is_logged_once(monkeypatch, caplog):
+    monkeypatch.setattr(precision, "slow_on_cpu", lambda dtype: dtype == HALF)
+    monkeypatch.setattr(precision, "_is_slow", functools.cache(precision._is_slow.__wrapped__))
     for _ in range(2):
         vae, _ = pair()
         vae.decode(torch.zeros(1, 16, 1, 2, 2))
