@@ -1,37 +1,30 @@
 """Read the tensors of a file, or report in one line what the file is instead.
 
-The kind of a file is read from its first bytes, not from its name. The places of its tensors are
-compared with its size, and only valid ones are mapped into memory, so reading needs no more memory
-than the file has. Nothing in a file is executed.
+The kind of a file is read from its first bytes, not from its name. Sizes are compared with the file
+before anything is mapped or read, so reading needs no more memory than the file has, and nothing in
+it is executed.
 """
 
 import mmap
 import os
+import pickle
+import warnings
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ...kernels import PICKLE, SAFETENSORS, ZIP, Header, kind_of, read_header, shown
-from .torch_files import Numbers, contiguous, legacy_numbers, zip_numbers
+from .torch_look import check_pickles, check_zip
 
 _EXPECTED = "expected a .safetensors or .pth file"
 
+# Most bytes that tensors may share, as tied weights do.
+_MAX_SHARED = 64 << 20
+
 
 def read_file(path: Path) -> dict[object, object]:
-    """Read the state dict of a checkpoint file.
-
-    Args:
-        path: A safetensors file, or a PyTorch file with tensors only, with any name.
-
-    Returns:
-        Its entries: memory-mapped tensors, and other values unchanged.
-
-    Raises:
-        OSError: The file is missing or cannot be opened.
-        ValueError: It is empty, damaged, of another kind, holds more than tensors, or tensors that
-            are larger in memory than on the disk.
-    """
+    """Read the state dict of a safetensors or PyTorch file: tensors, and other values unchanged."""
     if path.is_dir():
         raise ValueError(f"it is a folder; {_EXPECTED}")
     if not path.exists():
@@ -41,22 +34,29 @@ def read_file(path: Path) -> dict[object, object]:
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         kind = kind_of(file, size)
-        if kind not in (SAFETENSORS, ZIP, PICKLE):
+        if kind == SAFETENSORS:
+            header = read_header(file, size)
+            # Private and writable, as PyTorch requires: writes to the tensors do not reach the
+            # file.
+            return _mapped(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY), header)
+        if kind not in (ZIP, PICKLE):
             raise ValueError(f"it is {kind}, not a complete .safetensors or .pth file")
-        header = read_header(file, size) if kind == SAFETENSORS else None
-        # Private and writable, as PyTorch requires: writes to the tensors do not reach the file.
-        mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
-    if header is not None:
-        return _of_safetensors(mapped, header)
-    with memoryview(mapped) as data:
-        state = zip_numbers(data) if kind == ZIP else legacy_numbers(data)
-    return {
-        key: _tensor(mapped, value) if isinstance(value, Numbers) else value
-        for key, value in state.items()
-    }
+        check = check_zip if kind == ZIP else check_pickles
+        check(file, size)
+        file.seek(0)
+        # PyTorch maps files by path, and takes one of this suffix for a safetensors file.
+        maps = kind == ZIP and path.suffix != ".safetensors"
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of pickle protocol 3, which PyTorch reads too
+                value = torch.load(path if maps else file, "cpu", weights_only=True, mmap=maps)
+        except pickle.UnpicklingError:
+            raise ValueError("its pickle is damaged") from None
+    return _state_dict(value, size)
 
 
-def _of_safetensors(mapped: mmap.mmap, header: Header) -> dict[object, object]:
+def _mapped(data: mmap.mmap, header: Header) -> dict[object, object]:
+    """Return the tensors of a safetensors file, in its memory."""
     tensors: dict[object, object] = {}
     for key, place in header.places.items():
         dtype, (first, last) = place.torch_dtype, place.offsets
@@ -64,14 +64,28 @@ def _of_safetensors(mapped: mmap.mmap, header: Header) -> dict[object, object]:
             raise ValueError(f"{shown(key)} is of dtype {shown(place.dtype)}; expected floats")
         if first == last:
             raise ValueError(f"{shown(key)} is {list(place.shape)}; expected no size of 0")
-        numbers = Numbers(header.start + first, 0, dtype, place.shape, contiguous(place.shape))
-        tensors[key] = _tensor(mapped, numbers)
+        count = (last - first) // dtype.itemsize
+        flat = torch.frombuffer(data, dtype=dtype, offset=header.start + first, count=count)
+        tensors[key] = _aligned(flat.view(place.shape))
     return tensors
 
 
-def _tensor(mapped: mmap.mmap, numbers: Numbers) -> Tensor:
-    dtype, first = numbers.dtype, numbers.first + numbers.offset * numbers.dtype.itemsize
-    flat = torch.frombuffer(mapped, dtype=dtype, offset=first, count=numbers.reach)
-    tensor = flat.as_strided(numbers.shape, numbers.stride)
-    # Old files do not align their data, which vector instructions of some processors need.
-    return tensor if first % dtype.itemsize == 0 else tensor.clone()
+def _state_dict(value: object, size: int) -> dict[object, object]:
+    """Return the state dict in the content of a file: the content itself, or one entry of it."""
+    for key in ("state_dict", "model", "vae"):
+        if isinstance(value, dict) and isinstance(value.get(key), dict):
+            value = value[key]
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds a {type(value).__name__}; expected a state dict")
+    total = sum(each.numel() * each.itemsize for each in value.values() if isinstance(each, Tensor))
+    if total > size + _MAX_SHARED:
+        raise ValueError(f"its tensors need {total} bytes; the file has {size}")
+    return {
+        key: _aligned(Tensor.detach(each)) if isinstance(each, Tensor) else each
+        for key, each in value.items()
+    }
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """Copy a tensor that old files do not align; vector instructions of some processors need it."""
+    return tensor if tensor.data_ptr() % tensor.itemsize == 0 else tensor.clone()

@@ -118,7 +118,7 @@ def test_files_saved_by_training_load(tmp_path, saved, zipped):
         assert torch.equal(loaded[key], expected), key
 
 
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("protocol", [2, 3])
 def test_tied_weights_load_from_every_pickle_protocol(tmp_path, protocol):
     small = random_state_dict(2)
     small["decoder.middle.2.residual.2.weight"] = small["decoder.middle.0.residual.2.weight"]
