@@ -74,14 +74,13 @@ class Benchmark(io.ComfyNode):
                     advanced=True,
                     tooltip="Precision of the fast VAE. auto: its own. int8: decode with int8, "
                     "and measure what that loses with your VAE: PSNR of int8 and bf16 against "
-                    "fp32, in all and by layer, and a picture of the difference.",
+                    "fp32, in all and by layer.",
                 ),
             ],
             outputs=[
                 io.Image.Output(
                     display_name="chart",
-                    tooltip="Bar chart as an image of 1024 x 640 pixels; with int8 a second image, "
-                    "the difference to fp32.",
+                    tooltip="Bar chart as an image of 1024 x 640 pixels.",
                 ),
                 io.String.Output(display_name="table", tooltip="Table of the results in Markdown."),
                 io.String.Output(
@@ -124,10 +123,7 @@ class Benchmark(io.ComfyNode):
             pixels,
             precision,
         )
-        pictures = [bench.draw_chart(done)]
-        if done.precision is not None:
-            pictures.append(bench.draw_difference(done.precision))
-        image = torch.cat([_as_image(each) for each in pictures])
+        image = _as_image(bench.draw_chart(done))
         table = done.table()
         progress.show_text(done.summary())
         shown = ui.PreviewImage(image, cls=cls).as_dict() | ui.PreviewText(table).as_dict()

@@ -3,7 +3,6 @@
 from .chart import draw_chart
 from .compare import Contestant, compare, device_label
 from .content import Clip, fitted, moving_pictures, random_latent
-from .difference import draw_difference
 from .measure import Gauge
 from .precision import compare_precision, int8_layers
 from .precision_report import PrecisionReport
@@ -21,7 +20,6 @@ __all__ = [
     "compare_precision",
     "device_label",
     "draw_chart",
-    "draw_difference",
     "dtype_label",
     "fitted",
     "int8_layers",

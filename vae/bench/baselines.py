@@ -34,19 +34,7 @@ def race(
 ) -> BenchmarkReport:
     """Measure a VAE on the fastest backends and on the reference, and diffusers' VAE.
 
-    Args:
-        vae: The VAE.
-        tasks: "encode", "decode".
-        clip: Size of the input; it is cropped to whole latents.
-        rounds: Measurements of each contestant after a warm-up.
-        chunk: Latent frames per step of `vae`; -1: all; None: by size and memory.
-        progress: Called with the number of calls of a task; returns a function to call after each.
-
-    Returns:
-        The measurements.
-
-    Raises:
-        ValueError: The clip is smaller than a latent, or the VAE has no encoder to measure.
+    `progress` takes the number of calls of a task, and returns a function to call after each.
     """
     config, kept = vae.config, fitted(vae.config, clip)
     notes = [] if kept == clip else [f"{clip} requested, cropped to whole latents"]
@@ -72,20 +60,7 @@ def race(
 def contestants(
     vae: VideoVAE, task: str, clip: Clip, chunk: int | None = None
 ) -> tuple[list[Contestant], str | None]:
-    """Return the contestants of one task: reference, fast, and diffusers.
-
-    Args:
-        vae: The VAE.
-        task: "encode" or "decode".
-        clip: Size of the input in whole latents.
-        chunk: Latent frames per step of `vae`, as in `race`.
-
-    Returns:
-        The contestants, and why diffusers is missing, if it is.
-
-    Raises:
-        ValueError: The VAE has no encoder to measure.
-    """
+    """Return reference, fast and diffusers for a task, and why diffusers is missing, if it is."""
     config = vae.config
     if task == ENCODE and config.encoder_width is None:
         raise ValueError("the VAE has a decoder only; expected --task decode")
@@ -116,21 +91,7 @@ def frames_of(config: VAEConfig, clip: Clip) -> Tensor:
 def diffusers_vae(
     state: Mapping[str, Tensor], config: VAEConfig, device: torch.device, dtype: torch.dtype
 ) -> nn.Module:
-    """Build the VAE of diffusers for a layout.
-
-    Args:
-        state: Weights `[...]` under the names of Wan's checkpoint; they are copied.
-        config: The layout.
-        device: Device of the module.
-        dtype: Floating-point dtype of the module.
-
-    Returns:
-        The module; its `decode` takes `[B, C_latent, t, h, w]`.
-
-    Raises:
-        ImportError: diffusers is not installed, or its import fails.
-        LayoutError: diffusers has no class for the layout.
-    """
+    """Build diffusers' VAE with copies of the weights `state` under Wan's names."""
     if importlib.util.find_spec("diffusers") is None:
         raise ImportError("it is not installed")
     if config.family == SEEDVR2 or config.encoder_widths is None:

@@ -22,18 +22,11 @@ Measure = Callable[[Callable[[], Tensor]], tuple[Tensor, Taken]]
 
 @dataclass(frozen=True)
 class Contestant:
-    """One of the implementations that are compared.
-
-    Attributes:
-        name: Its name in the results.
-        run: Does the work once. A decode returns images `[..., T, H, W, C]` in [0, 1], an encode a
-            latent.
-        prepare: Called before each run and not counted; None: nothing.
-    """
+    """An implementation; a decode returns images `[..., T, H, W, C]` in [0, 1]."""
 
     name: str
     run: Callable[[], Tensor]
-    prepare: Callable[[], None] | None = None
+    prepare: Callable[[], None] | None = None  # called before each run, not counted
 
 
 @dataclass
@@ -83,21 +76,9 @@ def compare(
     measure: Measure,
     passed: Callable[[], None] | None = None,
 ) -> Comparison:
-    """Run contestants on the same work in turn.
+    """Run contestants on the same work in turn; the first is the baseline of the others.
 
-    Args:
-        task: "encode" or "decode": latents or images are compared.
-        contestants: The first is the baseline of the others.
-        rounds: Measurements of each after a warm-up, at least 1.
-        dtype: Label of the dtype of computation, such as "bf16".
-        measure: Measures a call: a `Gauge`.
-        passed: Called after each call.
-
-    Returns:
-        The measurements. A contestant that runs out of memory is left out of later rounds.
-
-    Raises:
-        ValueError: `rounds` is less than 1, or a result has another shape than the baseline's.
+    One that runs out of memory is left out of later rounds.
     """
     if rounds < 1:
         raise ValueError(f"rounds is {rounds}; expected at least 1")
@@ -140,15 +121,7 @@ def _warm_up(
 
 
 def psnr(images: Tensor, expected: Tensor) -> float:
-    """Compute the peak signal-to-noise ratio, summed in float64 per frame.
-
-    Args:
-        images: `[..., T, H, W, C]` in [0, 1].
-        expected: Images of the same shape.
-
-    Returns:
-        dB; infinite for equal images, NaN if a value is not finite.
-    """
+    """Compute the PSNR of `[..., T, H, W, C]` in [0, 1] in dB, summed in float64 per frame."""
     error, count = 0.0, 0
     for one, other in zip(_frames(images), _frames(expected), strict=True):
         # On the host, because some devices lack float64.

@@ -26,18 +26,7 @@ class Clip:
 
 
 def fitted(config: VAEConfig, clip: Clip) -> Clip:
-    """Crop a clip to whole latents, as an encode does.
-
-    Args:
-        config: Layout of the VAE.
-        clip: The size.
-
-    Returns:
-        The cropped size.
-
-    Raises:
-        ValueError: A side is smaller than a latent, or there is no frame.
-    """
+    """Crop a clip to whole latents, as an encode does."""
     step, group = config.spatial_compression, config.temporal_compression
     if min(clip.width, clip.height) < step or clip.frames < 1:
         raise ValueError(f"{clip}; expected at least 1 frame of {step} x {step}")
@@ -49,15 +38,7 @@ def fitted(config: VAEConfig, clip: Clip) -> Clip:
 
 
 def random_latent(config: VAEConfig, clip: Clip) -> Tensor:
-    """Draw a latent with the channel statistics of a VAE.
-
-    Args:
-        config: Layout and statistics of the VAE.
-        clip: Size in whole latents.
-
-    Returns:
-        `[1, C_latent, t, h, w]` float32, equal for equal sizes.
-    """
+    """Draw a latent with the channel statistics of a VAE, equal for equal sizes."""
     step = config.spatial_compression
     shape = (config.latent_frames(clip.frames), clip.height // step, clip.width // step)
     seeded = torch.Generator().manual_seed(0)
@@ -70,14 +51,7 @@ def random_latent(config: VAEConfig, clip: Clip) -> Tensor:
 
 
 def moving_pictures(clip: Clip) -> Tensor:
-    """Draw a video of soft, moving colours in which all frames differ.
-
-    Args:
-        clip: The size.
-
-    Returns:
-        `[1, 3, T, H, W]` float32 in [0, 1], equal for equal sizes.
-    """
+    """Draw soft, moving colours `[1, 3, T, H, W]` in [0, 1], equal for equal sizes."""
     blobs = (
         -(-clip.frames // _BLOB_FRAMES) + 1,
         -(-clip.height // _BLOB_PIXELS) + 1,

@@ -40,13 +40,7 @@ class Taken:
 
 
 class Gauge:
-    """Measures calls one after the other.
-
-    Args:
-        device: Device of the work.
-        clock: Returns seconds.
-        watch: Measures peak memory; None: the method for this device and system.
-    """
+    """Measures calls one after the other; `clock` returns seconds."""
 
     def __init__(
         self,

@@ -27,13 +27,7 @@ class Pen:
         self._draw = ImageDraw.Draw(self._picture)
 
     def box(self, box: tuple[float, float, float, float], color: Color, radius: float) -> None:
-        """Draw a rectangle with rounded corners.
-
-        Args:
-            box: Left, top, right and bottom in pixels.
-            color: Its color.
-            radius: Radius of the corners in pixels.
-        """
+        """Draw a rectangle (left, top, right, bottom) with rounded corners."""
         scaled = [round(each * _SHARP) for each in box]
         self._draw.rounded_rectangle(scaled, round(radius * _SHARP), fill=color)
 
@@ -46,39 +40,13 @@ class Pen:
         anchor: str = "lm",
         room: float | None = None,
     ) -> float:
-        """Draw a line of text.
-
-        Args:
-            place: Left and top in pixels of its anchor.
-            text: The text; characters outside of ASCII become question marks.
-            color: Its color.
-            points: Size of the font.
-            anchor: Pillow's name of the anchor.
-            room: Width in pixels to which the text is reduced; None: not reduced.
-
-        Returns:
-            Its width in pixels.
-        """
+        """Draw a line of text, reduced to `room` pixels, and return its width in pixels."""
         text, font = ascii_only(text), default_font(points * _SHARP)
         while room is not None and points > 9 and font.getlength(text) > room * _SHARP:
             points -= 0.5
             font = default_font(points * _SHARP)
         self._draw.text((place[0] * _SHARP, place[1] * _SHARP), text, color, font, anchor=anchor)
         return font.getlength(text) / _SHARP
-
-    def picture(self, picture: Image.Image, place: tuple[float, float], factor: float) -> None:
-        """Draw a picture.
-
-        Args:
-            picture: An RGB picture.
-            place: Left and top in pixels.
-            factor: Factor of its size.
-        """
-        size = [max(1, round(side * factor * _SHARP)) for side in picture.size]
-        grows = factor * _SHARP >= 1
-        filtering = Image.Resampling.BICUBIC if grows else Image.Resampling.BOX
-        scaled = picture.resize((size[0], size[1]), filtering)
-        self._picture.paste(scaled, (round(place[0] * _SHARP), round(place[1] * _SHARP)))
 
     def done(self) -> Image.Image:
         """Return the picture in its final size."""

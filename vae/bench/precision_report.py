@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from ..streaming.int8.layers import Int8Layers
 from .content import Clip
@@ -13,29 +12,15 @@ from .tables import aligned, dtype_label, finite, markdown
 
 @dataclass(frozen=True)
 class PrecisionReport:
-    """A decode in bfloat16 and one with int8, each against float32 on the same weights.
-
-    Attributes:
-        vae: Name of the VAE.
-        clip: Size of the decoded clip.
-        dtype: Dtype of the layers that are not in int8.
-        bf16_dtype: Dtype in which the decode in bfloat16 was computed: float32 on a CPU whose
-            convolutions in bfloat16 are slow.
-        bf16_db: PSNR of bfloat16 against float32, in dB; infinite if equal.
-        int8_db: PSNR of int8 against float32, in dB.
-        layers: The convolutions in int8, and what each one costs.
-        frames: The last frame in float32, in bfloat16 and with int8, `[H, W, 3]` float32 in [0, 1]
-            each, on the CPU.
-    """
+    """A decode in bfloat16 and one with int8, each against float32 on the same weights."""
 
     vae: str
     clip: Clip
-    dtype: torch.dtype
-    bf16_dtype: torch.dtype
-    bf16_db: float
+    dtype: torch.dtype  # of the layers that are not in int8
+    bf16_dtype: torch.dtype  # float32 on a CPU whose convolutions in bfloat16 are slow
+    bf16_db: float  # PSNR against float32; infinite if equal
     int8_db: float
     layers: Int8Layers
-    frames: tuple[Tensor, Tensor, Tensor]
 
     @property
     def loss_db(self) -> float:
@@ -46,10 +31,6 @@ class PrecisionReport:
         """Return how much of the VAE runs in int8, such as "81 % of the multiplications"."""
         count, rows = len(self.layers.names), len(self.layers.rows)
         return f"{part_in_int8(self.layers)} ({count} of {rows} convolutions)"
-
-    def verdict(self) -> str:
-        """Return both PSNRs and their difference in one line."""
-        return f"bf16 {_db(self.bf16_db)}, int8 {_db(self.int8_db)}, {self._loss()}"
 
     def text(self) -> str:
         """Return the report as lines and a table with aligned columns."""

@@ -18,25 +18,14 @@ _GIB, _MIB = 2**30, 2**20
 
 @dataclass(frozen=True)
 class ContestantResult:
-    """Measurements of one contestant.
-
-    Attributes:
-        name: Name of the contestant.
-        seconds: Seconds of each round, in order; empty if it failed.
-        peak_bytes: Most memory of any round above the level before; None: not measured.
-        psnr: PSNR of its images against the first contestant's, in dB, infinite if equal; None: not
-            a decode, or not comparable.
-        relative_error: Norm of the difference of its latent over the norm of the first
-            contestant's; None: not an encode, or not comparable.
-        failure: Why it stopped; None: it completed.
-    """
+    """Measurements of one contestant; None: not measured, or not comparable."""
 
     name: str
     seconds: tuple[float, ...] = ()
     peak_bytes: int | None = None
-    psnr: float | None = None
-    relative_error: float | None = None
-    failure: str | None = None
+    psnr: float | None = None  # of a decode against the first contestant, in dB
+    relative_error: float | None = None  # of an encode: norm of the difference over the norm
+    failure: str | None = None  # why it stopped; None: it completed
 
     @property
     def median(self) -> float | None:

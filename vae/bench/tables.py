@@ -12,28 +12,14 @@ _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format cells as a Markdown table.
-
-    Args:
-        rows: Rows of cells, the first with the headings.
-
-    Returns:
-        The lines.
-    """
+    """Format cells as a Markdown table."""
     cells = padded(rows)
     head, *rest = ["| " + " | ".join(row) + " |" for row in cells]
     return [head, "|" + "|".join("-" * (len(cell) + 2) for cell in cells[0]) + "|", *rest]
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format cells as a table with aligned columns.
-
-    Args:
-        rows: Rows of cells.
-
-    Returns:
-        The lines.
-    """
+    """Format cells as a table with aligned columns."""
     return ["  ".join(row).rstrip() for row in padded(rows)]
 
 

@@ -35,18 +35,7 @@ LATENT_FPS = Fraction(16)
 
 
 def encode(args: argparse.Namespace, say: Say) -> str:
-    """Encode a video to a latent file.
-
-    Args:
-        args: Arguments of the command, see `parser.py`.
-        say: Prints a line.
-
-    Returns:
-        The last line: the file that was written.
-
-    Raises:
-        ValueError: An argument or a file is wrong.
-    """
+    """Encode a video to a latent file."""
     if args.output.suffix.lower() != ".safetensors":
         raise ValueError(f"{args.output} is not a latent file; expected x.safetensors")
     video = read_video(args.video)
@@ -78,18 +67,7 @@ def encode(args: argparse.Namespace, say: Say) -> str:
 
 
 def decode(args: argparse.Namespace, say: Say) -> str:
-    """Decode a latent file to a video.
-
-    Args:
-        args: Arguments of the command, see `parser.py`.
-        say: Prints a line.
-
-    Returns:
-        The last line: the file that was written.
-
-    Raises:
-        ValueError: An argument or a file is wrong.
-    """
+    """Decode a latent file to a video."""
     file = load_latent(args.latents)
     writer = _writer(args, args.fps or file.fps or LATENT_FPS)
     with writer if leads(args) else nullcontext():
@@ -150,18 +128,7 @@ def _writer(args: argparse.Namespace, fps: Fraction) -> VideoWriter:
 
 
 def bench(args: argparse.Namespace, say: Say) -> str:
-    """Measure a VAE file with this package, its plain reference, and diffusers if installed.
-
-    Args:
-        args: Arguments of the command, see `parser.py`.
-        say: Prints the table and other lines.
-
-    Returns:
-        The last lines: the ratio of each contestant to the first.
-
-    Raises:
-        ValueError: An argument or a file is wrong.
-    """
+    """Measure a VAE file with this package, its plain reference, and diffusers if installed."""
     if args.output and args.output.suffix.lower() != ".png":
         raise ValueError(f"{args.output} is not a PNG file; expected x.png")
     path = args.vae or VAE_PATH

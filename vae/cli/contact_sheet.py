@@ -53,19 +53,7 @@ class ContactSheet:
             self._seen += 1
 
     def draw(self, title: str, verdict: str, footnote: str = "") -> Image.Image:
-        """Draw the collected frames; characters outside of ASCII become question marks.
-
-        Args:
-            title: Title of the sheet.
-            verdict: Result in short, such as "PSNR 24.13 dB".
-            footnote: A line below; empty: none.
-
-        Returns:
-            An RGB picture.
-
-        Raises:
-            ValueError: No frames were added.
-        """
+        """Draw the collected frames as RGB; characters outside of ASCII become question marks."""
         if not self._columns:
             raise ValueError("the contact sheet has no frames; expected at least one")
         columns = _spread(self._columns, COLUMNS)

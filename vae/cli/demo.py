@@ -36,18 +36,7 @@ _HEAD_BYTES = 4096
 
 
 def demo(args: argparse.Namespace, say: Say) -> str:
-    """Encode and decode a video; write the result and a contact sheet.
-
-    Args:
-        args: Arguments of the command, see `parser.py`.
-        say: Prints a line.
-
-    Returns:
-        The last line: the PSNR.
-
-    Raises:
-        ValueError: An argument or a file is wrong.
-    """
+    """Encode and decode a video; write the result and a contact sheet."""
     video = read_video(args.video or CLIP_PATH)
     if args.out.exists() and not args.out.is_dir():
         raise ValueError(f"{args.out} is a file; expected a folder to write to")
@@ -107,13 +96,6 @@ def outputs_of(folder: Path, video: Path) -> Outputs:
 
     They are `x_decoded.mp4` and `x_sheet.png` for `x.mp4`, or `x_2_decoded.mp4` and so on if those
     belong to another video called x.
-
-    Args:
-        folder: Folder of the outputs.
-        video: The video.
-
-    Returns:
-        The names.
     """
     digest = hashlib.sha256(str(video.resolve()).encode("utf-8", "surrogatepass")).hexdigest()[:32]
     for number in itertools.count(1):

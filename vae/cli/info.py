@@ -3,7 +3,6 @@
 import argparse
 import textwrap
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -17,10 +16,8 @@ from ...kernels import (
     gpu_compiler,
     native_library,
 )
-from ..bench.difference import draw_difference
 from ..bench.precision import compare_precision
 from ..bench.tables import aligned, dtype_label
-from ..media.atomic_file import whole_file
 from ..model import VideoVAE
 from ..planning.device_memory import free_bytes
 from ..streaming.int8.settings import INT8
@@ -39,32 +36,13 @@ LEGEND = "exact: bit-identical to the reference; fast: equal except for rounding
 
 
 def info(args: argparse.Namespace, _: Say) -> str:
-    """Describe a VAE file, its memory and what int8 costs, the device, and the backends.
-
-    Args:
-        args: Arguments of the command, see `parser.py`.
-        _: Prints a line; not used.
-
-    Returns:
-        The text.
-
-    Raises:
-        ValueError: An argument or a file is wrong.
-    """
+    """Describe a VAE file, its memory and what int8 costs, the device, and the backends."""
     parts = []
-    if args.difference and args.difference.suffix.lower() != ".png":
-        raise ValueError(f"{args.difference} is not a PNG file; expected x.png")
-    with whole_file(args.difference) if args.difference else nullcontext() as part:
-        if args.file:
-            vae = load_named(args, args.file)
-            parts.append(vae_report(vae, args.file, args.limit, args.ranks))
-            if args.precision == INT8:
-                measured = compare_precision(vae)
-                parts.append(measured.text())
-                if part is not None:
-                    draw_difference(measured).save(part, format="PNG")
-    if args.difference:
-        parts.append(f"wrote {args.difference}")
+    if args.file:
+        vae = load_named(args, args.file)
+        parts.append(vae_report(vae, args.file, args.limit, args.ranks))
+        if args.precision == INT8:
+            parts.append(compare_precision(vae).text())
     if args.device is not None:
         parts.append(_device_line(device_named(args.device)))
     if args.backends:
@@ -73,17 +51,7 @@ def info(args: argparse.Namespace, _: Say) -> str:
 
 
 def vae_report(vae: VideoVAE, path: Path, limit_bytes: int | None, ranks: int = 1) -> str:
-    """Describe a VAE and its plans within a memory limit as a table.
-
-    Args:
-        vae: The VAE.
-        path: Its file.
-        limit_bytes: Memory limit in bytes; None: free memory.
-        ranks: Ranks that share each video; the memory is that of one.
-
-    Returns:
-        The text.
-    """
+    """Describe a VAE and its plans within a memory limit (None: free memory) of each rank."""
     config = vae.config
     weights = list(vae.parameters())
     dtypes = sorted({dtype_name(weight.dtype) for weight in weights})
@@ -134,9 +102,6 @@ def backend_report() -> str:
     """Describe the backends of this machine in tables per kind of device and of op.
 
     The compiled library for the CPU is built if it is missing.
-
-    Returns:
-        The text.
     """
     library = native_library()
     matrix = backend_matrix()
@@ -164,14 +129,7 @@ def backend_report() -> str:
 
 
 def tables_of(matrix: Sequence[Support]) -> list[list[Support]]:
-    """Divide the support into tables: a device each, and ops that have the same backends.
-
-    Args:
-        matrix: Support of each op, backend, device and dtype.
-
-    Returns:
-        The entries of each table.
-    """
+    """Divide the support into tables: a device each, and ops that have the same backends."""
     names: dict[tuple[str, str], dict[str, None]] = {}
     for each in matrix:
         names.setdefault((each.device, each.op), {})[each.backend] = None
@@ -188,14 +146,7 @@ def tables_of(matrix: Sequence[Support]) -> list[list[Support]]:
 
 
 def reasons_of(matrix: Sequence[Support]) -> list[str]:
-    """List the different reasons for which backends do not support calls.
-
-    Args:
-        matrix: Support of each op, backend, device and dtype.
-
-    Returns:
-        The reasons, in the order of the entries.
-    """
+    """List the different reasons for which backends do not support calls."""
     return list(dict.fromkeys(each.reason for each in matrix if each.reason is not None))
 
 
@@ -204,13 +155,6 @@ def support_table(matrix: Sequence[Support], reasons: Sequence[str]) -> list[lis
 
     A cell is "exact", "fast" or "no (2)" with the number of a reason. If dtypes differ, each is
     listed: "exact bf16 fp16, fast fp32".
-
-    Args:
-        matrix: Support of each op, backend, device and dtype.
-        reasons: All reasons, from `reasons_of`.
-
-    Returns:
-        Rows of cells, the first with the headings.
     """
     columns = list(dict.fromkeys((each.device, each.backend) for each in matrix))
     rows = [["op", *(f"{device} {backend}" for device, backend in columns)]]

@@ -24,36 +24,12 @@ Say = Callable[[str], None]
 
 
 def device_named(name: str | None) -> torch.device:
-    """Return the device of a name.
-
-    Args:
-        name: Such as "cuda:1" or "mps"; None or empty: the GPU if there is one, else the CPU.
-
-    Returns:
-        The device.
-
-    Raises:
-        ValueError: The device does not exist.
-    """
+    """Return the device of a name such as "cuda:1"; None or empty: the GPU if there is one."""
     return checked_device(name or default_device().type)
 
 
 def load_named(args: argparse.Namespace, path: Path, say: Say | None = None) -> VideoVAE:
-    """Load a VAE on the device and in the dtypes of the command line.
-
-    Args:
-        args: Arguments of the command.
-        path: File of the VAE.
-        say: Prints a line about the VAE; None: nothing.
-
-    Returns:
-        The VAE.
-
-    Raises:
-        ValueError: A device does not exist or is not one of the devices, the file is not a VAE, or
-            it does not support the precision.
-        OSError: The file is missing or not readable.
-    """
+    """Load a VAE on the device and in the dtypes of the command line; describe it to `say`."""
     devices = checked_devices(getattr(args, "devices", None) or [])
     device = device_named(args.device) if args.device or not devices else devices[0]
     # With an index, as the others have one: "cuda" is the current GPU.
@@ -99,18 +75,7 @@ def _use_int8(args: argparse.Namespace, vae: VideoVAE, say: Say | None) -> None:
 
 
 def options_for(args: argparse.Namespace, vae: VideoVAE) -> StreamOptions:
-    """Return the stream options of the command line.
-
-    Args:
-        args: Arguments of the command.
-        vae: The VAE.
-
-    Returns:
-        The options.
-
-    Raises:
-        ValueError: The tiles are smaller than a latent.
-    """
+    """Return the stream options of the command line."""
     step = vae.config.spatial_compression
     if args.tile and min(args.tile) < step:
         height, width = args.tile

@@ -36,18 +36,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str] | None, version: str) -> argparse.Namespace:
-    """Parse a command line.
-
-    Args:
-        argv: Arguments; None: those of the process.
-        version: Printed by `--version`.
-
-    Returns:
-        The arguments.
-
-    Raises:
-        SystemExit: Wrong usage (exit code 2), or `--help` or `--version`.
-    """
+    """Parse a command line."""
     parser = _Parser(
         prog=PROGRAM,
         description="Encode and decode videos with the VAE of Wan, Qwen-Image or SeedVR2.",
@@ -63,8 +52,6 @@ def parse(argv: Sequence[str] | None, version: str) -> argparse.Namespace:
         parser.error("--devices needs a FILE")
     if args.command == "info" and args.precision == "int8" and not args.file:
         parser.error("--precision needs a FILE")
-    if args.command == "info" and args.difference and args.precision != "int8":
-        parser.error("--difference needs --precision int8")
     if args.command == "info" and not (args.file or args.backends or args.device is not None):
         parser.error("info takes a FILE, --backends or --device")
     return args
@@ -156,8 +143,6 @@ def _info(add: Add) -> None:
     _add_devices(add)
     text = "int8: measure what a decode with int8 loses, in all and by layer; default: auto"
     _add_precision(add, text)
-    text = "with --precision int8: a picture of the difference to fp32, x.png"
-    add("--difference", type=Path, metavar="PICTURE", help=text)
 
 
 def _add_stretch(add: Add) -> None:

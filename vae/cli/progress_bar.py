@@ -17,14 +17,7 @@ class ProgressBar:
     """Counts progress, as a context manager.
 
     In a terminal it is a bar. A log would store every state of a bar, so if stderr is not a
-    terminal, a line is printed every ten seconds, and none at the end.
-
-    Args:
-        task: First word of a line, such as "decode".
-        total: Final count; None: unknown. It may change.
-        unit: Unit of the count.
-        quiet: Print nothing.
-        clock: Returns seconds.
+    terminal, a line is printed every ten seconds, and none at the end. `total` may change.
     """
 
     def __init__(

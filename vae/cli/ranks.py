@@ -30,12 +30,6 @@ def joined_ranks(args: argparse.Namespace) -> Iterator[None]:
 
     A process without `--device` takes the GPU of its number, if there is one for each, and the
     processes are linked by that of the GPUs. Otherwise they share a GPU, or the CPU.
-
-    Args:
-        args: Arguments of the command; `device` is filled in.
-
-    Raises:
-        ValueError: `torchrun` did not start this process, or there are `devices` or a `tile` too.
     """
     if getattr(args, "shard", None) is None:
         yield

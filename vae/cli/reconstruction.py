@@ -28,11 +28,6 @@ class RoundTrip:
     Yields pairs `(source, result)`, uint8 on the CPU: `[t, H, W, 3]`, cropped to whole latents, and
     `[t, s H, s W, 3]`, where `s` is the `output_scale` of the VAE. Frames after the last `4 n + 1`
     are dropped, as by `encode_stream`.
-
-    Attributes:
-        frames: Frames decoded so far.
-        encode_seconds: Time in the encoder, without reading the file.
-        decode_seconds: Time in the decoder.
     """
 
     def __init__(
@@ -43,17 +38,7 @@ class RoundTrip:
         *,
         stretch: Mapping[str, Any] | None = None,
     ) -> None:
-        """Prepare; nothing is read yet.
-
-        Args:
-            vae: The VAE.
-            video: The video.
-            options: How the streams run.
-            stretch: Keyword arguments of `VideoFile.pieces`.
-
-        Raises:
-            ValueError: The VAE has no encoder.
-        """
+        """Prepare; nothing is read yet."""
         if vae.config.encoder_width is None:
             raise ValueError("the VAE has a decoder only; expected one that can encode too")
         self.vae = vae

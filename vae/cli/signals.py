@@ -82,11 +82,7 @@ class Signals:
         self._settled = True
 
     def check(self) -> None:
-        """Raise `Stopped` if a signal arrived, as another error may have replaced it.
-
-        Raises:
-            Stopped: A signal arrived.
-        """
+        """Raise `Stopped` if a signal arrived, as another error may have replaced it."""
         if self._number is not None:
             raise Stopped(self._number)
 

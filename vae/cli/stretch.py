@@ -36,20 +36,7 @@ def estimated(video: VideoFile, stretch: dict[str, Any]) -> int | None:
 def cropped(
     video: VideoFile, config: VAEConfig, size: tuple[int, int] | None, say: Say
 ) -> tuple[int, int]:
-    """Return the height and width that a VAE encodes; print the video's size and the crop.
-
-    Args:
-        video: The video.
-        config: Layout of the VAE.
-        size: Requested height and width; None: those of the video.
-        say: Prints a line.
-
-    Returns:
-        Height and width in pixels.
-
-    Raises:
-        ValueError: The size is smaller than a latent.
-    """
+    """Return the height and width that a VAE encodes; print the video's size and the crop."""
     step = config.spatial_compression
     full = size or (video.height, video.width)
     height, width = video.cropped_size(step, size)
@@ -65,14 +52,7 @@ def affordable(
 ) -> tuple[dict[str, Any], str]:
     """Reduce a video to about half a minute of work on a CPU, unless its length or size is given.
 
-    Args:
-        video: The video.
-        config: Layout of the VAE.
-        wanted: Arguments from `stretch_named`; a `size` is kept, and with a `duration` or `limit`
-            the length.
-
-    Returns:
-        The arguments, and a note about the reduction; "": none.
+    Returns the arguments, and a note about the reduction; "": none.
     """
     changed, notes = dict(wanted), []
     height, width = wanted["size"] or (video.height, video.width)

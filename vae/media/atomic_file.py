@@ -20,19 +20,7 @@ before_naming: list[Callable[[], None]] = []
 
 @contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Write a file that appears at `path` only when it is complete.
-
-    Args:
-        path: The final name.
-
-    Yields:
-        The path of an empty file in the same folder, to be written. When the body ends, it replaces
-        `path`; when the body raises, it is removed and an older file at `path` is kept.
-
-    Raises:
-        OSError: The folder is missing or not writable, or the disk is full.
-        ValueError: `path` is a folder or a device.
-    """
+    """Yield an empty file in the same folder, which replaces `path` when the body is complete."""
     path = Path(path)
     with _appearing(path, path.resolve()) as part:
         _check_replaceable(path)
@@ -45,19 +33,7 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextmanager
 def whole_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Fill a folder that appears at `path` only when it is complete.
-
-    Args:
-        path: The final name; an empty folder may be there.
-
-    Yields:
-        The path of an empty folder next to it. When the body ends, it takes the name `path`; when
-        the body raises, it is removed with all files in it.
-
-    Raises:
-        OSError: The folder above is missing or not writable, or the disk is full.
-        ValueError: There is a file at `path`, or a folder that is not empty.
-    """
+    """Yield a new folder, which takes the name `path`, of nothing or an empty one, when complete."""
     path = Path(path)
     final = path.resolve()
     with _appearing(path, final) as part:

@@ -30,15 +30,9 @@ BLOCK = 8192
 
 @dataclass(frozen=True)
 class Audio:
-    """An audio clip.
+    """An audio clip; values beyond [-1, 1] are clipped when it is written."""
 
-    Attributes:
-        waveform: `[channels, samples]`, float in [-1, 1], on any device. Values beyond are clipped
-            when it is written.
-        sample_rate: Samples per second.
-    """
-
-    waveform: Tensor
+    waveform: Tensor  # `[channels, samples]`, float, on any device
     sample_rate: int
 
     def __post_init__(self) -> None:
@@ -59,19 +53,7 @@ class Audio:
 
 
 def read_audio(path: Path, start: Fraction | float = 0) -> Audio:
-    """Read the audio of an audio or video file.
-
-    Args:
-        path: A file in any format that FFmpeg reads.
-        start: Seconds to skip at the start.
-
-    Returns:
-        The first audio stream; layouts of more than 8 channels are mixed down to stereo.
-
-    Raises:
-        OSError: The file is missing or not readable.
-        ValueError: It has no audio, none after `start`, or is broken.
-    """
+    """Read the first audio stream of a file from `start` in seconds on."""
     with path.open("rb"):  # raises the OSError that names the path
         pass
     blocks: list[Tensor] = []
@@ -96,16 +78,7 @@ class SoundTrack:
     """The audio stream of a video file that is being written."""
 
     def __init__(self, audio: Audio, container: OutputContainer, encoder: str) -> None:
-        """Add the stream to `container` before its first packet; nothing is written yet.
-
-        Args:
-            audio: The audio.
-            container: The open output file.
-            encoder: FFmpeg's name of the audio encoder.
-
-        Raises:
-            ValueError: This build of PyAV has no such encoder.
-        """
+        """Add the stream to `container` before its first packet; nothing is written yet."""
         self._audio = audio
         self._container = container
         self._sent = 0

@@ -61,19 +61,7 @@ class _Window:
 def opened(
     path: Path, file: BinaryIO | None = None
 ) -> Iterator[tuple[InputContainer, VideoStream]]:
-    """Open the first video stream of a file.
-
-    Args:
-        path: The file, or its name in errors.
-        file: The open file; read from its start and left open. None: open `path`.
-
-    Yields:
-        The container and the stream.
-
-    Raises:
-        OSError: The file is missing or not readable.
-        ValueError: It is not a video that can be read.
-    """
+    """Open the first video stream of a file."""
     if file is None:
         with path.open("rb") as found:  # raises an OSError that names the path
             size = os.fstat(found.fileno()).st_size
@@ -94,15 +82,7 @@ def opened(
 
 @contextmanager
 def faults_name(path: Path, what: str) -> Iterator[None]:
-    """Turn an error of PyAV in the block into one line about `path`.
-
-    Args:
-        path: The file.
-        what: The problem, as in "cannot be read as audio".
-
-    Raises:
-        ValueError: The error of the block; one that names the file already is kept.
-    """
+    """Turn an error of PyAV in the block into one line about `path`."""
     try:
         yield
     except FAULTS as error:
@@ -152,17 +132,6 @@ def decoded(path: Path, packets: Iterator[Packet], stream: VideoStream) -> Itera
     """Decode all frames of a stream; a lost frame is an error, as it would shift all others.
 
     Errors before the first frame are skipped, because a recording may start anywhere.
-
-    Args:
-        path: The file, for errors.
-        packets: Packets of the stream.
-        stream: The stream.
-
-    Yields:
-        The frames in display order.
-
-    Raises:
-        ValueError: The file is broken or truncated.
     """
     count, end, longest = 0, 0.0, MISSING_SECONDS
     while True:

@@ -59,11 +59,7 @@ class PacketTimes:
         self._whole = True
 
     def times(self) -> list[float]:
-        """Return the display times of the first frames, and read more packets if needed.
-
-        Returns:
-            Seconds, sorted; empty if a time is missing.
-        """
+        """Return the sorted display times of the first frames; empty if one is missing."""
         try:
             for _ in self:
                 if len(self._times) >= SAMPLE or self._bytes >= SAMPLE_BYTES:
@@ -78,14 +74,7 @@ class PacketTimes:
 
 
 def indexed_times(stream: VideoStream) -> list[float]:
-    """Return the times of all frames from the index of a stream.
-
-    Args:
-        stream: The stream; PyAV before 17 has no index.
-
-    Returns:
-        Decoding times in seconds, at about the distances of the display times; empty without index.
-    """
+    """Return the decoding times of all frames in seconds; empty without index (PyAV before 17)."""
     index = getattr(stream, "index_entries", ())
     if not stream.time_base or not stream.frames or len(index) != stream.frames:
         return []
@@ -94,14 +83,9 @@ def indexed_times(stream: VideoStream) -> list[float]:
 
 
 def cadence(times: Sequence[float], announced: Sequence[Fraction]) -> tuple[Fraction | None, bool]:
-    """Choose the frame rate.
+    """Return the frames per second, None: unknown, and whether the rate is constant.
 
-    Args:
-        times: Display times of the frames in seconds, sorted; empty if unknown.
-        announced: Rates that the file declares, the most credible first.
-
-    Returns:
-        Frames per second, None if unknown; and whether the rate is constant.
+    `times` are sorted, in seconds; `announced` has the most credible rate first.
     """
     known = [rate for rate in announced if 0 < rate < LIMIT]
     if len(times) < 2 or times[-1] <= times[0]:

@@ -30,30 +30,17 @@ YUV420 = {8: ("yuv420p", "nv12"), 10: ("yuv420p10le", "p010le")}
 
 @dataclass(frozen=True)
 class Codec:
-    """A video format.
-
-    Attributes:
-        name: One of `CODECS`.
-        suffixes: Suffixes of containers that can hold it; the first is the default.
-        software: FFmpeg's names of its software encoders, the preferred one first.
-        hardware: FFmpeg's names of its hardware encoders, in the order they are tried.
-        audio: Audio encoder for the default suffix; `sound_encoder` has the others.
-        even: Height and width must be multiples of these.
-        least: Smallest height and width in pixels.
-        bit_depth: Bits per component unless the caller chooses.
-        formats: FFmpeg's names of pixel formats by bits per component.
-        alpha_formats: Those with an alpha channel; empty: the format has none.
-        lossy: The frames are not stored exactly.
-    """
+    """A video format."""
 
     name: str
-    suffixes: tuple[str, ...]
-    software: tuple[str, ...]
+    suffixes: tuple[str, ...]  # of containers that can hold it; the first is the default
+    software: tuple[str, ...]  # FFmpeg's names of encoders, the preferred one first
     hardware: tuple[str, ...] = ()
-    audio: str = "aac"
-    even: tuple[int, int] = (2, 2)
-    least: int = 1
-    bit_depth: int = 10
+    audio: str = "aac"  # encoder for the default suffix; `SOUNDS` has the others
+    even: tuple[int, int] = (2, 2)  # height and width are multiples of these
+    least: int = 1  # smallest height and width
+    bit_depth: int = 10  # unless the caller chooses
+    # FFmpeg's pixel formats by bits per component.
     formats: Mapping[int, tuple[str, ...]] = field(default_factory=lambda: YUV420)
     alpha_formats: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     lossy: bool = True
@@ -71,13 +58,7 @@ class Codec:
 
 @dataclass(frozen=True)
 class Encoding:
-    """How frames are stored.
-
-    Attributes:
-        encoder: FFmpeg's name of the encoder.
-        bit_depth: Bits per component.
-        pixel_format: FFmpeg's name of the pixel format.
-    """
+    """How frames are stored; the names are FFmpeg's."""
 
     encoder: str
     bit_depth: int
@@ -157,34 +138,14 @@ CODECS = tuple(_TABLE)
 
 
 def codec_named(name: str) -> Codec:
-    """Return the format of a name.
-
-    Args:
-        name: One of `CODECS`.
-
-    Returns:
-        The format.
-
-    Raises:
-        ValueError: `name` is not one of `CODECS`.
-    """
+    """Return the format of one of the names `CODECS`."""
     if name not in _TABLE:
         raise ValueError(f"codec is {name!r}; expected one of {', '.join(CODECS)}")
     return _TABLE[name]
 
 
 def codec_for(path: Path) -> Codec:
-    """Choose a format by the suffix of a file.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The first format with this default suffix.
-
-    Raises:
-        ValueError: The suffix is not that of a video.
-    """
+    """Return the first format whose default suffix a file has."""
     suffix = path.suffix.lower().replace(".m4v", ".mp4")
     found = next((codec for codec in _TABLE.values() if codec.suffix == suffix), None)
     if found is None:
@@ -196,18 +157,7 @@ def codec_for(path: Path) -> Codec:
 
 
 def container_of(codec: Codec, path: Path) -> str:
-    """Choose the container by the suffix of a file.
-
-    Args:
-        codec: The format of the video.
-        path: The file.
-
-    Returns:
-        FFmpeg's name of the container; of a sequence of images "image2".
-
-    Raises:
-        ValueError: The suffix is not that of a video, or its container cannot hold the codec.
-    """
+    """Return FFmpeg's name of the container for a suffix; "image2": a sequence of images."""
     codec_for(path)
     suffix = path.suffix.lower()
     if suffix not in codec.suffixes:
@@ -217,18 +167,7 @@ def container_of(codec: Codec, path: Path) -> str:
 
 
 def sound_encoder(codec: Codec, path: Path) -> str:
-    """Choose the audio encoder by the suffix of a file.
-
-    Args:
-        codec: The format of the video.
-        path: The file.
-
-    Returns:
-        FFmpeg's name of the encoder.
-
-    Raises:
-        ValueError: This build of PyAV does not have it, or the codec is a sequence of images.
-    """
+    """Return FFmpeg's name of the audio encoder for the suffix of a file."""
     if codec.is_sequence:
         raise ValueError(f"{codec.name} is a sequence of images; expected a video codec for audio")
     suffix = path.suffix.lower()
@@ -239,16 +178,7 @@ def sound_encoder(codec: Codec, path: Path) -> str:
 
 
 def check_size(name: str, height: int, width: int) -> None:
-    """Check that a codec can store frames of a size, before any work is done.
-
-    Args:
-        name: One of `CODECS`.
-        height: Height in pixels.
-        width: Width in pixels.
-
-    Raises:
-        ValueError: A side is odd where chroma is halved, or is too small.
-    """
+    """Check that a codec can store frames of a size, before any work is done."""
     codec = codec_named(name)
     if min(height, width) < codec.least:
         raise ValueError(
@@ -263,16 +193,7 @@ def check_size(name: str, height: int, width: int) -> None:
 
 
 def check_depth(name: str, bit_depth: int | None, alpha: bool = False) -> None:
-    """Check that a codec can store frames of a depth, before any work is done.
-
-    Args:
-        name: One of `CODECS`.
-        bit_depth: Bits per component; None: any.
-        alpha: The frames have an alpha channel.
-
-    Raises:
-        ValueError: The codec has no such depth, or no alpha channel.
-    """
+    """Check that a codec can store frames of a depth, before any work is done."""
     codec = codec_named(name)
     if bit_depth is not None and bit_depth not in codec.formats:
         depths = " or ".join(map(str, codec.formats))
@@ -292,19 +213,7 @@ def find_encoding(
 ) -> Encoding:
     """Choose encoder and pixel format; hardware encoders are tried once on a few frames.
 
-    Args:
-        codec: The format.
-        bit_depth: Bits per component; None: those of the codec, or the next lower that this build
-            of PyAV has.
-        alpha: Store an alpha channel.
-        hardware: Prefer a hardware encoder that works; else the software encoder is used.
-
-    Returns:
-        The encoding.
-
-    Raises:
-        ValueError: The codec has no such depth or no alpha channel, or this build of PyAV has no
-            encoder for it.
+    Without a `bit_depth` it is the codec's, or the next lower that this build of PyAV has.
     """
     check_depth(codec.name, bit_depth, alpha)
     if (software := _software(codec)) is None:

@@ -13,24 +13,15 @@ DEFAULT_QUALITY = 70
 
 @dataclass(frozen=True)
 class _Encoder:
-    """The quality options of one encoder, and its other options.
-
-    Attributes:
-        keys: The names of the quality options.
-        scale: Their values at quality 0, 70 and 100.
-        options: Other options.
-        smooth: Their values at 70, and more options, for pictures whose smooth areas are in the low
-            bits: more than 8 bits, or dithered.
-        semiplanar: It prefers interleaved chroma.
-        whole: It accepts whole numbers only.
-    """
+    """The quality options of one encoder, and its other options."""
 
     keys: tuple[str, ...]
-    scale: tuple[float, float, float]
+    scale: tuple[float, float, float]  # values of the keys at quality 0, 70 and 100
     options: dict[str, str] = field(default_factory=dict)
+    # Value at 70 and more options for pictures of more than 8 bits, or dithered.
     smooth: tuple[float, dict[str, str]] | None = None
-    semiplanar: bool = False
-    whole: bool = True
+    semiplanar: bool = False  # prefers interleaved chroma
+    whole: bool = True  # takes whole numbers only
 
     def value(self, quality: int, usual: float) -> str:
         worst, _, best = self.scale
@@ -107,20 +98,7 @@ _ENCODERS = {
 def options_of(
     encoder: str, quality: int | None, pixel_format: str = "", *, dithered: bool = False
 ) -> dict[str, str]:
-    """Return FFmpeg's options for an encoder.
-
-    Args:
-        encoder: FFmpeg's name of the encoder.
-        quality: 0 to 100; lossless encoders ignore it. None: the default, 70.
-        pixel_format: FFmpeg's name of the pixel format.
-        dithered: The pictures are dithered to 8 bits.
-
-    Returns:
-        Names and values of the options.
-
-    Raises:
-        ValueError: `quality` is out of range.
-    """
+    """Return FFmpeg's options for an encoder and a quality of 0 to 100; None: 70."""
     quality = DEFAULT_QUALITY if quality is None else quality
     if not 0 <= quality <= 100:
         raise ValueError(f"quality is {quality}; expected 0 to 100")

@@ -24,13 +24,7 @@ _PNG_START = len(PNG) + 25
 
 
 class ImageFolder:
-    """A folder of images.
-
-    Args:
-        folder: The folder, which exists.
-        suffix: `.png` or `.exr`.
-        metadata: Texts for the first image; EXR holds none.
-    """
+    """A folder of `.png` or `.exr` images; the first PNG has the metadata."""
 
     def __init__(self, folder: Path, suffix: str, metadata: Mapping[str, str]) -> None:
         self._folder, self._suffix = folder, suffix
@@ -46,30 +40,14 @@ class ImageFolder:
     def add_stream(
         self, encoder: str, rate: Fraction, options: Mapping[str, str]
     ) -> av.VideoCodecContext:
-        """Return the encoder of the images, which is not open yet.
-
-        Args:
-            encoder: FFmpeg's name of the encoder.
-            rate: Frames per second.
-            options: Options of the encoder.
-
-        Returns:
-            The encoder.
-        """
+        """Return the encoder of the images, which is not open yet."""
         context = cast(av.VideoCodecContext, av.CodecContext.create(encoder, "w"))
         context.time_base, context.framerate, context.options = 1 / rate, rate, dict(options)
         context.thread_type, context.thread_count = "FRAME", THREADS
         return context
 
     def mux(self, packets: Iterable[Packet]) -> None:
-        """Write images, one per packet.
-
-        Args:
-            packets: Whole images in order.
-
-        Raises:
-            OSError: The disk is full or failed.
-        """
+        """Write images, one per packet, in order."""
         for packet in packets:
             data = bytes(packet)
             if not self._written and self._suffix == ".png":

@@ -29,15 +29,9 @@ _FPS = re.compile(r"\d{1,9}([./]\d{1,9})?", re.ASCII)
 
 @dataclass(frozen=True)
 class LatentFile:
-    """The content of a latent file.
+    """The content of a latent file; None: unknown."""
 
-    Attributes:
-        latent: `[1, C_latent, t, h, w]`, not normalised.
-        family: Family of the VAE that encoded it; None: unknown.
-        fps: Frames per second of the video; None: unknown.
-    """
-
-    latent: Tensor
+    latent: Tensor  # `[1, C_latent, t, h, w]`, not normalised, in the dtype of the file
     family: str | None
     fps: Fraction | None
 
@@ -45,16 +39,7 @@ class LatentFile:
 def save_latent(
     path: Path, latent: Tensor, *, family: str, fps: Fraction, frames: int, compression: int = 8
 ) -> None:
-    """Write a latent file.
-
-    Args:
-        path: The file.
-        latent: `[1, C_latent, t, h, w]`, not normalised; stored as float32.
-        family: Family of the VAE that encoded it.
-        fps: Frames per second of the video.
-        frames: Frames of the video.
-        compression: Pixels per latent pixel, in height and width.
-    """
+    """Write `latent`, `[1, C_latent, t, h, w]`, with metadata; `compression`: pixels per latent."""
     height, width = (compression * size for size in latent.shape[3:])
     numbers = {"fps": fps, "frames": frames, "height": height, "width": width}
     metadata = {"format": FORMAT_VERSION, "family": family}
@@ -65,18 +50,7 @@ def save_latent(
 
 
 def load_latent(path: Path) -> LatentFile:
-    """Read a latent file of this pack or of ComfyUI.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The latent in the dtype of the file, and its metadata.
-
-    Raises:
-        OSError: The file is missing or not readable.
-        ValueError: It is not a safetensors file, or has no latent of one video.
-    """
+    """Read a latent file of this pack or of ComfyUI."""
     with guarded(str(path)):
         if not (stat.S_ISREG(mode := path.stat().st_mode) or stat.S_ISDIR(mode)):
             raise ValueError("it is a device; expected a latent file")

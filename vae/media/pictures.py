@@ -34,14 +34,9 @@ _FLOATS = ("gbrpf32le", "gbrapf32le")
 
 
 def convert_pictures(pictures: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert pictures to another dtype.
+    """Convert `[T, H, W, C]` uint8, uint16 or floats in [0, 1] to uint8, uint16 or float32.
 
-    Args:
-        pictures: `[T, H, W, C]` uint8, uint16 in 0-65535, or a float dtype in [0, 1].
-        dtype: uint8, which drops fractions as ComfyUI's save nodes do; uint16, rounded; or float32.
-
-    Returns:
-        The pictures.
+    uint8 drops fractions as ComfyUI's save nodes do; uint16 is rounded.
     """
     if pictures.dtype == dtype and dtype in WHITE:
         return pictures
@@ -57,15 +52,7 @@ def convert_pictures(pictures: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def with_channels(frames: Tensor, channels: int) -> Tensor:
-    """Return frames with another number of channels; a missing alpha is opaque.
-
-    Args:
-        frames: `[B, C, t, H, W]`, an integer dtype, or a float dtype with white at 1.
-        channels: 3, or 4 with alpha.
-
-    Returns:
-        `[B, channels, t, H, W]`; `frames` itself if it has them.
-    """
+    """Return frames `[B, C, t, H, W]` with 3 or 4 `channels`; a missing alpha is opaque."""
     if frames.shape[1] == channels:
         return frames
     if frames.shape[1] > channels:
@@ -75,26 +62,15 @@ def with_channels(frames: Tensor, channels: int) -> Tensor:
 
 
 def dithered(picture: numpy.ndarray) -> numpy.ndarray:
-    """Reduce a picture to 8 bits by ordered dithering; values that 8 bits hold stay as they are.
-
-    Args:
-        picture: `[H, W, C]` uint16.
-
-    Returns:
-        `[H, W, C]` uint8, on average `255 / 65535` times the picture.
-    """
+    """Reduce `[H, W, C]` uint16 to uint8 by ordered dithering; values that 8 bits hold stay."""
     threshold = _thresholds(*picture.shape[:2])[..., None]
     return ((picture.astype(numpy.int32) * 255 + threshold) // 65535).astype(numpy.uint8)
 
 
 def linear(pictures: Tensor) -> Tensor:
-    """Return the linear light of pictures by IEC 61966-2-1, times alpha as OpenEXR defines it.
+    """Return the linear light of `[..., C]` by IEC 61966-2-1, times alpha as in OpenEXR.
 
-    Args:
-        pictures: `[..., C]` float32 in [0, 1].
-
-    Returns:
-        The same shape, rounded to the nearest half float, because FFmpeg truncates to it.
+    It is rounded to the nearest half float, because FFmpeg truncates to it.
     """
     colors, alpha = pictures[..., :3], pictures[..., 3:]
     light = ((colors + 0.055) / 1.055).pow(2.4)
@@ -105,31 +81,14 @@ def linear(pictures: Tensor) -> Tensor:
 
 
 def picture_dtype(pixel_format: str, bit_depth: int, dither: bool) -> torch.dtype:
-    """Return the dtype of pictures that a pixel format needs.
-
-    Args:
-        pixel_format: FFmpeg's name.
-        bit_depth: Bits per component.
-        dither: 8 bits are dithered.
-
-    Returns:
-        float32, uint16, or uint8.
-    """
+    """Return the dtype of pictures that a pixel format needs: float32, uint16 or uint8."""
     if pixel_format in _FLOATS:
         return torch.float32
     return torch.uint16 if bit_depth > 8 or dither else torch.uint8
 
 
 def tags_of(codec: str, pixel_format: str) -> dict[str, int]:
-    """Return the color tags of frames, by the names of their attributes in PyAV.
-
-    Args:
-        codec: One of `CODECS`.
-        pixel_format: FFmpeg's name of the format of the frames.
-
-    Returns:
-        Code points of ISO/IEC 23091-2, and the color range.
-    """
+    """Return code points of ISO/IEC 23091-2 by the names of the attributes in PyAV."""
     is_yuv = pixel_format.startswith(("yuv", "nv12", "p010"))
     return {
         "colorspace": BT709 if is_yuv else IDENTITY,
@@ -140,15 +99,7 @@ def tags_of(codec: str, pixel_format: str) -> dict[str, int]:
 
 
 class FrameMaker:
-    """Makes frames of one pixel format from pictures.
-
-    Args:
-        codec: One of `CODECS`.
-        pixel_format: FFmpeg's name.
-        bit_depth: Bits per component of the format.
-        dither: Dither to 8 bits.
-        fps: Frames per second.
-    """
+    """Makes frames of one pixel format from pictures."""
 
     def __init__(
         self, codec: str, pixel_format: str, bit_depth: int, dither: bool, fps: Fraction
@@ -160,15 +111,7 @@ class FrameMaker:
         self._reformatter = VideoReformatter()
 
     def __call__(self, picture: Tensor, index: int) -> av.VideoFrame:
-        """Return a frame of the video.
-
-        Args:
-            picture: `[H, W, C]`, as in `convert_pictures`.
-            index: Its number.
-
-        Returns:
-            The frame with tags and time.
-        """
+        """Return the frame `index` of the video with tags and time from a `picture` `[H, W, C]`."""
         is_final = self._bit_depth == 8 and picture.dtype == torch.uint8
         pixels = convert_pictures(picture, torch.uint8 if is_final else self._dtype)
         if self._format in _FLOATS:

@@ -38,17 +38,7 @@ def timed(
     fps: Fraction,
     ahead: Fraction = AHEAD,
 ) -> Iterator[TimedFrame]:
-    """Assign times to frames.
-
-    Args:
-        frames: Frames in display order.
-        origin: Time of the file's first frame by the clock of the file, in seconds.
-        fps: Frames per second, for frames without a time or a duration.
-        ahead: Longest pause in seconds; a longer one is a reset of the clock.
-
-    Yields:
-        The frames with times that never decrease.
-    """
+    """Yield frames with times that never decrease; a pause longer than `ahead` resets the clock."""
     end = Fraction(0)
     last: Fraction | None = None
     shift = Fraction(0)
@@ -75,15 +65,6 @@ def between(
 
     Adjacent ranges share no frame and lose none. If no frame starts within `pause` seconds of
     `start`, the frame on screen at `start` comes first, with its own time.
-
-    Args:
-        frames: Frames in order.
-        start: First time in seconds.
-        end: Frames at this time or later are left out. None: all that follow.
-        pause: Longest wait for the first frame in seconds. None: no limit.
-
-    Yields:
-        The frames with `start` <= time < `end`.
     """
     shown: TimedFrame | None = None
     begun = False
@@ -110,17 +91,7 @@ def at_rate(
     """Convert frames to another rate by repeating and dropping frames.
 
     At `start + n / fps` the frame nearest in time is shown, and the earlier one of two that are
-    equally near within the rounding of files.
-
-    Args:
-        frames: The frames from `start` on.
-        fps: Frames per second of the result.
-        start: First time in seconds.
-        end: End of the last frame shown; None: end of the last frame.
-
-    Yields:
-        Frames, and how often each is shown in a row. In all there is one for every `n / fps` before
-        the end, and at least one.
+    equally near within the rounding of files. Yields frames, and how often each is shown in a row.
     """
     last: TimedFrame | None = None
     shown = 0
@@ -158,17 +129,7 @@ def in_step(
     Each frame is shown once and in order while it is less than `LEEWAY` frames from its turn, so
     jitter and rounding change nothing. A frame before a pause is repeated, and of frames that come
     too fast the earlier ones are dropped, so that no frame is shown `LEEWAY` frames too early or
-    late.
-
-    Args:
-        frames: The frames of a range; one after it, if present, ends the last one.
-        fps: Frames per second.
-        start: First time in seconds; the first frame may be earlier or later.
-        end: End of the range; None: end of the last frame.
-        ends: Show the last frame for its own duration; else once.
-
-    Yields:
-        Frames, and how often each is shown in a row; in all at least one.
+    late. A frame after the range ends the last one; `ends`: it is shown for its own duration.
     """
     last: TimedFrame | None = None
     origin, turn = start, 0
@@ -208,17 +169,7 @@ def frames_within(seconds: Fraction, fps: Fraction) -> int:
 
 
 def checked_rate(fps: Fraction | float) -> Fraction:
-    """Return a frame rate as a fraction that files can store, with 32-bit terms.
-
-    Args:
-        fps: Frames per second.
-
-    Returns:
-        The rate.
-
-    Raises:
-        ValueError: `fps` is not in (0, 10000).
-    """
+    """Return a rate in (0, 10000) as a fraction that files can store, with 32-bit terms."""
     rate = Fraction(fps).limit_denominator(100_000) if 0 < fps < 10_000 else Fraction(0)
     if not rate:
         raise ValueError(f"fps is {fps}; expected more than 0 and less than 10000")

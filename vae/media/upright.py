@@ -49,15 +49,7 @@ class Upright:
     def __init__(
         self, path: Path, height: int, width: int, scaler: int = BICUBIC, *, deep: bool = False
     ) -> None:
-        """Set the form of the output.
-
-        Args:
-            path: The file, for errors.
-            height: Height in pixels, upright.
-            width: Width in pixels, upright.
-            scaler: Flag of swscale for resizing. One object serves one thread.
-            deep: Convert to 16 bits; otherwise to 8.
-        """
+        """Set the upright size; `deep`: convert to 16 bits. One object serves one thread."""
         self._path = path
         self._size = (height, width)
         self._flags = scaler | EXACT
@@ -65,11 +57,7 @@ class Upright:
         self._reformatter = VideoReformatter()
 
     def __call__(self, frame: av.VideoFrame) -> Tensor:
-        """Convert `frame` to `[height, width, 3]` uint8 in 0-255, or uint16 in 0-65535 if deep.
-
-        Raises:
-            ValueError: FFmpeg cannot convert it.
-        """
+        """Convert `frame` to `[height, width, 3]` uint8 in 0-255, or uint16 in 0-65535 if deep."""
         with faults_name(self._path, "has a frame that cannot be converted"):
             turns = quarter_turns(frame)
             picture = self._converted(frame, *(self._size[::-1] if turns % 2 else self._size))
@@ -134,16 +122,7 @@ def pixel_ratio(stream: VideoStream) -> Fraction:
 
 
 def scaler_for(size: tuple[int, int], shown: tuple[int, int], stored: tuple[int, int]) -> int:
-    """Return swscale's flag for a resize.
-
-    Args:
-        size: Height and width of the result, upright.
-        shown: Those of the video in square pixels.
-        stored: Those of the video in pixels of the file.
-
-    Returns:
-        The flag of a scaler.
-    """
+    """Return swscale's flag for a resize; `shown` is in square pixels, `stored` in those of the file."""
     if size == stored:
         return BICUBIC
     # The mean over areas does not interpolate a side that grows, as one of pixels that are not
@@ -177,12 +156,7 @@ def _filled(picture: np.ndarray, bits: int) -> np.ndarray:
 def _stretched(picture: np.ndarray, bits: int) -> np.ndarray:
     """Convert gray of `bits` from limited to full range, by ITU-R BT.709-6; swscale never does.
 
-    Args:
-        picture: `[H, W, 3]`, an integer dtype, converted as if the range were full.
-        bits: Bits per component of the frame.
-
-    Returns:
-        The same shape and dtype.
+    `picture` is `[H, W, 3]`, converted as if the range were full.
     """
     top, step = np.iinfo(picture.dtype).max, 1 << (bits - 8)
     codes = picture.astype(np.float32) * (((1 << bits) - 1) / top)

@@ -48,36 +48,20 @@ FALLBACK_FPS = Fraction(25)
 
 @dataclass(frozen=True)
 class VideoFile:
-    """A video file that can be read any number of times.
+    """A video file that can be read any number of times."""
 
-    Attributes:
-        path: The file; of an open file, its name in errors.
-        height: Height in square pixels, upright.
-        width: Width in square pixels, upright.
-        fps: Frames per second of `pieces`.
-        estimated_frames: Number of frames at that rate by the declared duration; None: unknown.
-        origin: Time of the first frame by the clock of the file, in seconds.
-        file: The open file if it was passed open; only one thread may read it at a time.
-        varies: The frame rate is not constant; None: the frames have no times.
-        announced_fps: Declared frames per second, which may be wrong; None: not declared.
-        seconds: Declared duration; 0 if not declared.
-        bit_depth: Bits per component, such as 8, 10, 12 or 16; floats count as 16.
-        stored_size: Upright height and width in pixels of the file, which may not be square; None:
-            they are.
-    """
-
-    path: Path
-    height: int
+    path: Path  # of an open file, its name in errors
+    height: int  # upright, in square pixels, as the width
     width: int
-    fps: Fraction
-    estimated_frames: int | None
-    origin: Fraction = Fraction(0)
-    file: BinaryIO | None = None
-    varies: bool | None = None
-    announced_fps: Fraction | None = None
-    seconds: float = 0.0
-    bit_depth: int = 8
-    stored_size: tuple[int, int] | None = None
+    fps: Fraction  # of `pieces`
+    estimated_frames: int | None  # at that rate by the declared duration; None: unknown
+    origin: Fraction = Fraction(0)  # time of the first frame by the clock of the file
+    file: BinaryIO | None = None  # only one thread may read it at a time
+    varies: bool | None = None  # the rate is not constant; None: the frames have no times
+    announced_fps: Fraction | None = None  # may be wrong
+    seconds: float = 0.0  # declared; 0: not declared
+    bit_depth: int = 8  # floats count as 16
+    stored_size: tuple[int, int] | None = None  # upright, in pixels of the file if not square
 
     def frames(
         self,
@@ -85,21 +69,10 @@ class VideoFile:
         duration: float | None = None,
         dtype: torch.dtype | None = None,
     ) -> Iterator[Tensor]:
-        """Decode the file or a range of it.
+        """Decode a range of the file in seconds, exact to 0.6 ms: Matroska rounds times to 1 ms.
 
-        Args:
-            start: Seconds after the first frame of the file; frames before it are skipped from the
-                key frame before it on.
-            duration: Seconds; frames at `start + duration` or later are left out. None: all.
-            dtype: `torch.uint8`: convert to 8 bits. None: uint8 for a file of 8 bits, uint16 for a
-                file of more.
-
-        Returns:
-            Frames, `[H, W, 3]` RGB, upright, with square pixels: uint8 in 0-255, or uint16 in
-            0-65535. The range is exact to 0.6 ms, because Matroska rounds times to 1 ms.
-
-        Raises:
-            ValueError: The file is broken or truncated, or has no frame at `start`.
+        Frames are `[H, W, 3]` RGB, upright, uint8 or, of more than 8 bits, uint16 unless `dtype` is
+        uint8.
         """
         begin, seconds = self._stretch(start, duration)
         upright = self._upright(self.height, self.width, dtype)
@@ -120,26 +93,8 @@ class VideoFile:
         """Decode the file in pieces, as `VideoVAE.encode_stream` takes them.
 
         The rate is constant. A file with a varying rate keeps its timing: frames are repeated or
-        dropped, which is logged.
-
-        Args:
-            multiple: Height and width are cropped about the centre to multiples of this.
-            frames: Frames per piece; the last may have fewer.
-            fps: Frames per second: at `n / fps` the frame nearest in time is used, so frames are
-                repeated or dropped, never blended. None: `self.fps`.
-            size: Height and width; the picture is resized to cover them at its aspect ratio, then
-                cropped about the centre. None: those of the file.
-            start: Seconds after the first frame of the file, as in `frames`.
-            duration: Seconds, as in `frames`.
-            limit: Most frames in all. None: no limit.
-            dtype: As in `frames`.
-
-        Returns:
-            Pieces, `[1, 3, t, H, W]`, uint8 in 0-255 or uint16 in 0-65535.
-
-        Raises:
-            ValueError: An argument is out of range, the picture is smaller than `multiple`, the
-                file is broken, or it has no frame at `start`.
+        dropped, which is logged. With `fps` the frame nearest to `n / fps` is used, never a blend.
+        With `size` the picture is resized to cover it. Both are cropped about the centre.
         """
         if frames < 1 or (limit is not None and limit < 1):
             raise ValueError(f"frames are {frames}, limited to {limit}; expected at least 1")
@@ -176,18 +131,7 @@ class VideoFile:
             yield frame, count
 
     def cropped_size(self, multiple: int, size: tuple[int, int] | None = None) -> tuple[int, int]:
-        """Return a height and width cropped to multiples of `multiple`.
-
-        Args:
-            multiple: Pixels.
-            size: Height and width in pixels; None: those of the file.
-
-        Returns:
-            Height and width in pixels.
-
-        Raises:
-            ValueError: A side is smaller than `multiple`.
-        """
+        """Return a size (None: that of the file) cropped to multiples of `multiple` pixels."""
         full = size or (self.height, self.width)
         height, width = (side - side % multiple for side in full)
         if height < 1 or width < 1:
@@ -206,20 +150,7 @@ class VideoFile:
         duration: float | None = None,
         limit: int | None = None,
     ) -> int | None:
-        """Estimate how many frames `pieces` gives.
-
-        Args:
-            fps: As in `pieces`.
-            start: As in `pieces`.
-            duration: As in `pieces`.
-            limit: As in `pieces`.
-
-        Returns:
-            Frames by the declared duration; None: unknown.
-
-        Raises:
-            ValueError: `start` or `duration` is out of range.
-        """
+        """Estimate how many frames `pieces` gives by the declared duration; None: unknown."""
         begin, seconds = self._stretch(start, duration)
         count = self.estimated_frames
         if count is None:
@@ -324,19 +255,7 @@ class VideoFile:
 
 
 def read_video(source: str | os.PathLike[str] | BinaryIO) -> VideoFile:
-    """Open a video file and decode its first frame.
-
-    Args:
-        source: A video in any format that FFmpeg reads: its path, or an open binary file that can
-            seek, such as `io.BytesIO`. A picture is a video of one frame.
-
-    Returns:
-        The video, to be read with `frames` or `pieces`.
-
-    Raises:
-        OSError: The file is missing or not readable.
-        ValueError: It is not a video: empty, broken, truncated, or without frames.
-    """
+    """Open a video, by path or as an open file that can seek, and decode its first frame."""
     if isinstance(source, (str, os.PathLike)):
         path, file = Path(source), None
     else:

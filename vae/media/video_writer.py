@@ -53,14 +53,7 @@ class VideoWriter:
     nothing is left behind and an older file is kept.
 
     With a codec of images, `x.png` or `x.exr` stands for a new folder `x` with an image per frame,
-    such as `x/frame_00000.png`.
-
-    Attributes:
-        path: The file, or the folder of the images.
-        frames: Number of frames written so far.
-        encoding: The encoder, bit depth and pixel format.
-        dtype: Dtype of pictures that keeps the depth of the file: uint8, uint16 or float32.
-        keeps_alpha: The alpha channel of frames that have one is stored.
+    such as `x/frame_00000.png`; `path` is that folder then.
     """
 
     def __init__(
@@ -77,27 +70,10 @@ class VideoWriter:
         dither: bool | None = None,
         alpha: bool | None = None,
     ) -> None:
-        """Prepare; no file is created yet.
+        """Check what can be checked; no file is created yet.
 
-        Args:
-            path: The file to write; its suffix selects the container, one of `Codec.suffixes`.
-            fps: Frames per second, kept as a fraction.
-            codec: One of `CODECS`.
-            quality: 0 to 100; higher is better and larger. None: 70, no visible loss on the output
-                of a VAE. Lossless codecs ignore it.
-            hardware: Prefer a hardware encoder if one works.
-            audio: The audio; it is cut to the length of the video.
-            metadata: Tags of the container. Matroska and WebM write their names in capitals.
-            bit_depth: Bits per component. None: 8 for pictures in uint8; else `Codec.bit_depth`, or
-                the most that this build of PyAV has.
-            dither: Dither to 8 bits. None: if the codec is lossy.
-            alpha: Store the alpha channel of frames that have one; else `pictures` drops it. None:
-                if the codec has one.
-
-        Raises:
-            ValueError: `fps` is not positive, the suffix does not fit the codec, `quality` is out
-                of range, the codec has no such depth or no alpha channel, or this build of PyAV
-                cannot encode it.
+        None: `quality` 70; `bit_depth` 8 for uint8, else the codec's; `dither` if the codec is
+        lossy; `alpha` if the codec has one. The audio is cut to the length of the video.
         """
         self.path, self.fps, self.codec = Path(path), checked_rate(fps), codec_named(codec)
         self._format = container_of(self.codec, self.path)
@@ -140,17 +116,7 @@ class VideoWriter:
         self._stack.__exit__(*error)
 
     def check(self, height: int, width: int, channels: int = 3) -> None:
-        """Check that frames can be stored, before any work is done.
-
-        Args:
-            height: Height in pixels.
-            width: Width in pixels.
-            channels: 3, or 4 with alpha, of the decoded frames.
-
-        Raises:
-            ValueError: A side is odd where chroma is halved, or is too small; or this build of PyAV
-                cannot encode alpha.
-        """
+        """Check that frames can be stored, with alpha if `channels` is 4, before any work is done."""
         check_size(self.codec.name, height, width)
         self._found(self._bit_depth, alpha=self.keeps_alpha and channels == 4, hardware=False)
         if channels == 4 and self._drops_alpha:
@@ -159,32 +125,11 @@ class VideoWriter:
             self._drops_alpha = False  # reported
 
     def pictures(self, frames: Tensor) -> Tensor:
-        """Convert decoded frames to pictures for `write`.
-
-        Args:
-            frames: `[1, C, T, H, W]` in about [-1, 1], any float dtype; C is 3, or 4 with alpha.
-
-        Returns:
-            `[T, H, W, C]` in `dtype`, on the device of `frames`; without an alpha channel that is
-            not kept.
-
-        Raises:
-            ValueError: The batch size is not 1, or C is not 3 or 4.
-        """
+        """Convert `[1, C, T, H, W]` in about [-1, 1] to pictures for `write`, on its device."""
         return pictures_of(frames, self.dtype, alpha=self.keeps_alpha)
 
     def write(self, frames: Tensor) -> None:
-        """Append frames.
-
-        Args:
-            frames: `[T, H, W, 3]` RGB, or `[T, H, W, 4]` if alpha is kept; uint8, uint16 in
-                0-65535, or a float dtype in [0, 1]. The first call fixes H, W and alpha, see
-                `check`.
-
-        Raises:
-            ValueError: The shape or dtype is wrong, or the encoder failed.
-            OSError: The disk is full or failed.
-        """
+        """Append `[T, H, W, C]`, uint8, uint16 or floats in [0, 1]; the first call fixes H, W and C."""
         known = frames.is_floating_point() or frames.dtype in WHITE
         channels = (3, 4) if self.keeps_alpha else (3,)
         if frames.ndim != 4 or frames.shape[-1] not in channels or not known:
@@ -313,50 +258,19 @@ class VideoWriter:
 
 
 def pictures_of(frames: Tensor, dtype: torch.dtype, *, alpha: bool = False) -> Tensor:
-    """Convert decoded frames to pictures.
-
-    Args:
-        frames: `[1, C, T, H, W]` in about [-1, 1], any float dtype; C is 3, or 4 with alpha.
-        dtype: uint8, each byte `floor(255 * x)` as in ComfyUI's save nodes; uint16, rounded; or
-            float32 in [0, 1].
-        alpha: Keep the alpha channel, if there is one.
-
-    Returns:
-        `[T, H, W, C]`, on the device of `frames`.
-
-    Raises:
-        ValueError: The batch size is not 1, or C is not 3 or 4.
-    """
+    """Convert `[1, 3 or 4, T, H, W]` in about [-1, 1] to `[T, H, W, C]` of `dtype`."""
     if frames.ndim != 5 or frames.shape[0] != 1 or frames.shape[1] not in (3, 4):
         raise ValueError(f"frames are {list(frames.shape)}; expected [1, 3 or 4, T, H, W]")
     return frames_to_images(frames if alpha else frames[:, :3], dtype=dtype)
 
 
 def parts_of(frames: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Divide frames, so that the pictures of a part take no more memory than all of them in uint8.
-
-    Args:
-        frames: `[B, C, T, H, W]`.
-        dtype: Dtype of the pictures.
-
-    Returns:
-        Parts in order, of at least one frame each.
-    """
+    """Divide frames, so that pictures of a part take no more memory than all of them in uint8."""
     return frames.split(max(1, frames.shape[2] // dtype.itemsize), dim=2)
 
 
 def frames_to_uint8(frames: Tensor) -> Tensor:
-    """Convert decoded frames `[1, 3 or 4, T, H, W]` to 8-bit pictures `[T, H, W, 3]`.
-
-    Args:
-        frames: As in `pictures_of`; alpha is dropped.
-
-    Returns:
-        `[T, H, W, 3]` uint8 on the device of `frames`.
-
-    Raises:
-        ValueError: The batch size is not 1, or C is not 3 or 4.
-    """
+    """Convert decoded frames `[1, 3 or 4, T, H, W]` to 8-bit pictures `[T, H, W, 3]`."""
     return pictures_of(frames, torch.uint8)
 
 

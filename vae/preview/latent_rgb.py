@@ -16,18 +16,9 @@ def rgb_of_latent(
     factors: Sequence[Sequence[float]] | Tensor,
     bias: Sequence[float] | Tensor | None = None,
 ) -> Tensor:
-    """Map the channels of a latent to colors; nothing waits for the device.
+    """Map `[C, T, h, w]`, normalised, by `factors` `[C, 3]` to `[T, h, w, 3]` uint8, on its device.
 
-    Args:
-        latent: `[C, T, h, w]`, as the diffusion model sees it: normalised.
-        factors: `[C, 3]`: the part of each channel in red, green and blue.
-        bias: `[3]`; None: zeros.
-
-    Returns:
-        `[T, h, w, 3]`, uint8, on the latent's device.
-
-    Raises:
-        ValueError: The factors are for another number of channels.
+    Nothing waits for the device.
     """
     # On a CPU half precision products are slow; three products per pixel cost nothing in float32.
     weight = torch.as_tensor(factors, dtype=torch.float32).to(latent.device, non_blocking=True)

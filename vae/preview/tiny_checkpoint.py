@@ -51,22 +51,8 @@ def load_tiny_decoder(
 ) -> TinyDecoder:
     """Load a tiny decoder of Wan 2.1 or Wan 2.2 5B; an encoder in the file is ignored.
 
-    Args:
-        path: A safetensors file, or a PyTorch file with tensors only, such as `taew2_1.pth`.
-        device: Device of the weights and the computation; None: the CPU.
-        dtype: Dtype of both; None: bfloat16 where the device computes in it (a CPU: where it has
-            instructions for it), otherwise float32.
-        normalizes: The file expects normalised latents. None: it does if its name starts with
-            "taew", and does not if that starts with "light".
-
-    Returns:
-        The decoder, without gradients. It shares no memory with the file.
-
-    Raises:
-        OSError: The file is missing or cannot be opened.
-        ValueError: It is not a checkpoint, not a tiny decoder, one of another model, incomplete, or
-            has other shapes; the name does not say which latents it expects, and `normalizes` is
-            None; or the device does not compute in the dtype.
+    `dtype` None: bfloat16 where the device computes in it. `normalizes`: the file expects
+    normalised latents; None: it does if its name starts with "taew", not if with "light".
     """
     place = torch.device("cpu" if device is None else device)
     if dtype is not None and not dtype.is_floating_point:

@@ -52,9 +52,6 @@ class MemBlock(nn.Module):
     """A residual block of three convolutions whose first also sees the frame before.
 
     `MemBlock` of taehv.py. The frame before the first is zero.
-
-    Args:
-        channels: Input and output channels.
     """
 
     def __init__(self, channels: int) -> None:
@@ -64,15 +61,7 @@ class MemBlock(nn.Module):
         self.third = CausalConv3d(channels, channels, (1, 3, 3))
 
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
-        """Run the block.
-
-        Args:
-            x: `[B, C, T, H, W]`, channels-last; its memory may become the result.
-            cache: State of the video.
-
-        Returns:
-            `[B, C, T, H, W]`, channels-last.
-        """
+        """Run the block; the memory of `x`, `[B, C, T, H, W]`, may become the result."""
         y = torch.relu_(self.first(x, cache))
         y = torch.relu_(self.second(y, cache))
         return torch.relu_(self.third(y, cache, terms=Terms(residual=x)))
@@ -81,18 +70,7 @@ class MemBlock(nn.Module):
 class TinyDecoder(nn.Module):
     """A decoder of `tiny_checkpoint.load_tiny_decoder`.
 
-    Args:
-        latent_channels: 16 (Wan 2.1, Qwen-Image) or 48 (Wan 2.2 5B).
-        patch: Height and width of the pixels that the last convolution computes at once: 1 or 2.
-        mean: Mean of each latent channel that is subtracted first; None: the file takes raw
-            latents.
-        std: Standard deviation of each channel, by which they are divided then.
-
-    Attributes:
-        latent_channels: As given.
-        patch: As given.
-        normalizes: The file was trained on normalised latents.
-        spatial_compression: Pixels per latent in height and in width, 8 or 16.
+    `mean` and `std` of the latent channels: the file was trained on normalised latents.
     """
 
     latent_mean: Tensor | None
@@ -133,19 +111,7 @@ class TinyDecoder(nn.Module):
         return self.enter.weight.dtype
 
     def decode(self, latent: Tensor, chunk: int | None = None) -> Tensor:
-        """Decode a latent to frames.
-
-        Args:
-            latent: `[B, C_latent, t, h, w]`, not normalised, any float dtype, on any device.
-            chunk: As for `decode_stream`.
-
-        Returns:
-            `[B, 3, 4 t - 3, H, W]` in about [0, 1], the range of these networks, not clamped, in
-            the dtype of the weights, on their device.
-
-        Raises:
-            ValueError: The latent has another channel count, or another argument is not valid.
-        """
+        """Decode a latent, not normalised, to `[B, 3, 4 t - 3, H, W]` in about [0, 1]."""
         pieces, at = self.decode_stream(latent, chunk), 0
         batch, _, latent_frames, height, width = latent.shape
         size = (height * self.spatial_compression, width * self.spatial_compression)
@@ -158,19 +124,10 @@ class TinyDecoder(nn.Module):
         return frames
 
     def decode_stream(self, latent: Tensor, chunk: int | None = None) -> Iterator[Tensor]:
-        """Decode a latent and yield frames as soon as they are done.
+        """Yield frames `[B, 3, n, H, W]` in about [0, 1], not clamped, as soon as they are done.
 
-        Args:
-            latent: `[B, C_latent, t, h, w]`, not normalised, any float dtype, on any device.
-            chunk: Latent frames per step; -1: all; None: chosen from the size. Any value gives the
-                same frames; memory grows with it, and not with `t`.
-
-        Returns:
-            An iterator of frames `[B, 3, n, H, W]` in about [0, 1], not clamped: `4 chunk` each,
-            three fewer at first.
-
-        Raises:
-            ValueError: The latent has another channel count, or another argument is not valid.
+        `chunk` is latent frames per step (-1: all; None: chosen from the size): any value gives the
+        same frames, and memory grows with it and not with `t`.
         """
         check_tensor(latent, "latent", self.latent_channels)
         if not latent.is_floating_point():
@@ -180,15 +137,7 @@ class TinyDecoder(nn.Module):
         return self._frames(latent, self._chunk(latent.shape, chunk))
 
     def peak_bytes(self, shape: Sequence[int], chunk: int | None = None) -> int:
-        """Return the bytes that a stream needs for activations.
-
-        Args:
-            shape: Shape of the latent, `[B, C_latent, t, h, w]`.
-            chunk: As for `decode_stream`.
-
-        Returns:
-            The bytes, without weights and without the frames that the caller keeps.
-        """
+        """Return the bytes that a stream needs for activations, without its frames."""
         values = _VALUES_OF_FRAME + _VALUES_OF_LATENT * min(shape[2], self._chunk(shape, chunk))
         return values * _pixels(shape) * self.dtype.itemsize
 

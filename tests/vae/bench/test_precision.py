@@ -1,4 +1,4 @@
-"""The report on int8: figures, tables and picture, and a VAE that keeps its settings."""
+"""The report on int8: figures and tables, and a VAE that keeps its settings."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from fast_video_vae.tests.vae.families import prepared
 
 pytest.importorskip("PIL", reason="Pillow is not installed")
 
-from fast_video_vae.vae.bench import Clip, compare_precision, draw_difference, int8_layers
+from fast_video_vae.vae.bench import Clip, compare_precision, int8_layers
 from fast_video_vae.vae.bench.content import random_latent
 from fast_video_vae.vae.bench.precision import smooth_latent
 from fast_video_vae.vae.bench.report import BenchmarkReport, Comparison, ContestantResult
@@ -70,10 +70,6 @@ def test_the_figures_compare_clamped_frames_with_float32(vae, latent, report):
     assert not torch.equal(decodes["int8"], exact)
     assert report.loss_db == pytest.approx(report.bf16_db - report.int8_db)
     assert report.clip == Clip(24, 16, 5)
-    shown = [frame.mul(2).sub(1) for frame in report.frames]
-    for frame, name in zip(shown, ("exact", "bf16", "int8"), strict=True):
-        last = decodes[name][0, :, -1].float().clamp(-1, 1).movedim(0, -1)
-        torch.testing.assert_close(frame, last)
 
 
 def test_the_vae_keeps_its_settings(vae, latent, report):
@@ -121,35 +117,10 @@ def test_a_benchmark_has_the_report_in_its_table_and_json(report):
         (48.0, math.nan, "not comparable"),
     ],
 )
-def test_the_verdict_has_the_loss(report, bf16_db, int8_db, words):
+def test_the_report_has_the_loss(report, bf16_db, int8_db, words):
     changed = replace(report, bf16_db=bf16_db, int8_db=int8_db)
-    assert words in changed.verdict()
+    assert words in changed.text()
     json.dumps(changed.record(), allow_nan=False)
-
-
-def card(picture, column, row):
-    """The middle of a card of the picture, as levels `[h, w, 3]`."""
-    pixels = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
-    pixels = pixels.view(picture.height, picture.width, 3)
-    left, top = 32 + 490 * column + 180, 104 + 248 * row + 90
-    return pixels[top : top + 80, left : left + 100].float()
-
-
-def test_the_picture_shows_two_frames_and_two_differences(report):
-    exact = torch.full((12, 24, 3), 0.5)
-    changed = replace(report, frames=(exact, exact + 1 / 300, exact + 1 / 100))
-    picture = draw_difference(changed)
-    assert (picture.size, picture.mode) == ((1024, 640), "RGB")
-    levels = [card(picture, column, row) for row in (0, 1) for column in (0, 1)]
-    # 64 is the largest power of two that keeps 1 / 100 below white.
-    expected = [255 / 2, 255 * 0.51, 255 * 64 / 100, 255 * 64 / 300]
-    for level, value in zip(levels, expected, strict=True):
-        assert (level - value).abs().max() <= 1
-
-
-def test_a_picture_of_equal_frames_is_dark(report):
-    picture = draw_difference(replace(report, frames=report.frames[:1] * 3))
-    assert card(picture, 0, 1).max() == 0
 
 
 def test_a_latent_is_drawn_with_the_statistics_of_the_vae(vae):
