@@ -33,7 +33,7 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextmanager
 def whole_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a new folder, which takes the name `path`, of nothing or an empty one, when complete."""
+    """Yield a new folder, which takes the name `path`, free or of an empty one, when complete."""
     path = Path(path)
     final = path.resolve()
     with _appearing(path, final) as part:

@@ -122,7 +122,7 @@ def pixel_ratio(stream: VideoStream) -> Fraction:
 
 
 def scaler_for(size: tuple[int, int], shown: tuple[int, int], stored: tuple[int, int]) -> int:
-    """Return swscale's flag for a resize; `shown` is in square pixels, `stored` in those of the file."""
+    """Return swscale's flag for a resize; `shown` is in square pixels, `stored` in the file's."""
     if size == stored:
         return BICUBIC
     # The mean over areas does not interpolate a side that grows, as one of pixels that are not

@@ -116,7 +116,7 @@ class VideoWriter:
         self._stack.__exit__(*error)
 
     def check(self, height: int, width: int, channels: int = 3) -> None:
-        """Check that frames can be stored, with alpha if `channels` is 4, before any work is done."""
+        """Check before any work that frames can be stored, with alpha if `channels` is 4."""
         check_size(self.codec.name, height, width)
         self._found(self._bit_depth, alpha=self.keeps_alpha and channels == 4, hardware=False)
         if channels == 4 and self._drops_alpha:
@@ -129,7 +129,7 @@ class VideoWriter:
         return pictures_of(frames, self.dtype, alpha=self.keeps_alpha)
 
     def write(self, frames: Tensor) -> None:
-        """Append `[T, H, W, C]`, uint8, uint16 or floats in [0, 1]; the first call fixes H, W and C."""
+        """Append `[T, H, W, C]`, uint8, uint16 or floats in [0, 1]; the first call fixes the size."""
         known = frames.is_floating_point() or frames.dtype in WHITE
         channels = (3, 4) if self.keeps_alpha else (3,)
         if frames.ndim != 4 or frames.shape[-1] not in channels or not known:
