@@ -79,6 +79,7 @@ def archive(value, storages=None, kind=zipfile.ZIP_STORED, more=()):
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", kind, compresslevel=1) as file:
         file.writestr("archive/data.pkl", program(value))
+        file.writestr("archive/version", b"3\n")
         for key, content in ({"0": bytes(16)} if storages is None else storages).items():
             file.writestr(f"archive/data/{key}", content)
         for member in more:
@@ -89,7 +90,8 @@ def archive(value, storages=None, kind=zipfile.ZIP_STORED, more=()):
 def legacy(value, keys=("0",), count=4):
     """A file as PyTorch wrote it before 1.6."""
     names = b"](" + b"".join(map(text, keys)) + b"e"
-    parts = (number(0x1950A86A20F9469CFC6C), number(1001), b"}", value, names)
+    described = value.replace(b"tQ", b"NtQ")  # None: the storage is no view of another one
+    parts = (number(0x1950A86A20F9469CFC6C), number(1001), b"}", described, names)
     return b"".join(map(program, parts)) + struct.pack("<q", count) + bytes(16)
 
 
@@ -171,7 +173,6 @@ MISTAKEN = {
     "list": (header({"a": [1]}), "other entries than dtype"),
     "long key": (header({"k" * 2000: entry()}), "has 2000 characters"),
     "many": (lambda: header({f"a{i}": entry() for i in range(20_001)}), "more than 20000"),
-    "no object": (header(b'{"a":1}'.replace(b'"a":1', b" ") + b"[]"), "not valid JSON"),
     "deep": (header(b'{"a":' * 50_000), "not valid JSON"),
     "twice": (header(b'{"a":{},"a":{}}'), "has a key twice"),
     "lists": (lambda: header(b'{"a":[' + b"[]," * 2_500_000 + b"1]}"), "more than 20000 tensors"),
@@ -197,7 +198,7 @@ STATES = {
     "tuple key": (b"})\x85Ns", "one of its keys is no short text"),
     "long key": (mapping(**{"k" * 5000: b"N"}), "one of its keys is no short text"),
     "large key": (b"}" + number(1 << 61) + b"Ns", "one of its keys is no short text"),
-    "laughs": (LAUGHS, "holds a list|is damaged"),
+    "laughs": (LAUGHS, "holds a list|does not list"),
     "long text": (b"X" + struct.pack("<I", 1 << 31) + b"a", "is damaged"),
     "long bytes": (b"\x8e" + struct.pack("<Q", 1 << 40), "is damaged"),
     "many": (b"N" * 400_000, "more than 300000 instructions"),
@@ -218,7 +219,7 @@ STATES = {
     "sparse": (mapping(a=rebuild("sparse_tensor", b"N", b")")), "a is a sparse tensor"),
     "listed qtensor": (rebuild("qtensor", b"N") + b"]\x86", "is a quantised tensor"),
     "meta": (mapping(a=rebuild("meta_tensor_no_storage", b"N")), "a is a meta tensor"),
-    "nasty key": (mapping(**{"a\n\u202e\x1b": tensor((4,), (0,))}), r"a\\n\\u202e\\x1b is .* 4 va"),
+    "nasty key": (mapping(**{"a\n\u202e\x1b": tensor((5,), (0,))}), r"a\\n\\u202e\\x1b is .* 4 va"),
 }  # fmt: skip
 WIDE = storage(count=1 << 20)
 VIEWS = mapping(**{f"a{i}": tensor((1 << 20,), (1,), WIDE) for i in range(500)})
@@ -297,13 +298,10 @@ def report(folder):
         size = path.stat().st_size
         content = None
         for reader in kinds[kind]:
-            found = {
-                "kind": kind,
-                "case": what,
-                "reader": reader,
-                **_outcome(readers[reader], path),
-            }
-            print(json.dumps(found | {"bytes": found["bytes"] - size}), flush=True)
+            found = _outcome(readers[reader], path)
+            found["bytes"] -= size
+            line = {"kind": kind, "case": what, "reader": reader, **found}
+            sys.stdout.write(json.dumps(line) + "\n")
         path.unlink()
 
 

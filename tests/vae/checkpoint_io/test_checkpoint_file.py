@@ -112,6 +112,10 @@ def test_files_saved_by_training_load(tmp_path, saved, zipped):
     small = random_state_dict(2)
     path = tmp_path / "vae.pth"
     torch.save(SAVED[saved](small), path, _use_new_zipfile_serialization=zipped)
+    if saved == "float8" and not zipped:  # PyTorch does not read what it writes
+        with refused("is damaged", "vae.pth"):
+            load_vae(path)
+        return
     loaded = load_vae(path, dtype=torch.float32).state_dict()
     for key, value in small.items():
         expected = value.to(torch.float8_e5m2).float() if saved == "float8" else value
