@@ -55,7 +55,7 @@ class Place(NamedTuple):
 
     dtype: str  # the format's name
     shape: tuple[int, ...]
-    offsets: tuple[int, int]  # first byte and the one after the last, from the start of the data
+    offsets: tuple[int, int]  # first byte and the byte after the last, from the start of the data
 
     @property
     def torch_dtype(self) -> torch.dtype | None:

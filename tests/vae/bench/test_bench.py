@@ -90,12 +90,6 @@ def test_the_warm_up_is_not_in_the_figures():
     assert comparison.thrift(two) == 2.5
 
 
-def test_a_gauge_uses_its_clock_and_does_not_wait_on_a_cpu():
-    ticks = iter([10.0, 12.5])
-    result, taken = Gauge(CPU, clock=lambda: next(ticks), watch=gauge.unknown)(lambda: "done")
-    assert (result, taken) == ("done", Taken(2.5, None))
-
-
 @pytest.mark.parametrize("shape", [(1, 3, 8, 6, 3), (3, 8, 6, 3)])
 def test_psnr_equals_the_formula_in_float64(shape):
     one, two = images(0).view(shape), images(1).view(shape)
@@ -345,13 +339,6 @@ def test_a_clip_is_cut_to_whole_latents(state, asked, kept):
     assert (width, height, frames) == kept
 
 
-@pytest.mark.parametrize("size", [(7, 8, 1), (8, 7, 1), (8, 8, 0)])
-def test_a_clip_without_a_latent_is_an_error(size):
-    config = read_checkpoint(random_state_dict(8)).config
-    with pytest.raises(ValueError, match=r"frames? of .*; expected at least 1 frame of 8 x 8"):
-        fitted(config, Clip(*size))
-
-
 def test_generated_frames_move_and_are_reproducible():
     pictures = moving_pictures(Clip(48, 32, 9))
     assert pictures.shape == (1, 3, 9, 32, 48)
@@ -386,13 +373,6 @@ def test_the_command_measures_and_writes_both_files(tmp_path, run, vae_path, tas
                 assert result["identical"] or result["psnr_db"] > 80
     assert f"wrote {chart}" in lines
     assert lines[-1].startswith(f"{tasks[-1]}, ")
-
-
-def test_quiet_prints_a_line_per_compared_contestant(run, vae_path):
-    code, lines, errors = run("bench", "--vae", vae_path, *SMALL, "-q")
-    assert (code, errors) == (0, [])
-    assert {line.split(":")[0] for line in lines} <= {"decode, fast", "decode, diffusers"}
-    assert lines[0].startswith("decode, fast: ")
 
 
 @pytest.mark.parametrize(

@@ -194,19 +194,6 @@ def test_cells_list_the_dtypes_that_differ():
     assert reasons == ["no float16", "x is on cuda"]
 
 
-def test_ops_with_other_backends_have_a_table_of_their_own():
-    def entry(op, backend, device):
-        return Support(op, backend, device, torch.float32, None, False)
-
-    first, second, other = (
-        [entry(op, name, "cpu") for name in names]
-        for op, names in (("norm", "ab"), ("gate", "ab"), ("product", "bc"))
-    )
-    elsewhere = [entry("norm", "a", "cuda")]
-    tables = tables_of([*first, *elsewhere, *second, *other])
-    assert tables == [[*first, *second], other, elsewhere]
-
-
 def test_the_documentation_has_the_tables_of_ops_and_backends(matrix):
     """Compare all cells where the native backend is available, otherwise headings and ops."""
     section = PAGE.read_text("utf-8").partition("\n## Ops\n")[2].partition("\n## torch.compile")[0]

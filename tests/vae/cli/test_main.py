@@ -1,10 +1,8 @@
 """The command line: its files, output lines and exit codes; a failure leaves no files."""
 
-import json
 import os
 import re
 import subprocess
-import sys
 from fractions import Fraction
 from pathlib import Path
 
@@ -17,7 +15,6 @@ from fast_video_vae.tests.builders import (
     decoder_of,
     installed_command,
     random_state_dict,
-    script_command,
     succeeded,
 )
 from fast_video_vae.tests.wan22 import random_qwen21, random_wan22
@@ -329,32 +326,6 @@ def test_a_full_disk_leaves_no_file(tmp_path, run, quiet_command, limited_files)
     assert (code, lines, len(errors)) == (1, [], 1)
     assert re.match(r"fast-video-vae: error: File too large: .*out/\w+\.\w+$", errors[0])
     assert not list((tmp_path / "out").iterdir())
-
-
-PEAKS = """
-import json, resource, sys
-from fast_video_vae.vae.cli.main import main
-peaks = []
-for source in sys.argv[4:]:
-    if main(["demo", source, "--vae", sys.argv[1], "--out", sys.argv[2], "--chunk", "1", "-q"]):
-        sys.exit(1)
-    peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-open(sys.argv[3], "w").write(json.dumps(peaks))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="Python measures no peak memory on Windows")
-def test_memory_does_not_grow_with_length(tmp_path, vae_path):
-    # Both long enough to fill the contact sheet.
-    short = write_clip(tmp_path / "short.mp4", 65, 64, 96)
-    long = write_clip(tmp_path / "long.mp4", 257, 64, 96)
-    report = tmp_path / "peaks.json"
-    command = script_command(PEAKS, vae_path, tmp_path, report, short, long)
-    subprocess.run(command, check=True, env=ONE_THREAD)
-    first, second = json.loads(report.read_text())
-    # In KiB. The other 192 frames of 64x96 take 13824 as floats, and 36864 in the first layer.
-    assert second - first < 10_000
 
 
 @pytest.mark.parametrize(

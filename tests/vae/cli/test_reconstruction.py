@@ -13,7 +13,7 @@ pytest.importorskip("av", reason="PyAV is not installed")
 
 from fast_video_vae.tests.videos import write_clip
 from fast_video_vae.vae import StreamOptions, load_vae
-from fast_video_vae.vae.cli.reconstruction import RoundTrip, TimedIterator, shrunk, with_channels
+from fast_video_vae.vae.cli.reconstruction import RoundTrip, shrunk, with_channels
 from fast_video_vae.vae.media.video_reader import VideoFile, read_video
 from fast_video_vae.vae.media.video_writer import frames_to_uint8
 
@@ -115,9 +115,3 @@ def test_reduced_frames_are_averaged():
     pictures = pictures.view(1, 2, 2, 1).expand(-1, -1, -1, 3)
     assert shrunk(pictures, 2).tolist() == [[[[100, 100, 100]]]]  # 100.25
     assert shrunk(pictures, 1) is pictures
-
-
-def test_a_timed_iterator_counts_only_its_own_time():
-    timed = TimedIterator(iter([torch.zeros(1)] * 3), torch.device("cpu"))
-    assert len(list(timed)) == 3
-    assert 0 < timed.seconds < 0.5

@@ -11,8 +11,6 @@ from fast_video_vae.vae.media import read_video
 HEIGHT, WIDTH = 32, 48
 # The error of YUV in levels of 10 bits: half a level of rounding, and a little for swscale.
 YUV_ERROR = 0.6
-# For a file of one frame x265 invents wrong times if it may use B-frames.
-LOSSLESS = {"x265-params": "lossless=1:bframes=0:log-level=none"}
 
 
 def numbers(bits, *shape, low=0, high=None, seed=0):
@@ -115,68 +113,6 @@ def test_yuv_follows_the_formula_over_its_range(tmp_path, pix_fmt, matrix, full)
     exact = rgb_of(luma, *chroma, bits, matrix, full)
     found = wide(first_frame(path)) / 65535
     assert np.abs(found - exact).max() * 1023 <= YUV_ERROR
-
-
-@pytest.mark.parametrize(
-    ("name", "codec", "pix_fmt", "options"),
-    [
-        ("a.mp4", "hevc", "yuv420p10le", LOSSLESS),
-        ("a.mov", "prores_ks", "yuv422p10le", {}),
-    ],
-)
-@pytest.mark.parametrize("full", [False, True])
-def test_subsampled_files_follow_the_formula(tmp_path, name, codec, pix_fmt, options, full):
-    luma = np.linspace(64, 940, 128).round().astype(int)[None].repeat(64, axis=0)
-    across = 64 if "420" in pix_fmt or "422" in pix_fmt else 128
-    chroma = [np.full((32 if "420" in pix_fmt else 64, across), value) for value in (480, 540)]
-    path = tmp_path / name
-    write_planes(path, codec, pix_fmt, [[luma, *chroma]], options, matrix=1, full=full)
-    with av.open(str(path)) as container:
-        decoded = next(container.decode(video=0))
-        is_full = int(decoded.color_range) == 2
-        planes = [
-            np.frombuffer(plane, "<u2").reshape(plane.height, -1)[:, : plane.width]
-            for plane in decoded.planes
-        ]
-    assert is_full == (full and codec != "prores_ks")  # ProRes has no tag for it
-    y, cb, cr = (plane.astype(int) for plane in planes)
-    assert np.ptp(cb) == np.ptp(cr) == 0  # so that no interpolation matters
-    exact = rgb_of(y, cb[0, 0], cr[0, 0], 10, full=is_full)
-    video = read_video(path)
-    assert video.bit_depth == 10
-    found = wide(next(video.frames())) / 65535
-    assert np.abs(found - exact).max() * 1023 <= YUV_ERROR
-
-
-def test_a_smooth_gradient_keeps_more_than_256_levels(tmp_path):
-    # A quarter of a level of 8 bits per pixel.
-    luma = (64 + np.arange(1020) / 4 / 255 * 876).round().astype(int)[None].repeat(16, axis=0)
-    gray = np.full((8, 510), 512)
-    path = tmp_path / "a.mp4"
-    write_planes(path, "hevc", "yuv420p10le", [[luma, gray, gray]], LOSSLESS, matrix=1)
-    levels = wide(first_frame(path))[0, :, 1]
-    assert (np.diff(levels) >= 0).all()
-    assert len(set(levels)) == len(set(luma[0])) > 800
-    assert len(set(first_frame(path, dtype=torch.uint8)[0, :, 1].tolist())) <= 256
-
-
-@pytest.mark.skipif(
-    not hasattr(av.VideoStream, "set_display_rotation"), reason="PyAV before 17 writes no rotation"
-)
-@pytest.mark.parametrize("degrees", [90, 180, -90])
-def test_rotated_files_of_10_bits_are_read_upright(tmp_path, degrees):
-    planes = [numbers(10, HEIGHT, WIDTH, seed=seed) for seed in range(3)]
-    paths = [tmp_path / "plain.mp4", tmp_path / "turned.mp4"]
-    turned = {"prepare": lambda stream: stream.set_display_rotation(degrees)}
-    for path, options in zip(paths, [{}, turned], strict=True):
-        write_planes(path, "hevc", "yuv444p10le", [planes], LOSSLESS, **options)
-    plain, upright = map(first_frame, paths)
-    video = read_video(paths[1])
-    assert (video.height, video.width) == upright.shape[:2]
-    assert np.array_equal(wide(upright), np.rot90(wide(plain), degrees // 90))
-    # A crop to multiples of 16 changes no pixel.
-    (piece,) = video.pieces(multiple=16)
-    assert np.array_equal(wide(piece[0, :, 0].permute(1, 2, 0)), wide(upright))
 
 
 @pytest.mark.parametrize(

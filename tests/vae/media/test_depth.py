@@ -1,8 +1,5 @@
 """The depth of written files: a gradient through every codec and back, dither, and speed."""
 
-import time
-from fractions import Fraction
-
 import numpy as np
 import pytest
 import torch
@@ -15,7 +12,7 @@ from fast_video_vae.tests.vae.media.gradients import (
     read,
     written,
 )
-from fast_video_vae.tests.videos import av, write
+from fast_video_vae.tests.videos import write
 from fast_video_vae.vae.media import (
     VideoWriter,
     available_codecs,
@@ -23,8 +20,7 @@ from fast_video_vae.vae.media import (
     convert_pictures,
     pictures_of,
 )
-from fast_video_vae.vae.media.encoder_options import options_of
-from fast_video_vae.vae.media.pictures import FrameMaker, dithered
+from fast_video_vae.vae.media.pictures import dithered
 
 SIXTEEN = torch.uint16
 
@@ -137,41 +133,3 @@ def test_pictures_are_converted_as_the_decoder_does():
     assert torch.equal(convert_pictures(floats, SIXTEEN).int(), pictures_of(frames, SIXTEEN).int())
     eight = pictures_of(frames, torch.uint8)
     assert torch.equal(convert_pictures(convert_pictures(eight, SIXTEEN), torch.uint8), eight)
-
-
-@pytest.mark.slow
-@pytest.mark.alone
-@pytest.mark.parametrize(("codec", "pixels"), [("hevc", "yuv420p10le"), ("prores", "yuv422p10le")])
-def test_ten_bits_take_as_long_as_the_encoder(tmp_path, codec, pixels):
-    noise = torch.rand(4, 720, 1280, 3, generator=torch.Generator().manual_seed(0)) * 0.05
-    pictures = convert_pictures(noise + torch.linspace(0, 0.9, 1280)[:, None], SIXTEEN)
-    rounds, path = 6, tmp_path / f"a{codec_named(codec).suffix}"
-
-    def ours():
-        with VideoWriter(path, 24, codec=codec) as writer:
-            for _ in range(rounds):
-                writer.write(pictures)
-        return writer.encoding
-
-    def alone(encoding):
-        """The encoder with frames that are converted before, and PyAV's own settings."""
-        make = FrameMaker(codec, pixels, 10, False, Fraction(24))
-        frames = [make(picture, 0) for picture in pictures]
-        begin = time.perf_counter()
-        with av.open(str(path), "w") as container:
-            options = options_of(encoding.encoder, None, pixels)
-            stream = container.add_stream(encoding.encoder, rate=24, options=options)
-            stream.height, stream.width, stream.pix_fmt = 720, 1280, pixels
-            for index in range(rounds * len(frames)):
-                frames[index % 4].pts = index
-                container.mux(stream.encode(frames[index % 4]))
-            container.mux(stream.encode(None))
-        return time.perf_counter() - begin
-
-    ratios, encoding = [], ours()
-    for _ in range(4):
-        encoder = alone(encoding)
-        begin = time.perf_counter()
-        ours()
-        ratios.append((time.perf_counter() - begin) / encoder)
-    assert min(ratios) <= 1.05, ratios

@@ -176,15 +176,6 @@ def test_a_file_in_memory_reads_like_a_file_on_disk(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("data", "message"),
-    [(b"", "the video is empty"), (b"no" * 999, "the video is not a video that FFmpeg can read")],
-)
-def test_a_bad_file_in_memory_is_a_one_line_error(data, message):
-    with pytest.raises(ValueError, match=message):
-        read_video(io.BytesIO(data))
-
-
-@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"start": -1.0}, "start is -1.0 s; expected 0 or more"),
