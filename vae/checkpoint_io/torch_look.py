@@ -32,7 +32,6 @@ _MAGIC = 0x1950A86A20F9469CFC6C
 _STORAGES = {
     "Double": 8, "Float": 4, "Half": 2, "BFloat16": 2, "Long": 8, "Int": 4, "Short": 2, "Char": 1,
     "Byte": 1, "Bool": 1, "ComplexFloat": 8, "ComplexDouble": 16,
-    "QInt8": 1, "QUInt8": 1, "QInt32": 4, "QUInt4x2": 1, "QUInt2x4": 1,
 }  # fmt: skip
 # Bytes of an element by type of storage.
 _ITEM_BYTES = {
@@ -70,11 +69,7 @@ _OTHER_CALLS = {
     *(f"{module}.{name}" for module in ("builtins", "__builtin__") for name in ("set", "complex")),
 }  # fmt: skip
 _CALLS = {*_TENSORS, *_WRAPPERS, _FROM_TYPE, *_OTHER_TENSORS, *_OTHER_CALLS}
-_SCHEMES = ("tensor_affine", "tensor_symmetric", "channel_affine", "channel_symmetric")
-_NAMES = {
-    *_CALLS, *_ITEM_BYTES, *_DTYPES, "torch.Tensor", "torch.per_channel_affine_float_qparams",
-    *(f"torch.per_{scheme}" for scheme in _SCHEMES),
-}  # fmt: skip
+_NAMES = {*_CALLS, *_ITEM_BYTES, *_DTYPES, "torch.Tensor"}
 
 # Instructions that PyTorch reads. Those that join objects: how many; None: all from the mark on.
 _LITERALS = {

@@ -129,7 +129,7 @@ class VideoWriter:
         return pictures_of(frames, self.dtype, alpha=self.keeps_alpha)
 
     def write(self, frames: Tensor) -> None:
-        """Append `[T, H, W, C]`, uint8, uint16 or floats in [0, 1]; the first call fixes the size."""
+        """Append `[T, H, W, C]`, uint8, uint16 or floats in [0, 1]; all of one size."""
         known = frames.is_floating_point() or frames.dtype in WHITE
         channels = (3, 4) if self.keeps_alpha else (3,)
         if frames.ndim != 4 or frames.shape[-1] not in channels or not known:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from fast_video_vae.tests.builders import diffusers_name, random_state_dict, refused
-from fast_video_vae.vae import load_vae
+from fast_video_vae.vae import load_vae, read_checkpoint
 
 
 @pytest.mark.parametrize(
@@ -120,6 +120,16 @@ def test_files_saved_by_training_load(tmp_path, saved, zipped):
     for key, value in small.items():
         expected = value.to(torch.float8_e5m2).float() if saved == "float8" else value
         assert torch.equal(loaded[key], expected), key
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("save", [save_file, torch.save])
+def test_the_dtype_of_a_file_is_kept(tmp_path, save, dtype):
+    small = {key: value.to(dtype) for key, value in random_state_dict(2).items()}
+    save(small, tmp_path / "vae.pth")
+    weights = read_checkpoint(tmp_path / "vae.pth").weights
+    assert all(torch.equal(weights[key], value) for key, value in small.items())
+    assert {value.dtype for value in weights.values()} == {dtype}
 
 
 @pytest.mark.parametrize("protocol", [2, 3])
