@@ -60,10 +60,13 @@ def storage(key="0", count=4, kind="FloatStorage"):
     return row(text("storage"), name("torch", kind), text(key), text("cpu"), number(count)) + b"Q"
 
 
-def tensor(shape, stride, stored=None, offset=0):
+def tensor(shape, stride, stored=None, offset=0, subclass=False):
     sizes, steps = (row(*map(number, each)) for each in (shape, stride))
     place = storage() if stored is None else stored
-    return rebuild("tensor_v2", place, number(offset), sizes, steps, b"\x89", ORDERED + b")R")
+    parts = place, number(offset), sizes, steps, b"\x89", ORDERED + b")R"
+    if subclass:
+        return call(FROM_TYPE, REBUILD, name("torch", "Tensor"), row(*parts), b"N")
+    return call(REBUILD, *parts)
 
 
 def rebuild(what, *arguments):
@@ -142,6 +145,7 @@ ORDERED = name("collections", "OrderedDict")
 BYTES = name("builtins", "bytearray")
 TOUCH = text(f"touch {CANARY}")
 FROM_TYPE = name("torch._tensor", "_rebuild_from_type_v2")
+REBUILD = name("torch._utils", "_rebuild_tensor_v2")
 GOOD = mapping(a=tensor((2, 2), (2, 1)))
 DIRECTORY, END = b"PK\x01\x02", b"PK\x05\x06"
 LAUGHS = b"]q\0" + b"".join(
@@ -209,6 +213,7 @@ STATES = {
     "overlapping": (mapping(a=tensor((1000, 1000), (1, 1))), "a is .* only 4 values"),
     "beyond": (mapping(a=tensor((4,), (1,), offset=1)), "a is .* only 4 values"),
     "parameter": (mapping(a=rebuild("parameter", tensor((5,), (0,)), b"\x89")), "only 4 values"),
+    "subclass": (mapping(a=tensor((5,), (0,), subclass=True)), "a is .* only 4 values"),
     "steps": (mapping(a=tensor((4,), ())), "a has 1 dimensions and 0 strides"),
     "negative": (mapping(a=tensor((-1,), (1,))), "a has no valid shape"),
     "no storage": (mapping(a=tensor((4,), (1,), b"NQ")), "has no storage"),

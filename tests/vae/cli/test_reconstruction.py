@@ -108,6 +108,7 @@ def test_the_added_alpha_channel_is_opaque():
     layered = with_channels(pictures, 4)
     assert torch.equal(layered[:, :3], pictures)
     assert (layered[:, 3] == 255).all()
+    assert (with_channels(pictures / 255, 4)[:, 3] == 1).all()
 
 
 def test_reduced_frames_are_averaged():
