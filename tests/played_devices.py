@@ -2,14 +2,14 @@
 
 A played tensor is a CPU tensor whose `device` is another one. A mode places the results of
 factories and copies, and refuses what a real device of the kind refuses, with errors of the same
-types. `torch.cuda`, `torch.xpu` and `torch.mps` are replaced as far as the package uses them.
+types. `torch.cuda` and `torch.mps` are replaced as far as the package uses them.
 """
 
 import contextlib
 import importlib
 from collections import deque
 from types import SimpleNamespace
-from typing import NamedTuple
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -20,8 +20,7 @@ from fast_video_vae.kernels.devices import memory
 from fast_video_vae.kernels.ready import background, serving
 from fast_video_vae.vae.streaming.prepared import preparation
 
-TYPES = {"nvidia": "cuda", "amd": "cuda", "intel": "xpu", "apple": "mps"}
-_CONVOLUTIONS = ("conv2d", "conv3d")
+TYPES = {"nvidia": "cuda", "amd": "cuda", "apple": "mps"}
 # Calls that make or move memory.
 MOVES = {
     "empty", "empty_strided", "new_empty", "view", "unflatten", "flatten", "reshape", "permute",
@@ -41,7 +40,7 @@ class Played(torch.Tensor):
     is_cpu = False
     is_cuda = property(lambda _: _playing.device.type == "cuda")
     is_mps = property(lambda _: _playing.device.type == "mps")
-    is_xpu = property(lambda _: _playing.device.type == "xpu")
+    is_xpu = False
 
     def record_stream(self, stream):
         """The memory of a CPU is not reused before its time."""
@@ -52,14 +51,11 @@ class Event:
 
     def __init__(self, **options):
         self.timed = options.pop("enable_timing", False)
-        if _playing.device.type == "xpu" and options:
-            raise TypeError(f"'{next(iter(options))}' is an invalid keyword argument")
 
     def record(self, stream=None):
         pass
 
-    def synchronize(self):
-        pass
+    synchronize = record
 
     def elapsed_time(self, end):
         assert self.timed
@@ -67,49 +63,23 @@ class Event:
         return 1.0
 
 
-class Stream:
+class Stream(mock.MagicMock):
     """A stream whose work is done at once."""
 
     cuda_stream = 0
 
-    def __init__(self, device=None):
-        pass
-
-    def wait_event(self, event):
-        pass
-
-    def wait_stream(self, stream):
-        pass
-
-    def synchronize(self):
-        pass
-
-
-class Call(NamedTuple):
-    """A convolution: the address of its weight, both shapes, stride and padding."""
-
-    weight: int
-    taps: tuple
-    shape: tuple
-    options: str
-
 
 class Device(TorchFunctionMode):
-    """Plays a device of a kind.
+    """Plays a device of a kind."""
 
-    Attributes:
-        calls: The convolutions so far.
-        faults: What a real device would not have survived, or not have done in time.
-        ran_out: Memory ran out.
-        jobs: What the background thread would build.
-    """
-
-    def __init__(self, kind, *, macos=15, conv3d_narrow=True, float64=False):
+    def __init__(self, kind, *, macos=15, conv3d_narrow=True):
         super().__init__()
         self.kind, self.device = kind, torch.device(TYPES[kind], 0)
-        self.macos, self.conv3d_narrow, self.float64 = macos, conv3d_narrow, float64
-        self.calls, self.faults, self.ran_out, self._left = [], [], False, None
-        self.jobs = []
+        self.macos, self.conv3d_narrow = macos, conv3d_narrow
+        self.calls = []  # the convolutions so far
+        self.faults = []  # what a real device would not have survived, or not have done in time
+        self.jobs = []  # what the background thread would build
+        self.ran_out, self.left = False, None  # allocations before the one that fails
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.device:
@@ -119,7 +89,7 @@ class Device(TorchFunctionMode):
         here = any(isinstance(each, Played) for each in tensors)
         wanted = torch.device("cpu") if name == "cpu" else _wanted(args, kwargs)
         args, kwargs = _on_cpu(args), _on_cpu(kwargs)
-        if kwargs.pop("pin_memory", False) and self.kind in ("apple", "intel"):
+        if kwargs.pop("pin_memory", False) and self.kind == "apple":
             raise RuntimeError("pinning memory is not supported on this device")
         if name == "to" and wanted is None and len(tensors) > 1:  # to those of another tensor
             wanted = tensors[1].device
@@ -129,8 +99,10 @@ class Device(TorchFunctionMode):
             args = args if name == "to" else (args[0], "cpu")
         if wanted is not None and placed:
             self._take_memory()
-        if self.kind == "apple" and name in ("copy_", "to", "cpu", "clone", "contiguous"):
-            self._refuse_uint16(tensors)
+        sixteen = any(isinstance(each, Played) and each.dtype == torch.uint16 for each in tensors)
+        moves = name in ("copy_", "to", "cpu", "clone", "contiguous")
+        if self.kind == "apple" and sixteen and moves:  # before PyTorch 2.9 (pytorch#159094)
+            raise TypeError("Trying to convert UInt16 to the MPS backend")
         if here and name not in ("copy_", "to", "cpu", "__get__", "__set__"):
             self._check(name, tensors, args, kwargs)
         result = func(*args, **kwargs)
@@ -139,28 +111,20 @@ class Device(TorchFunctionMode):
         return _placed(result, placed)
 
     def submit(self, name, work):
-        """Keep a job; `build` runs it."""
         self.jobs.append(background.Job(name, work))
         return self.jobs[-1]
 
     def build(self):
-        """Run the jobs, as the background thread of a real device would."""
+        """Run the jobs that wait, as the background thread of a real device would."""
         while self.jobs:
             assert self.jobs.pop(0).run()
 
-    def run_out(self, *, after):
-        """Let one allocation fail, after some others."""
-        self._left = after
-
     def _take_memory(self):
-        if self._left is None:
-            return
-        self._left -= 1
-        if self._left < 0:
-            self._left, self.ran_out = None, True
-            if self.kind == "apple":
-                raise RuntimeError("MPS backend out of memory. Tried to allocate 1.00 GiB")
-            raise torch.OutOfMemoryError("out of memory. Tried to allocate 1.00 GiB")
+        if self.left == 0:
+            self.left, self.ran_out = None, True
+            raise RuntimeError("MPS backend out of memory. Tried to allocate 1.00 GiB")
+        if self.left is not None:
+            self.left -= 1
 
     def _refuse_dtypes(self, name, result, placed):
         dtypes = {each.dtype for each in _tensors(result)} if placed else set()
@@ -168,15 +132,8 @@ class Device(TorchFunctionMode):
             self.faults.append(f"{name} in uint16, in which few devices compute")
         if torch.float64 in dtypes and self.kind == "apple":
             raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
-        if torch.float64 in dtypes and self.kind == "intel" and not self.float64:
-            raise RuntimeError("Required aspect fp64 is not supported on the device")
         if torch.bfloat16 in dtypes and self.kind == "apple" and self.macos < 14:
             raise TypeError("BFloat16 is not supported on MPS")
-
-    def _refuse_uint16(self, tensors):
-        """PyTorch has it from 2.9 on (pytorch/pytorch#159094)."""
-        if any(isinstance(each, Played) and each.dtype == torch.uint16 for each in tensors):
-            raise TypeError("Trying to convert UInt16 to the MPS backend")
 
     def _check(self, name, tensors, args, kwargs):
         strangers = [x for x in tensors if type(x) is torch.Tensor and x.ndim]
@@ -186,7 +143,7 @@ class Device(TorchFunctionMode):
             self.faults.append(f"autograd records {name}")
         if any(not isinstance(x, Played) for x in tensors if x.ndim and x.is_floating_point()):
             self.faults.append(f"{name} mixes devices")
-        if name in _CONVOLUTIONS:
+        if name in ("conv2d", "conv3d"):
             self._convolve(name, args, kwargs)
         if name == "cudnn_convolution" and self.kind != "nvidia":
             self.faults.append("cuDNN is called directly")
@@ -201,31 +158,32 @@ class Device(TorchFunctionMode):
         if self.kind == "apple" and largest > memory._METAL_BYTES:
             self.faults.append(f"a tensor of {largest} bytes")
         given = [*args[3:5], *(kwargs.get(each) for each in ("stride", "padding"))]
-        self.calls.append(Call(weight.data_ptr(), tuple(weight.shape), tuple(x.shape), str(given)))
-        if self.kind == "amd":
-            # Newer versions of PyTorch have the immediate mode.
-            immediate = getattr(getattr(torch.backends, "miopen", None), "immediate", True)
-            if torch.backends.cudnn.benchmark or not immediate:
-                self.faults.append("MIOpen searches")
+        self.calls.append((weight.data_ptr(), weight.shape, x.shape, str(given)))
+        # Newer versions of PyTorch have the immediate mode.
+        immediate = getattr(getattr(torch.backends, "miopen", None), "immediate", True)
+        if self.kind == "amd" and (torch.backends.cudnn.benchmark or not immediate):
+            self.faults.append("MIOpen searches")
 
 
 def _tensors(value):
-    """Yield the tensors in nested arguments or results."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
+    """Return the tensors in nested arguments or results."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [tensor for each in value for tensor in _tensors(each)]
+    return [value] if isinstance(value, torch.Tensor) else []
 
 
 def _wanted(args, kwargs):
     """Return the device that a call names, or None."""
-    found = [kwargs.get("device"), *(each for each in args if isinstance(each, torch.device))]
-    words = [each for each in args if isinstance(each, str) and each in (*TYPES.values(), "cpu")]
-    named = next((each for each in (*found, *words) if each is not None), None)
-    return None if named is None else torch.device(named)
+    names = (*TYPES.values(), "cpu")
+    found = [
+        each
+        for each in args
+        if isinstance(each, torch.device) or (isinstance(each, str) and each in names)
+    ]
+    named = [kwargs["device"]] if kwargs.get("device") is not None else found
+    return torch.device(named[0]) if named else None
 
 
 def _on_cpu(value):
@@ -250,41 +208,30 @@ def _placed(result, placed):
 
 def functions_of(kind):
     """Return the functions of the runtime of a kind by name."""
-    counts = {f"{name}_bytes.all.current": 0 for name in ("reserved", "active")}
-    common = {
-        "empty_cache": lambda: None,
-        "is_available": lambda: True,
-        "synchronize": lambda *_: None,
-    }
+    found = {"empty_cache": lambda: None, "is_available": lambda: True}
+    found["synchronize"] = lambda *_: None
     if kind == "apple":
-        return {
-            **common,
-            "recommended_max_memory": lambda: 8 * _GIB,
-            "current_allocated_memory": lambda: _GIB,
-            "driver_allocated_memory": lambda: 2 * _GIB,
-        }
-    properties = {"total_memory": 8 * _GIB, "has_fp64": False, "gcnArchName": "gfx1100"}
-    streams = {
+        sizes = {"recommended_max": 8, "current_allocated": 1, "driver_allocated": 2}
+        more = {f"{name}_memory": lambda n=n: n * _GIB for name, n in sizes.items()}
+        return found | more
+    properties = {"total_memory": 8 * _GIB, "gcnArchName": "gfx1100"}
+    return found | {
         "Event": Event,
         "Stream": Stream,
         "current_device": lambda: 0,
         "current_stream": Stream,
         "device": lambda _: contextlib.nullcontext(),
+        "get_device_capability": lambda *_: (8, 9) if kind == "nvidia" else (11, 0),
         "get_device_name": lambda *_: f"a GPU ({kind})",
         "get_device_properties": lambda *_: SimpleNamespace(**properties),
         "get_per_process_memory_fraction": lambda *_: 1.0,
-        "mem_get_info": lambda *_: (6 * _GIB, 8 * _GIB),
-        "memory_stats": lambda *_: counts,
-        "stream": lambda _: contextlib.nullcontext(),
-    }
-    if kind == "intel":
-        return common | streams
-    return {
-        **common,
-        **streams,
-        "get_device_capability": lambda *_: (8, 9) if kind == "nvidia" else (11, 0),
         "is_bf16_supported": lambda **_: True,
         "is_current_stream_capturing": lambda: False,
+        "mem_get_info": lambda *_: (6 * _GIB, 8 * _GIB),
+        "memory_stats": lambda *_: dict.fromkeys(
+            ("reserved_bytes.all.current", "active_bytes.all.current"), 0
+        ),
+        "stream": lambda _: contextlib.nullcontext(),
     }
 
 

@@ -135,9 +135,9 @@ class Poisoned:
         return result
 
 
-def window(batch, channels, frames, height, width, *, dtype):
+def window(batch, channels, frames, height, width, *, dtype, offset=64):
     """Return a buffer with spare frames on both ends, and the view of the frames between them."""
-    buffer = Poisoned(batch, frames + 2, height, width, channels, dtype=dtype)
+    buffer = Poisoned(batch, frames + 2, height, width, channels, dtype=dtype, offset=offset)
     return buffer, buffer.memory.movedim(-1, 1)[:, :, 1:-1]
 
 

@@ -1,7 +1,7 @@
 """Fixtures that run a test with one backend, or with any backend that accepts the call."""
 
+from collections import defaultdict
 from contextlib import nullcontext
-from itertools import groupby
 
 import pytest
 import torch
@@ -21,8 +21,11 @@ def pytest_collection_modifyitems(items):
     The default dtype is bfloat16: the VAEs run in it, and it rounds most. On an emulated GPU one
     program takes milliseconds: combinations in bfloat16 are slow, most of the others nightly.
     """
-    for _, group in groupby(items, lambda item: getattr(item, "function", None)):
-        together = [item for item in group if hasattr(item, "callspec")]
+    groups = defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec"):
+            groups[item.function, item.callspec.params.get("op")].append(item)
+    for together in groups.values():
         narrow = any(item.callspec.params.get("dtype") is torch.bfloat16 for item in together)
         for item in together:
             if narrow and item.callspec.params.get("dtype", torch.bfloat16) is not torch.bfloat16:

@@ -163,38 +163,47 @@ class Example:
         formulas.check(result, value, error, str(self))
 
 
+def build(
+    channels, taps, stride, padding, lengths, size, terms, dtype, *, pick, batch=1,
+    target="new memory", keeps=True, shaped=lambda values: values,
+):  # fmt: skip
+    """Return a call; `pick` chooses spare frames, of (0, 1), and an offset, of (64, 1)."""
+    (inputs, outputs), (known, frames), rank = channels, lengths, len(taps) + 2
+
+    def placed(channels, frames, size, seed):
+        shape = (batch if rank == 5 else 1, channels, frames, *size)
+        return Placed(shape, rank, dtype, pick, seed)
+
+    videos = {"x": placed(inputs, frames, size, 2)}
+    if known:
+        videos["tail"] = placed(inputs, known, size, 3)
+    frames, *size = (
+        (length + 2 * pad - count) // step + 1
+        for length, pad, count, step in zip(
+            (known + frames, *size), (0, *padding), (1, *taps)[-3:], (1, *stride)[-3:], strict=True
+        )
+    )
+    if "residual" in terms or target == "the residual":
+        videos["residual"] = placed(outputs, frames, size, 4)
+    numbers = zip(("bias", "residual_bias", "gamma"), random(3, outputs, seed=5), strict=True)
+    options = {name: shaped(values) for name, values in numbers if name in terms}
+    options |= {"stride": stride, "padding": padding}
+    out = placed(outputs, frames, size, None) if target == "a slice of frames" else None
+    weight = taps_of(outputs, inputs, *taps, dtype=dtype)
+    op = "conv2d" if rank == 4 else "conv3d"
+    return Example(op, videos, weight, options, keeps, out, target == "the residual")
+
+
 def example(kernel, terms, target, seed):
     """Draw a call with these taps, terms and target."""
     draw = Random(f"{kernel} {sorted(terms)} {target} {seed}")
     taps, stride = KERNELS[kernel]
     flat, pick, dtype = len(taps) == 2, draw.choice, draw.choice(DTYPES)
-    inputs, outputs = pick(_CHANNELS)
     batch, known = (1, 0) if flat else (pick((1, 2)), pick((0, 1, 2, 4)))
     frames = pick([n for n in range(1, 6) if flat or n + known >= taps[0]])
-    size, padding = pick(_SIZES), pick(_PADDINGS)
-    rank = 4 if flat else 5
-
-    def placed(channels, frames, size, seed):
-        return Placed((batch, channels, frames, *size), rank, dtype, pick, seed)
-
-    weight = taps_of(outputs, inputs, *taps, dtype=dtype)
-    videos = {"x": placed(inputs, frames, size, 2)}
-    if known:
-        videos["tail"] = placed(inputs, known, size, 3)
-    after = frames if flat else (frames + known - taps[0]) // stride[0] + 1
-    size = [
-        (length + 2 * pad - count) // step + 1
-        for length, pad, count, step in zip(size, padding, taps[-2:], stride[-2:], strict=True)
-    ]
-    if "residual" in terms:
-        videos["residual"] = placed(outputs, after, size, 4)
-    narrow, numbers = pick((dtype, torch.float32)), random(3, outputs, seed=5)
-    vectors = {
-        name: values.to(narrow).view(pick([(-1,), (1, -1, 1, 1)]))
-        for name, values in zip(("bias", "residual_bias", "gamma"), numbers, strict=True)
-        if name in terms
-    }
-    out = placed(outputs, after, size, None) if target == "a slice of frames" else None
-    options = {"stride": stride, "padding": padding, **vectors}
-    op = "conv2d" if flat else "conv3d"
-    return Example(op, videos, weight, options, pick((False, True)), out, target == "the residual")
+    narrow = pick((dtype, torch.float32))
+    return build(
+        pick(_CHANNELS), taps, stride, pick(_PADDINGS), (known, frames), pick(_SIZES), terms, dtype,
+        batch=batch, pick=pick, target=target, keeps=pick((False, True)),
+        shaped=lambda values: values.to(narrow).view(pick([(-1,), (1, -1, 1, 1)])),
+    )  # fmt: skip

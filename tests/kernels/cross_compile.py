@@ -1,7 +1,7 @@
 """Compile the Triton kernels for GPUs that this machine lacks, and print the resources they use.
 
-`python -m fast_video_vae.tests.kernels.cross_compile 80 90 -- bf16,96 ...`, with Triton's
-interpreter off; `bf16,384,3600` is attention with a head of 384 over 3,600 pixels. The ops run on
+`python -m fast_video_vae.tests.kernels.cross_compile 90 bf16,96 ...`, with Triton's interpreter
+off; `bf16,384,3600` is attention with a head of 384 over 3,600 pixels. The ops run on
 meta tensors, and every kernel that they launch is compiled as Triton would on its first call.
 `conv-fp16,96,192` is all tiles of a convolution of 96 to 192 channels, for AMD GPUs such as
 `gfx942` too; `int8-fp16,96,192` is the one of int8 codes. The output is one line of JSON per
@@ -40,11 +40,6 @@ rows, group_norm, layout, attention, convolution, int8_convolution, tiles = (
         "convolution_tiles",
     )
 )
-# Constants of a convolution that a line shows; those of its tile, and its taps.
-_SHOWN = (
-    *("NORM", "HALF", "CACHE", "M", "ROWS", "COLUMNS", "N0", "N1", "K"),
-    *("KT", "KH", "KW", "SW"),
-)
 
 
 def key_of(chip):
@@ -52,8 +47,8 @@ def key_of(chip):
     return chip if isinstance(chip, str) else divmod(chip, 10)
 
 
-def launches(chip, dtype, channels, length=None):
-    """Return the launches of the ops, or of attention over `length` pixels."""
+def recording(*modules):
+    """Let modules of the backend describe their launches instead; return the list of these."""
     started = []
 
     def launch(kernel, grid, *args, warps=4, num_stages=None, **constants):
@@ -61,66 +56,63 @@ def launches(chip, dtype, channels, length=None):
         options = {"num_warps": warps} | ({"num_stages": num_stages} if num_stages else {})
         started.append((kernel, args, constants, options))
 
-    def video(count, frames, height=360, width=640, dtype=dtype):
-        shape = (1, frames, height, width, count)
-        return torch.empty(shape, dtype=dtype, device="meta").movedim(-1, 1)
-
-    for module in (rows, group_norm, layout, attention):
+    for module in modules:
         module.launch = launch
+    return started
+
+
+def video(count, frames, dtype, height=360, width=640):
+    """Return memory `[1, count, frames, height, width]`, channels-last."""
+    shape = (1, frames, height, width, count)
+    return torch.empty(shape, dtype=dtype, device="meta").movedim(-1, 1)
+
+
+def launches(chip, dtype, channels, length=None):
+    """Return the launches of the ops, or of attention over `length` pixels."""
+    started = recording(rows, group_norm, layout, attention)
     if length:
         attention.chip_of = lambda _: key_of(chip)
         projection = torch.empty(1, length, 3 * channels, dtype=dtype, device="meta")
         attention.attention(*projection.chunk(3, -1))
         return started
-    x, numbers = video(channels, 4), torch.empty(channels, dtype=dtype, device="meta")
+    x, numbers = video(channels, 4, dtype), torch.empty(channels, dtype=dtype, device="meta")
     flat = x.movedim(1, -1).flatten(0, 3)
-    tail = video(channels, 2)
+    tail = video(channels, 2, dtype)
     rows.rms_norm_silu(x, numbers, bias=numbers, tail=tail)
     rows.rms_norm_silu(x, numbers, out=x)
     rows.rms_norm_silu(x, numbers, bias=numbers, tail=tail, border=1)
     rows.silu_mul(flat, flat, out=flat)
     rows.bias_residual(x, numbers, x, numbers, out=x)
-    for border in (0, 1):
-        group_norm.group_norm_silu(x, numbers, numbers, 32, tail=tail, border=border)
     saturated = torch.empty(2, dtype=torch.int64, device="meta")
     coded = {"codes": torch.empty(channels, device="meta"), "saturated": saturated}
-    coded["tail"] = video(channels, 2, dtype=torch.int8)
+    coded["tail"] = video(channels, 2, torch.int8)
     for border in (0, 1):
+        group_norm.group_norm_silu(x, numbers, numbers, 32, tail=tail, border=border)
         rows.rms_norm_silu(x, numbers, bias=numbers, border=border, **coded)
         group_norm.group_norm_silu(x, numbers, numbers, 32, border=border, **coded)
-    grid = video(4 * channels, 4, 361, 641)
-    layout.merge_phases(grid, video(channels, 2), 2, bias=numbers)
+    grid = video(4 * channels, 4, dtype, 361, 641)
+    layout.merge_phases(grid, video(channels, 2, dtype), 2, bias=numbers)
     layout.merge_phases(grid)
-    layout.interleave_time(video(2 * channels, 4), 2)
-    layout.pixel_shuffle_3d(video(8 * channels, 4), (2, 2, 2), "hwtc")
+    layout.interleave_time(video(2 * channels, 4, dtype), 2)
+    layout.pixel_shuffle_3d(video(8 * channels, 4, dtype), (2, 2, 2), "hwtc")
     layout.average_down(x, 2 * channels, times=2, size=2)
     for kind in (torch.float32, torch.uint8, torch.uint16):
-        layout.frames_to_images(video(12, 4), patch=2, order="ctwh", dtype=kind)
-        layout.frames_to_images(video(3, 4), dtype=kind)
+        layout.frames_to_images(video(12, 4, dtype), patch=2, order="ctwh", dtype=kind)
+        layout.frames_to_images(video(3, 4, dtype), dtype=kind)
     return started
 
 
 def convolutions(chip, dtype, inputs, outputs):
     """Return the launches of all tiles, and those of the first fit for other kernels."""
-    started = []
-
-    def launch(kernel, grid, *args, warps=4, num_stages=None, **constants):
-        del grid
-        options = {"num_warps": warps, "num_stages": num_stages}
-        started.append((kernel, args, constants, options))
-
-    def video(count, frames):
-        shape = (1, frames, 360, 640, count)
-        return torch.empty(shape, dtype=dtype, device="meta").movedim(-1, 1)
+    started, key = recording(convolution), key_of(chip)
+    tiles.chip_of = lambda _: key
 
     def run(kernel, stride=(1, 1, 1), padding=(0, 0), variant=None, gamma=None):
         weight = torch.empty(outputs, inputs, *kernel, dtype=dtype, device="meta")
-        options = {"stride": stride, "padding": padding, "tail": video(inputs, 2)}
+        options = {"stride": stride, "padding": padding, "tail": video(inputs, 2, dtype)}
         kept = convolution.ConvWeight.of(weight)
-        convolution.conv3d(video(inputs, 4), kept, variant=variant, gamma=gamma, **options)
+        convolution.conv3d(video(inputs, 4, dtype), kept, variant=variant, gamma=gamma, **options)
 
-    key = key_of(chip)
-    convolution.launch, tiles.chip_of = launch, lambda _: key
     for variant in range(len(tiles.tiles_of(key, dtype, outputs, inputs))):
         run((3, 3, 3), padding=(1, 1), variant=variant)
         if outputs <= convolution.WIDEST:
@@ -136,28 +128,19 @@ def convolutions(chip, dtype, inputs, outputs):
 
 def codes(chip, dtype, inputs, outputs):
     """Return the launches of int8 convolutions with all terms, and one of the plain sums."""
-    started = []
-
-    def launch(kernel, grid, *args, warps=4, num_stages=None, **constants):
-        del grid
-        options = {"num_warps": warps, "num_stages": num_stages}
-        started.append((kernel, args, constants, options))
-
-    def video(count, frames, height, width, kind):
-        shape = (1, frames, height, width, count)
-        return torch.empty(shape, dtype=kind, device="meta").movedim(-1, 1)
+    started = recording(int8_convolution)
+    int8_convolution.chip_of = lambda _: key_of(chip)
 
     def run(kernel, scale, kind):
         times, high, wide = kernel
         weight = torch.empty(outputs, inputs, *kernel, dtype=torch.int8, device="meta")
-        x = video(inputs, 3 + times, 359 + high, 639 + wide, torch.int8)
-        residual = None if scale is None else video(outputs, 4, 360, 640, kind)
+        x = video(inputs, 3 + times, torch.int8, 359 + high, 639 + wide)
+        residual = None if scale is None else video(outputs, 4, kind)
         int8_convolution.int8_conv3d(
             x, convolution.ConvWeight.of(weight), scale, scale,
             residual=residual, residual_bias=scale, dtype=kind, out=residual,
         )  # fmt: skip
 
-    int8_convolution.launch, int8_convolution.chip_of = launch, lambda _: key_of(chip)
     scale = torch.empty(outputs, device="meta")
     for kernel in ((3, 3, 3), (1, 3, 3), (3, 1, 1), (1, 1, 1)):
         run(kernel, scale, dtype)
@@ -208,53 +191,34 @@ def _divisible(numbers):
     return {(number,): [["tt.divisibility", 16]] for number in numbers}
 
 
-def used(cubin):
-    """Return registers, stack bytes and spilled bytes per thread."""
+def stack_bytes(result):
+    """Return the bytes of stack and spills per thread."""
+    if "cubin" not in result.asm:
+        return 4 * int(re.search(r"\.vgpr_spill_count:\s*(\d+)", result.asm["amdgcn"])[1])
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
+        path.write_bytes(result.asm["cubin"])
         command = [tool, "--dump-resource-usage", path]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return [int(re.search(rf"{name}:(\d+)", text)[1]) for name in ("REG", "STACK", "LOCAL")]
-
-
-def resources(result):
-    """Return registers, bytes of stack and spills, words of the widest store, and TMA loads."""
-    if "cubin" not in result.asm:
-        text = result.asm["amdgcn"]
-        count, spilled = (
-            int(re.search(rf"\.{name}:\s*(\d+)", text)[1])
-            for name in ("vgpr_count", "vgpr_spill_count")
-        )
-        return {"registers": count, "stack": 4 * spilled}
-    registers, stack, local = used(result.asm["cubin"])
-    stores = re.findall(r"st\.global\S*\.v(\d)\.b32", result.asm["ptx"])
-    widest = max(map(int, stores), default=1)
-    loads = result.asm["ptx"].count("cp.async.bulk.tensor")
-    return {"registers": registers, "stack": stack + local, "widest": widest, "tma": loads}
+    return sum(int(re.search(rf"{name}:(\d+)", text)[1]) for name in ("STACK", "LOCAL"))
 
 
 # Launches of a case by the word in front of its dtype.
 STARTED = {"": launches, "conv": convolutions, "int8": codes}
 
 
-def main(arguments):
-    chips, cases = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]
+def main(chip, *cases):
+    chip = int(chip) if chip.isdigit() else chip
     for case in cases:
         name, *sizes = case.split(",")
         kind, _, dtype = name.rpartition("-")
-        for chip in (int(chip) if chip.isdigit() else chip for chip in chips):
-            for kernel, *given in STARTED[kind](chip, DTYPES[dtype], *map(int, sizes)):
-                result = compiled(kernel, *given, chip)
-                line = {"kernel": kernel.__name__, "case": case, "chip": chip}
-                line |= resources(result) | {"shared": result.metadata.shared}
-                if kind:
-                    _, constants, options = given
-                    line |= {name: constants[name] for name in _SHOWN if name in constants}
-                    line |= options
-                sys.stdout.write(json.dumps(line) + "\n")
+        for kernel, *given in STARTED[kind](chip, DTYPES[dtype], *map(int, sizes)):
+            result = compiled(kernel, *given, chip)
+            line = {"kernel": kernel.__name__, "case": case, "stack": stack_bytes(result)}
+            line |= {"shared": result.metadata.shared, "tile": str(given[1:])}
+            sys.stdout.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])

@@ -7,6 +7,7 @@ roundings.
 """
 
 import math
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +51,16 @@ def holds(op, *args, into=None, **options):
         result = buffer.take(out)
     shown = {name: value for name, value in options.items() if not torch.is_tensor(value)}
     where = f"{op} of {tuple(args[0].shape)}, {shown}"
-    check(result, *globals()[op](*args, **options), where)
+    compare(result, *globals()[op](*args, **options), where)
+    return result
+
+
+def compare(result, value, error, where=""):
+    """Compare a result with its formula; one without an error is exact."""
+    if error is None:
+        assert torch.equal(result, value), where
+    else:
+        check(result, value, error, where)
 
 
 def gated(y, error, u):
@@ -186,6 +196,67 @@ def average_down(x, channels, *, times, size):
     blocks = blocks.unflatten(2, (-1, times))  # [B, C, t, p, h, a, w, b]
     fine = blocks.permute(0, 1, 3, 5, 7, 2, 4, 6).flatten(1, 4).unflatten(1, (channels, -1))
     return fine.mean(2), fine.abs().mean(2) * (fine.shape[2] / 8 + 8) * unit(x.dtype)
+
+
+def interleave_time(x, phases):
+    """Place frame `t` of phase `p` at `t * phases + p`."""
+    return torch.stack(x.chunk(phases, 1), 3).flatten(2, 3), None
+
+
+def merge_phases(grid, source=None, times=1, *, bias=None):
+    """Place pixel `(2 i + a, 2 j + b)`: phase `2 a + b` of the window at `(i + a, j + b)`.
+
+    The bias and the repeated source are added.
+    """
+    channels, height, width = grid.shape[1] // 4, grid.shape[3] - 1, grid.shape[4] - 1
+    out = grid.new_empty(grid.shape[0], channels, grid.shape[2], 2 * height, 2 * width)
+    for a, b in product((0, 1), (0, 1)):
+        first = (2 * a + b) * channels
+        phase = grid[:, first : first + channels]
+        out[..., a::2, b::2] = phase[..., a : a + height, b : b + width]
+    if source is None and bias is None:
+        return out, None
+    return bias_residual(out, bias, None if source is None else _repeated(source, out, times))
+
+
+def _repeated(source, like, times):
+    """Return the term that `merge_phases` adds for `source`, one channel at a time."""
+    before, channels, frames = source.shape[1], like.shape[1], source.shape[2] * times
+    y = like.new_full((like.shape[0], channels, frames, *like.shape[3:]), torch.nan)
+    for c, p, a, b in product(range(channels), range(times), (0, 1), (0, 1)):
+        index = ((c * times + p) * 4 + 2 * a + b) * before // (4 * times * channels)
+        y[:, c, p::times, a::2, b::2] = source[:, index]
+    return y[:, :, frames - like.shape[2] :]  # without the first frame's other repetitions
+
+
+def pixel_shuffle_3d(x, size, order="cthw"):
+    """Place every number by its channel index; `order` names the letters slowest first."""
+    sizes = dict(zip("thw", size, strict=True))
+    sizes["c"] = x.shape[1] // (size[0] * size[1] * size[2])
+    strides, stride = {}, 1
+    for letter in reversed(order):
+        strides[letter], stride = stride, stride * sizes[letter]
+    batch, _, frames, height, width = x.shape
+    out = x.new_empty(batch, sizes["c"], frames * size[0], height * size[1], width * size[2])
+    channels = torch.arange(sizes["c"], device=x.device) * strides["c"]
+    for t, h, w in product(*(range(n) for n in size)):
+        index = channels + t * strides["t"] + h * strides["h"] + w * strides["w"]
+        out[:, :, t :: size[0], h :: size[1], w :: size[2]] = x[:, index]
+    return out, None
+
+
+def frames_to_images(x, *, patch=1, order="cthw", dtype=torch.float32, bits=16):
+    """`clamp((x + 1) / 2, 0, 1)`, channels last, in float32.
+
+    uint8 drops the fraction; uint16 of `bits` bits rounds the product, to nearest even.
+    """
+    x, _ = pixel_shuffle_3d(x, (1, patch, patch), order)
+    y = ((x.float() + 1) * 0.5).clamp(0, 1).permute(0, 2, 3, 4, 1).flatten(0, 1)
+    if dtype == torch.uint8:
+        return (y.nan_to_num(0) * 255).floor().to(dtype), None
+    if dtype == torch.uint16:
+        return (y.nan_to_num(0) * (2**bits - 1)).double().round().int().to(dtype), None
+    return y.to(dtype), None
 
 
 def conv3d(

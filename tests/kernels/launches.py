@@ -31,13 +31,7 @@ _SIZES = {"float": 4, "bfloat16": 2, "half": 2, "uint8": 1, "uint16": 2}
 
 
 class Traffic(NamedTuple):
-    """A launch.
-
-    Attributes:
-        name: Name of the op, or of its part, for both backends.
-        read: Bytes that it reads.
-        written: Bytes that it writes.
-    """
+    """A launch: its op or a part of it, and the bytes that it reads and writes."""
 
     name: str
     read: int
@@ -108,17 +102,9 @@ def _norm(
 ) -> Traffic:
     """Count a norm that writes the frames of a window, in the order of its programs.
 
-    Args:
-        name: Name of the op.
-        shape: Videos, new frames and channels.
-        inner: Pixels of a frame.
-        outer: Pixels of a frame of the result, with its border.
-        known: Frames of the tail.
-        sizes: Bytes of a number of the input, and of the result and the tail.
-        more: Bytes of the parameters.
-
-    Returns:
-        The bytes.
+    `shape`: videos, new frames and channels. `inner` and `outer`: pixels of a frame, without and
+    with its border. `known`: frames of the tail. `sizes`: bytes of a number of the input, and of
+    the result and the tail. `more`: bytes of the parameters.
     """
     videos, frames, channels = shape
     read = written = 0  # of the tail and the result

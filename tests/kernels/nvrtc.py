@@ -1,14 +1,12 @@
 """The CUDA kernels as NVRTC compiles them for chips that this machine lacks.
 
-NVRTC needs no GPU: `pip install nvidia-cuda-nvrtc`. The disassembler is that of the Triton package.
+NVRTC needs no GPU: `pip install nvidia-cuda-nvrtc`.
 """
 
 import functools
 import re
-import subprocess
 import tempfile
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from fast_video_vae.kernels.cuda_ops import runtime
 from fast_video_vae.kernels.cuda_ops.binaries import SOURCES, headers, options
 from fast_video_vae.kernels.cuda_ops.compiler import Compiler, opened
 
-CHIPS = (75, 80, 86, 89, 90, 100, 120)
+CHIPS = (75, 80, 86, 90, 120)
 
 # Numbers of a pack of 16 bytes.
 _PACKS = {"float": 4, "bfloat16": 8, "half": 8}
@@ -105,19 +103,3 @@ def resources(source, constants, chip):
         }
         for part in log.split("Compiling entry function ")[1:]
     }
-
-
-def instructions(source, constants, chip):
-    """Return the instructions of each kernel of a source, in the assembly of the chip."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(compiled(source, constants, chip).code)
-        text = subprocess.run([tool, "-c", path], capture_output=True, text=True, check=True).stdout
-    found = {}
-    for part in re.split(r"^\.text\.", text, flags=re.MULTILINE)[1:]:
-        lines = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\S+)", part)
-        found[part.partition(":")[0]] = lines
-    return found

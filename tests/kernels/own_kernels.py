@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fast_video_vae.kernels import Fused, dispatch, modules, routes, use_backend
-from fast_video_vae.kernels.ready import facts, serving
+from fast_video_vae.kernels.ready import facts, serving, variants
 from fast_video_vae.kernels.ready import proof as proofs
 from fast_video_vae.kernels.tables import Kind
 from fast_video_vae.tests.played_devices import played
@@ -68,6 +68,8 @@ def playing(monkeypatch, tmp_path, chip=CHIP, table=None):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: chip)
         monkeypatch.setitem(modules._loaded, "triton", own)
         monkeypatch.setattr(routes, "TILES", {CHIP: {CUBE: 0}} if table is None else table)
+        monkeypatch.setattr(variants, "_ELEMENTS", 1 << 12)  # of a check: less time
+        device.folder = tmp_path
         yield device, own
     facts.of_kernels.cache_clear()
 

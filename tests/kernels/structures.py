@@ -15,19 +15,7 @@ _NUMBERS = {
 
 
 def argument(source: str, kernel: str, memory: bytes) -> ctypes.Structure:
-    """Return the argument of a launch.
-
-    Args:
-        source: Name of the file in `csrc/cuda` without its suffix.
-        kernel: Name of the kernel.
-        memory: The bytes that the launch passes.
-
-    Returns:
-        The structure, with the fields of the source.
-
-    Raises:
-        ValueError: The structure has another size.
-    """
+    """Return the argument that a launch passes as `memory`, with the fields of its source."""
     form = arguments(source)[kernel]
     if len(memory) != ctypes.sizeof(form):
         raise ValueError(f"{kernel} gets {len(memory)} bytes; expected {ctypes.sizeof(form)}")

@@ -2,6 +2,7 @@
 
 import importlib
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ blocks = importlib.import_module("fast_video_vae.kernels.reference.attention")
 NARROW = (torch.bfloat16, torch.float16)
 
 # One pixel, and lengths around a block of keys and of queries.
-LENGTHS = (1, 33, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 31, 32, 65, 100)))
+LENGTHS = (1, 33, *(pytest.param(n, marks=pytest.mark.slow) for n in (31, 32, 100)))
 
 
 @pytest.fixture
@@ -51,15 +52,12 @@ def check(actual, q, k, v):
     ],
 )
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("elements", [1, 700, 20000])
-def test_attention_in_blocks_equals_the_formula(
-    dtype, products, length, elements, monkeypatch, request
-):
+def test_attention_in_blocks_equals_the_formula(dtype, products, length, monkeypatch, request):
     """Blocks hold rows of one frame, one frame, or several frames."""
     if products == "mixed":
         request.getfixturevalue("mixed")
-    monkeypatch.setattr(blocks, "_SCORE_ELEMENTS", elements)
-    for channels in (16, 48, 384):
+    for elements, channels in product((1, 700, 20000), (16, 384)):
+        monkeypatch.setattr(blocks, "_SCORE_ELEMENTS", elements)
         q, k, v = projection(3, length, channels, dtype)
         check(blocks.in_blocks(q, k, v), q, k, v)
 
@@ -134,7 +132,7 @@ def in_triton(monkeypatch):
 @pytest.mark.usefixtures("in_triton")
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("channels", [16, 48, 96, 112, 384])  # 1 to 3 parts
+@pytest.mark.parametrize("channels", [16, 112, 384])  # 1 to 3 parts
 def test_triton_equals_the_formula(dtype, length, channels):
     q, k, v = projection(2, length, channels, dtype)
     actual = kernels.attention(q, k, v)
@@ -155,12 +153,6 @@ def test_queries_can_be_a_part_of_the_frame(backend, queries, keys, request):
     check(blocks.in_blocks(q, k, v), q, k, v)
 
 
-def test_keys_and_values_belong_together():
-    q, k, v = (torch.zeros(1, count, 8) for count in (3, 5, 4))
-    with pytest.raises(ValueError, match=r"v is \[1, 4, 8\]; expected \[1, 5, 8\]"):
-        kernels.attention(q, k, v)
-
-
 @pytest.mark.usefixtures("in_triton")
 def test_triton_reads_rows_at_any_stride():
     """Rows are thirds of one tensor, every second pixel, or frames in another order."""
@@ -171,54 +163,39 @@ def test_triton_reads_rows_at_any_stride():
     q, k, v = whole.chunk(3, -1)
     same = v[:1].expand(3, -1, -1)
     check(kernels.attention(q.contiguous(), k, same), q, k, same)
-
-
-@pytest.mark.usefixtures("in_triton")
-def test_triton_does_not_overflow_with_large_scores():
-    """Scores are some hundreds, whose exponentials overflow float32; the largest comes last."""
+    # Scores of some hundreds, whose exponentials overflow float32; the largest comes last.
     q, k, v = projection(1, 70, 32, torch.float16)
     k = k * torch.linspace(1, 60, 70).half()[:, None]
     check(kernels.attention(q, k, v), q, k, v)
 
 
-def refusals():
+def test_triton_refuses_with_a_reason(in_triton):
     good = projection(1, 4, 32, torch.bfloat16)
-    return {
+    for reason, call in {
         "float32": projection(1, 4, 32, torch.float32),
         "a head of 24": projection(1, 4, 24, torch.bfloat16),
         "a head of 480": projection(1, 4, 480, torch.bfloat16),
         "not dense": [x.mT.contiguous().mT for x in good],
-    }
-
-
-@pytest.mark.usefixtures("in_triton")
-@pytest.mark.parametrize("reason", refusals())
-def test_triton_refuses_with_a_reason(reason):
-    with pytest.raises(BackendError, match=reason):
-        kernels.attention(*refusals()[reason])
-
-
-def test_triton_leaves_narrow_heads_to_flash_kernels(in_triton):
-    in_triton.FLASH_HEAD = 256  # put back by the fixture
+    }.items():
+        with pytest.raises(BackendError, match=reason):
+            kernels.attention(*call)
+    in_triton.FLASH_HEAD = 256  # put back by the fixture; flash kernels serve these heads
     q = torch.ones(1, 4, 256, dtype=torch.bfloat16)
     with pytest.raises(BackendError, match="256"):
         kernels.attention(q, q, q)
 
 
-@pytest.mark.parametrize(
-    ("channels", "parts"),
-    [
-        (16, (16, 0, 0)),
-        (96, (64, 32, 0)),
-        (384, (256, 128, 0)),
-        (448, (256, 128, 64)),
-        (512, (512, 0, 0)),
-        (640, (512, 128, 0)),
-        (1024, (512, 512, 0)),
-    ],
-)
-def test_a_head_is_a_sum_of_powers_of_two(in_triton, channels, parts):
-    assert in_triton.head_parts(channels) == parts
+def test_a_head_is_a_sum_of_powers_of_two(in_triton):
+    for channels, parts in {
+        16: (16, 0, 0),
+        96: (64, 32, 0),
+        384: (256, 128, 0),
+        448: (256, 128, 64),
+        512: (512, 0, 0),
+        640: (512, 128, 0),
+        1024: (512, 512, 0),
+    }.items():
+        assert in_triton.head_parts(channels) == parts
     for channels in (8, 24, 100, 240, 2048):
         with pytest.raises(Refusal, match=f"a head of {channels}"):
             in_triton.head_parts(channels)
@@ -237,3 +214,11 @@ def test_a_chip_refuses_heads_without_tiles(in_triton):
         in_triton.tile_of("gfx1100", 640)
     with pytest.raises(Refusal, match="no tiles for gfx1030; expected gfx9, gfx11, gfx12"):
         in_triton.tile_of("gfx1030", 384)
+
+
+def test_attention_without_a_fused_kernel_runs_in_blocks(monkeypatch):
+    """Devices other than CPUs and CUDA GPUs have no fused kernel."""
+    monkeypatch.setattr(blocks, "_fused_attention_takes", lambda *_: False)
+    monkeypatch.setattr(blocks, "_SCORE_ELEMENTS", 200)
+    with use_backend("reference"):
+        formulas.holds("attention", *random(3, 1, 50, 384))

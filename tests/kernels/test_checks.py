@@ -68,6 +68,22 @@ WRONG = {
         kernels.bias_residual, (v(*X), ONES, v(1, *X[1:])), {}, r"residual is \[1, 8, 3, 4, 6\]",
     ),
     "keys": (kernels.attention, (torch.ones(1, 5, 8), *[torch.ones(1, 5, 4)] * 2), {}, "k is"),
+    "values": (
+        kernels.attention, [torch.ones(1, count, 8) for count in (3, 5, 4)], {},
+        r"v is \[1, 4, 8\]; expected \[1, 5, 8\]",
+    ),
+    "queries of a frame": (kernels.attention, torch.ones(3, 5, 8), {}, r"expected \[B, N, d\]"),
+    "a negative border": (
+        kernels.rms_norm_silu, (v(*X), ONES), {"border": -1}, "border is -1; expected 0 or more",
+    ),
+    "out without the border": (
+        kernels.group_norm_silu, (v(*X), ONES, ONES, 2), {"border": 1, "out": v(*X)},
+        r"out is .*; expected \[2, 8, 3, 6, 8\]",
+    ),
+    "out with a border": (
+        kernels.rms_norm_silu, (v(*X), ONES), {"out": v(2, 8, 3, 6, 8)},
+        r"out is .*; expected \[2, 8, 3, 4, 6\]",
+    ),
     "phases": (kernels.interleave_time, (v(*X), 3), {}, "phases: 3 does not divide 8"),
     "phases out": (
         kernels.interleave_time, (v(*X), 2), {"out": v(*X)}, r"expected \[2, 4, 6, 4, 6\]",
@@ -150,11 +166,6 @@ def test_all_tensors_must_be_on_one_device(op, name):
     moved = {name: arguments[name].to(META)}
     with pytest.raises(ValueError, match=f"{name} is on meta; expected cpu"):
         getattr(kernels, op)(**arguments | moved)
-
-
-def test_attention_needs_three_dimensions():
-    with pytest.raises(ValueError, match=r"\[5, 8\]; expected \[B, N, d\]"):
-        kernels.attention(*torch.ones(3, 5, 8))
 
 
 @pytest.mark.parametrize("op", OPS)

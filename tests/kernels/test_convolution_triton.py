@@ -1,10 +1,10 @@
-"""The convolutions in Triton's interpreter, or on a GPU: results, memory and refusals."""
+"""The convolutions in Triton's interpreter, or on a GPU: results, memory, tiles and refusals."""
 
 import importlib
 import itertools
 import math
+from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,44 +20,55 @@ from fast_video_vae.kernels import (
 from fast_video_vae.kernels.errors import Refusal
 from fast_video_vae.kernels.triton_ops import convolution_tiles, runtime
 from fast_video_vae.tests.kernels import formulas
-from fast_video_vae.tests.kernels.cases import missing, place, random, video
-from fast_video_vae.tests.kernels.convolutions import (
-    CALLS,
-    KERNELS,
-    Example,
-    Placed,
-    example,
-    taps_of,
-)
-from fast_video_vae.tests.products import each_value_once
+from fast_video_vae.tests.kernels.cases import PLAYED, missing, place, random, video
+from fast_video_vae.tests.kernels.convolutions import CALLS, KERNELS, build, example, taps_of
 
 ALL = ("bias", "residual", "residual_bias")
 NORM = (*ALL, "gamma")
+CUBE, FLAT, ONE = (3, 3, 3), (1, 3, 3), (1, 1, 1)
+PLAIN = {"stride": ONE, "padding": (0, 0)}
 
 # Channels, taps, strides, padding, frames of tail and x, size, and terms.
 CASES = {
-    "the first of a decoder": (16, 32, (3, 3, 3), (1, 1, 1), (1, 1), (2, 1), (5, 7), ("bias",)),
-    "a residual block": (32, 32, (3, 3, 3), (1, 1, 1), (1, 1), (2, 2), (6, 5), ALL),
-    "frames with a border": (24, 24, (3, 3, 3), (1, 1, 1), (0, 0), (2, 3), (6, 7), NORM),
-    "without a tail": (20, 33, (3, 3, 3), (1, 1, 1), (1, 1), (0, 5), (3, 5), NORM),
-    "a tail of one frame": (8, 17, (3, 3, 3), (1, 1, 1), (1, 0), (1, 4), (5, 4), ALL),
-    "from a picture": (3, 16, (3, 3, 3), (1, 1, 1), (1, 1), (2, 1), (7, 9), ()),
-    "from a patch": (12, 40, (3, 3, 3), (1, 1, 1), (1, 1), (2, 2), (4, 5), NORM),
-    "to a picture": (24, 3, (3, 3, 3), (1, 1, 1), (1, 1), (2, 1), (5, 7), ("bias",)),
-    "to a patch": (16, 12, (3, 3, 3), (1, 1, 1), (1, 1), (2, 1), (5, 3), NORM),
-    "down in all": (16, 24, (3, 3, 3), (2, 2, 2), (1, 1), (2, 5), (7, 8), ALL),
-    "down in time": (32, 32, (3, 1, 1), (2, 1, 1), (0, 0), (1, 4), (5, 3), ("bias",)),
-    "up in time": (16, 32, (3, 1, 1), (1, 1, 1), (0, 0), (2, 3), (4, 5), ("bias",)),
-    "taps of a frame": (16, 16, (1, 3, 3), (1, 1, 1), (1, 1), (0, 3), (5, 7), NORM),
-    "a shortcut": (24, 48, (1, 1, 1), (1, 1, 1), (0, 0), (0, 3), (5, 7), ALL),
-    "folded phases": (16, 64, (2, 2), (1, 1), (1, 1), (0, 3), (5, 4), ()),
-    "down in a picture": (16, 16, (3, 3), (2, 2), (0, 0), (0, 2), (9, 7), ("bias",)),
-    "one picture": (16, 96, (3, 3), (1, 1), (1, 1), (0, 1), (5, 7), NORM),
-    "a projection": (32, 96, (1, 1), (1, 1), (0, 0), (0, 2), (5, 7), ("bias",)),
-}  # fmt: skip
+    "the first of a decoder": ((16, 32), CUBE, ONE, (1, 1), (2, 1), (5, 7), ("bias",)),
+    "frames with a border": ((24, 24), CUBE, ONE, (0, 0), (2, 3), (6, 7), NORM),
+    "no tail": ((20, 33), CUBE, ONE, (1, 1), (0, 5), (3, 5), NORM),
+    "a short tail": ((8, 17), CUBE, ONE, (1, 0), (1, 4), (5, 4), ALL),
+    "from a picture": ((3, 16), CUBE, ONE, (1, 1), (2, 1), (7, 9), ()),
+    "from a patch": ((12, 40), CUBE, ONE, (1, 1), (2, 2), (4, 5), NORM),
+    "to a patch": ((16, 12), CUBE, ONE, (1, 1), (2, 1), (5, 3), NORM),
+    "down in all": ((16, 24), CUBE, (2, 2, 2), (1, 1), (2, 5), (7, 8), ALL),
+    "down in time": ((32, 32), (3, 1, 1), (2, 1, 1), (0, 0), (1, 4), (5, 3), ("bias",)),
+    "a shortcut": ((24, 48), ONE, ONE, (0, 0), (0, 3), (5, 7), ALL),
+    "a norm of 96": ((16, 96), FLAT, ONE, (1, 1), (0, 1), (5, 7), NORM),
+    "a norm of 160": ((16, 160), FLAT, ONE, (1, 1), (0, 1), (5, 7), NORM),
+    "phases": ((16, 64), (2, 2), (1, 1), (1, 1), (0, 3), (5, 4), ()),
+    "down in a picture": ((16, 16), (3, 3), (2, 2), (0, 0), (0, 2), (9, 7), ("bias",)),
+    "a projection": ((32, 96), (1, 1), (1, 1), (0, 0), (0, 2), (5, 7), ("bias",)),
+}
 
-# Where memory begins, batches of two with frames between them, and where the result goes.
+# Those that tiles with descriptors run, which read whole blocks of channels at a stride of 1.
+PATCHES = {
+    "a residual block": ((32, 32), CUBE, ONE, (1, 1), (2, 2), (5, 7), NORM),
+    "a border": ((32, 64), CUBE, ONE, (0, 0), (2, 3), (6, 5), ALL),
+    "without a tail": ((64, 32), CUBE, ONE, (1, 1), (0, 5), (3, 5), NORM),
+    "one new frame": ((96, 96), CUBE, ONE, (1, 1), (2, 1), (3, 5), NORM),
+    "more patches than one": ((32, 96), FLAT, ONE, (1, 1), (0, 1), (17, 19), NORM),
+    "a wide row": ((32, 32), (1, 1, 3), ONE, (0, 1), (0, 2), (2, 131), ALL),
+    "channels in three parts": ((192, 192), FLAT, ONE, (1, 1), (0, 1), (3, 5), NORM),
+    "up in time": ((96, 192), (3, 1, 1), ONE, (0, 0), (1, 3), (3, 7), ("bias",)),
+    "to a picture": ((96, 3), FLAT, ONE, (1, 0), (0, 1), (5, 3), ("bias",)),
+    "wider than a tile": ((64, 256), ONE, ONE, (0, 0), (0, 1), (5, 3), ALL),
+    "folded phases": ((32, 64), (2, 2), (1, 1), (1, 1), (0, 2), (5, 4), ()),
+}
+
+# Where memory begins, batches of two, and frames of NaN between them.
 PLACES = {"aligned": (64, 1, 0), "batches and slices": (64, 2, 1), "misaligned": (1, 1, 1)}
+
+TARGETS = ("new memory", "a slice of frames", "the residual")
+
+# Chips with rows and with patches; on a GPU only its own.
+CHIPS = [(9, 0), (12, 0)] if "triton" in PLAYED else [torch.cuda.get_device_capability()]
 
 
 @pytest.fixture(autouse=True)
@@ -70,58 +81,65 @@ def here():
         yield
 
 
-def signal_to_noise(y, expected):
-    """Return the power of `expected` against that of the error of `y`, in dB."""
-    error = (y.double() - expected.double()).square().sum()
-    return 10 * math.log10(expected.double().square().sum() / error)
+@pytest.fixture
+def described(monkeypatch):
+    """Return a function that puts the tiles of a chip with descriptors first, or skips."""
+    if not convolution_tiles._has_descriptors():
+        pytest.skip("needs Triton 3.4 or later")
+    monkeypatch.setattr(convolution_tiles, "_BEFORE", 0)
+    monkeypatch.setattr(convolution_tiles, "tiles_of", convolution_tiles.tiles_of.__wrapped__)
+
+    def use(chip):
+        if not convolution_tiles.tiles_of(chip, torch.float16, 96, 96)[0].columns:
+            pytest.skip("needs a GPU with descriptors")
+        if runtime.interpreted():
+            monkeypatch.setattr(convolution_tiles, "chip_of", lambda _: chip)
+
+    return use
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Return the names of the kernels that run."""
+    convolution, names = importlib.import_module(f"{runtime.__package__}.convolution"), []
+    launch = convolution.launch
+
+    def recorded(kernel, *args, **options):
+        names.append(kernel.__name__)
+        launch(kernel, *args, **options)
+
+    monkeypatch.setattr(convolution, "launch", recorded)
+    return names
 
 
 def activations(*shape, dtype):
     """Return what a norm and SiLU make of normal numbers."""
-    x = F.silu(video(*shape))
-    return x.to(dtype)
+    return F.silu(video(*shape)).to(dtype)
 
 
-def call_of(case, dtype, *, where="aligned", in_place=False):
-    """Return the call of a case, between NaN."""
-    inputs, outputs, taps, stride, padding, (known, frames), size, terms = case
+def run(case, where="aligned", target="new memory"):
+    """Run a case between NaN, and compare it with the formula."""
     offset, batch, spare = PLACES[where]
-    flat = len(taps) == 2
-    batch = 1 if flat else batch
-
-    def pick(choices):
-        return spare if 0 in choices else offset
-
-    def placed(channels, frames, size, seed):
-        shape = (batch, channels, frames, *size)
-        return Placed(shape, 4 if flat else 5, dtype, pick, seed)
-
-    weight = taps_of(outputs, inputs, *taps, dtype=dtype)
-    videos = {"x": placed(inputs, frames, size, 2)}
-    if known:
-        videos["tail"] = placed(inputs, known, size, 3)
-    lengths = (known + frames, *size)
-    after = [
-        (length + 2 * pad - count) // step + 1
-        for length, pad, count, step in zip(
-            lengths, (0, *padding), (1, *taps)[-3:], (1, *stride)[-3:], strict=True
-        )
-    ]
-    if "residual" in terms or in_place:
-        videos["residual"] = placed(outputs, after[0], after[1:], 4)
-    numbers = dict(zip(("bias", "residual_bias", "gamma"), random(3, outputs, seed=5), strict=True))
-    vectors = {name: values for name, values in numbers.items() if name in terms}
-    out = None if in_place or where == "aligned" else placed(outputs, after[0], after[1:], None)
-    options = {"stride": stride, "padding": padding, **vectors}
-    op = "conv2d" if flat else "conv3d"
-    return Example(op, videos, weight, options, True, out, in_place)
+    call = build(
+        *case, torch.bfloat16, batch=batch, target=target,
+        pick=lambda choices: spare if 0 in choices else offset,
+    )  # fmt: skip
+    with use_backend("triton"):
+        call.check(call.run())
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_convolution_equals_the_formula(name):
-    call = call_of(CASES[name], torch.bfloat16)
-    with use_backend("triton"):
-        call.check(call.run())
+    run(CASES[name])
+
+
+@pytest.mark.parametrize("number", range(len(PATCHES)), ids=list(PATCHES))
+@pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_patches_equal_the_formula_between_nan(number, turn, described, launched):
+    """What a patch has outside a frame is 0, not the NaN of the frames around it."""
+    described(CHIPS[(number + turn) % len(CHIPS)])
+    run(list(PATCHES.values())[number], "batches and slices")
+    assert launched == ["convolve_patches"]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -135,45 +153,60 @@ def test_calls_of_all_kinds_equal_the_formula(kernel):
 
 
 @pytest.mark.parametrize("where", PLACES)
-@pytest.mark.parametrize("name", ["a residual block", "without a tail", "folded phases"])
+@pytest.mark.parametrize("name", ["a short tail", "no tail", "phases"])
 def test_only_the_result_is_written_wherever_memory_is(name, where):
     """Everything around the inputs and the result is NaN."""
-    for in_place in (False, True):
-        call = call_of(CASES[name], torch.bfloat16, where=where, in_place=in_place)
-        with use_backend("triton"):
-            call.check(call.run())
+    for target in TARGETS[1:]:
+        run(CASES[name], where, target)
 
 
-@pytest.mark.parametrize("outputs", [96, 160, 192])
-def test_the_norm_of_whole_pixels_equals_the_formula(outputs):
-    case = (16, outputs, (1, 3, 3), (1, 1, 1), (1, 1), (0, 1), (5, 7), NORM)
-    for in_place in (False, True):
-        call = call_of(case, torch.bfloat16, in_place=in_place)
-        with use_backend("triton"):
-            call.check(call.run())
+@pytest.mark.parametrize("target", TARGETS[1:])
+@pytest.mark.parametrize("name", ["a residual block", "folded phases"])
+def test_patches_write_only_the_result(name, target, described, launched):
+    for chip in CHIPS:
+        described(chip)
+        run(PATCHES[name], "batches and slices", target)
+    assert launched == ["convolve_patches"] * len(CHIPS)
+
+
+def check_tile(variant, tile, inputs, outputs, kind, size):
+    """Compare a tile with the formula."""
+    x, weight = activations(1, inputs, 2, *size, dtype=kind), taps_of(outputs, inputs, 2, 1, 2)
+    weight, tail = weight.to(kind), activations(1, inputs, 1, *size, dtype=kind)
+    with use_backend("triton"):
+        call = x, ConvWeight.of(weight)
+        y = dispatch.ask(f"triton:{variant}", "conv3d", *call, tail=tail, **PLAIN)
+    value, error = formulas.conv3d(x, weight, tail=tail)
+    if tile.half:
+        # Sums of up to 64 products are rounded to float16; a GPU rounds after each few of them.
+        count = 1 if runtime.interpreted() else tile.depth
+        magnitude, _ = formulas.conv3d(x.abs(), weight.abs(), tail=tail.abs())
+        error = error + count * 2.0**-11 * magnitude
+    formulas.check(y, value, error, str(tile))
 
 
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("outputs", [3, 32, 64, 96, 128, 160, 192, 256, 384])
+@pytest.mark.parametrize("outputs", [3, 64, 96, 160, 192, 256, 384])
 def test_every_tile_equals_the_formula_at_its_edges(outputs, kind):
     """One pixel less than a tile, a whole one, and one more; products of an odd number."""
     chip = convolution_tiles.chip_of(torch.get_default_device())
-    tiles = convolution_tiles.tiles_of(chip, kind, outputs)
-    for variant, tile in enumerate(tiles):
-        columns = tile.pixels + variant % 3 - 1
-        x = activations(1, 15, 2, 1, columns, dtype=kind)
-        weight = taps_of(outputs, 15, 3, 1, 1, dtype=kind)
-        tail = activations(1, 15, 1, 1, columns, dtype=kind)
-        options = {"stride": (1, 1, 1), "padding": (0, 0), "tail": tail}
-        with use_backend("triton"):
-            y = dispatch.ask(f"triton:{variant}", "conv3d", x, ConvWeight.of(weight), **options)
-        value, error = formulas.conv3d(x, weight, tail=tail)
-        if tile.half:
-            # Sums of 64 products are rounded to float16; a GPU rounds after each few of them.
-            count = 1 if runtime.interpreted() else tile.depth
-            magnitude, _ = formulas.conv3d(x.abs(), weight.abs(), tail=tail.abs())
-            error = error + count * 2.0**-11 * magnitude
-        formulas.check(y, value, error, str(tile))
+    for variant, tile in enumerate(convolution_tiles.tiles_of(chip, kind, outputs)):
+        check_tile(variant, tile, 15, outputs, kind, (1, tile.pixels + variant % 3))
+
+
+@pytest.mark.parametrize("outputs", [17, 96, 128, 192, 256])
+def test_every_patch_equals_the_formula_at_its_edges(outputs, described, launched):
+    """A row and a column more than a patch, and less."""
+    count = 0
+    for chip, kind in zip(CHIPS, (torch.float16, torch.bfloat16), strict=False):
+        described(chip)
+        tiles = convolution_tiles.tiles_of(chip, kind, outputs, 32)
+        for variant, tile in enumerate(tile for tile in tiles if tile.columns):
+            rows, extra = tile.pixels // tile.columns, 1 - 2 * (variant % 2)
+            size = max(1, rows + extra), tile.columns + extra
+            check_tile(variant, tile, 32, outputs, kind, size)
+            count += 1
+    assert launched == ["convolve_patches"] * count
 
 
 @pytest.mark.parametrize("outputs", [96, 192])
@@ -183,27 +216,8 @@ def test_norm_and_float16_sums_reach_60_db(outputs):
     with use_backend("triton"):
         y = conv3d(x, weight.half(), padding=(1, 1), gamma=gamma)
     value, _ = formulas.conv3d(x, weight.half(), padding=(1, 1), gamma=gamma)
-    assert signal_to_noise(y, value) >= 60
-
-
-@pytest.mark.parametrize("channels", [96, 384])
-def test_float16_sums_of_64_products_reach_60_db(channels):
-    """The interpreter rounds once per iteration, so the roundings of tensor cores are emulated.
-
-    They add blocks of products exactly and round the sum: 4 products on the oldest chips, 8 since
-    Ampere (Fasi, Higham, Mikaitis and Pranesh, "Numerical behavior of NVIDIA tensor cores", 2021).
-    """
-    count = 27 * channels
-    x = activations(1, count, 1, 4, 8, dtype=torch.float16).movedim(1, -1).flatten(0, 3)
-    weight = (random(48, count, seed=1) / math.sqrt(count)).half()
-    rows, columns = x.cpu().double().numpy(), weight.cpu().double().numpy().T
-    total = np.zeros((len(rows), columns.shape[1]), np.float32)
-    for start in range(0, count, 64):
-        part = np.zeros(total.shape, np.float16)
-        for at in range(start, min(start + 64, count), 4):
-            part = (part + rows[:, at : at + 4] @ columns[at : at + 4]).astype(np.float16)
-        total += part
-    assert signal_to_noise(torch.from_numpy(total).half(), torch.from_numpy(rows @ columns)) >= 60
+    error = (y.double() - value).square().sum()
+    assert 10 * math.log10(value.square().sum() / error) >= 60
 
 
 def test_float16_sums_end_after_an_iteration_of_the_kernel():
@@ -229,16 +243,15 @@ def test_calls_that_the_kernel_cannot_run_are_refused():
     refused("out overlaps the memory of x", x, weight, out=x)
     large = taps_of(16, 16, 1, 6, 6, dtype=torch.float16)
     refused("more than 31 taps", x, large, padding=(2, 2))
-    options = {"stride": (1, 1, 1), "padding": (0, 0)}
     with use_backend("triton"):
         with pytest.raises(Refusal, match="there is no tile 9"):
-            dispatch.ask("triton:9", "conv3d", x, ConvWeight.of(weight), **options)
+            dispatch.ask("triton:9", "conv3d", x, ConvWeight.of(weight), **PLAIN)
         convolution = importlib.import_module(f"{runtime.__package__}.convolution")
         with pytest.raises(Refusal, match="192 at most, not 256"):
             convolution.conv3d(x, ConvWeight.of(wide), gamma=torch.ones(256))
     if runtime.interpreted():
         with pytest.raises(Refusal, match="the tensors are on cpu; triton needs an NVIDIA"):
-            dispatch.ask("triton", "conv3d", x, ConvWeight.of(weight), **options)
+            dispatch.ask("triton", "conv3d", x, ConvWeight.of(weight), **PLAIN)
 
 
 def test_offsets_beyond_32_bits_are_refused():
@@ -251,16 +264,32 @@ def test_offsets_beyond_32_bits_are_refused():
             convolution.conv3d(x, weight, padding=(1, 1))
 
 
+def test_descriptors_count_more_than_32_bits_of_values(described, monkeypatch):
+    described(CHIPS[0])
+    convolution = importlib.import_module(f"{runtime.__package__}.convolution")
+    calls = []
+    monkeypatch.setattr(convolution, "launch", lambda *args, **_: calls.append(args))
+    weight = ConvWeight.of(torch.empty(32, 32, 1, 3, 3, dtype=torch.float16, device="meta"))
+    for shape in ((2, 40, 9000, 9000, 32), (1, 1, 9000, 90_000, 32)):
+        x = torch.empty(shape, dtype=torch.float16, device="meta").movedim(-1, 1)
+        convolution.conv3d(x, weight, padding=(1, 1))
+        kernel, grid, out, described_x, *_ = calls.pop()
+        assert kernel.__name__ == "convolve_patches"
+        assert described_x.shape == list(shape)
+        assert described_x.strides == [math.prod(shape[at + 1 :]) for at in range(5)]
+        assert described_x.base is x
+        assert out.shape == x.shape
+        assert max(grid) < 2**31
+
+
 def test_a_call_reports_its_tiles_and_what_they_fuse():
+    """Wide results get their norm from another pass."""
     ops = importlib.import_module(f"{runtime.__package__}.ops")
     x = video(1, 16, 2, 4, 4).half()
     for outputs, norm in ((96, True), (192, True), (256, False)):
-        call = x, ConvWeight.of(taps_of(outputs, 16, 3, 3, 3).half()), (1, 1, 1), (1, 1)
+        call = x, ConvWeight.of(taps_of(outputs, 16, 3, 3, 3).half()), ONE, (1, 1)
         assert ops.fuses(*call, norm=True) == Fused(tail=True, sums=True, norm=norm, bias=True)
         assert not ops.fuses(*call, norm=False).norm
-
-
-def test_wide_results_get_their_norm_from_another_pass():
     x = activations(1, 16, 1, 3, 4, dtype=torch.bfloat16)
     weight, gamma = taps_of(256, 16, 1, 1, 1, dtype=torch.bfloat16), random(256, seed=3)
     with use_backend("triton"):
@@ -272,9 +301,9 @@ def test_a_tile_without_memory_leaves_the_others(monkeypatch):
     """A chip with less shared memory than expected refuses a tile, and the next variant runs."""
     errors = pytest.importorskip("triton.runtime.errors", reason="needs triton")
     convolution = importlib.import_module(f"{runtime.__package__}.convolution")
-    working, weight = convolution.convolve, ConvWeight.of(taps_of(96, 8, 1, 1, 1).half())
+    working, weight = convolution.convolve, ConvWeight.of(taps_of(96, 8, 1, 1, 1).bfloat16())
     monkeypatch.setattr(convolution_tiles, "chip_of", lambda _: (9, 0))
-    first = convolution_tiles.tiles_of((9, 0), torch.float16, 96)[0].pixels
+    first = convolution_tiles.tiles_of((9, 0), torch.bfloat16, 96)[0].pixels
 
     class Small:
         __name__ = "convolve"
@@ -289,57 +318,82 @@ def test_a_tile_without_memory_leaves_the_others(monkeypatch):
 
     monkeypatch.setattr(convolution, "convolve", Small())
     monkeypatch.setattr(runtime, "_broken", {})
-    x, options = video(1, 8, 1, 3, 4).half(), {"stride": (1, 1, 1), "padding": (0, 0)}
+    x = video(1, 8, 1, 3, 4).bfloat16()
     with use_backend("triton"):
         for _ in range(2):
             with pytest.raises(Refusal, match="out of resource"):
-                dispatch.ask("triton:0", "conv3d", x, weight, **options)
-        y = dispatch.ask("triton:1", "conv3d", x, weight, **options)
-    assert signal_to_noise(y, formulas.conv3d(x, weight.plain())[0]) >= 60
+                dispatch.ask("triton:0", "conv3d", x, weight, **PLAIN)
+        y = dispatch.ask("triton:1", "conv3d", x, weight, **PLAIN)
+    formulas.check(y, *formulas.conv3d(x, weight.plain()))
 
 
-@each_value_once(
-    shape=[((32, 96), (2, 3), (1, 1), (5, 7)), ((64, 192), (2, 1), (1, 1), (3, 17)),
-           ((96, 33), (2, 1), (0, 0), (5, 18)), ((32, 256), (0, 3), (1, 0), (3, 5))],
-    chip=[(9, 0), (12, 0)],
-    where=["aligned", "batches and slices"],
-)  # fmt: skip
-def test_patches_with_descriptors_equal_the_formula(shape, chip, where, monkeypatch):
-    """What lies outside the frame is NaN, and must be read as zeros."""
-    if not runtime.interpreted():
-        pytest.skip("chooses the tiles of another chip")
-    pytest.importorskip("triton.tools.tensor_descriptor", reason="before Triton 3.4 none exist")
-    convolution = importlib.import_module(f"{runtime.__package__}.convolution")
-    for module in (convolution_tiles, convolution):
-        monkeypatch.setattr(module, "chip_of", lambda _: chip)
-    monkeypatch.setattr(convolution_tiles, "_BEFORE", 0)  # so that they are first
-    monkeypatch.setattr(convolution_tiles, "tiles_of", convolution_tiles.tiles_of.__wrapped__)
-    channels, frames, padding, size = shape
-    terms = NORM if channels[1] <= convolution_tiles.WIDEST else ALL
-    case = (*channels, (3, 3, 3), (1, 1, 1), padding, frames, size, terms)
-    launched, launch = [], convolution.launch
-    monkeypatch.setattr(
-        convolution, "launch", lambda *a, **k: launched.append(a[0]) or launch(*a, **k)
-    )
-    for in_place in (False, True):
-        call = call_of(case, torch.bfloat16, where=where, in_place=in_place)
+def test_memory_without_a_descriptor_gets_another_tile(described, launched):
+    """Misaligned or repeated frames, an odd distance between frames, and a misaligned weight."""
+    described(CHIPS[0])
+    whole, weight = (each.bfloat16() for each in (video(1, 32, 3, 3, 5), taps_of(32, 32, 3, 1, 1)))
+    misaligned = torch.empty(whole.numel() + 1, dtype=whole.dtype)[1:]
+    misaligned = misaligned.view(1, 3, 3, 5, 32).movedim(-1, 1).copy_(whole)
+    repeated = whole[:, :, :1].expand(-1, -1, 3, -1, -1)
+    other = torch.empty(weight.numel() + 1, dtype=weight.dtype)[1:]
+    other = other.view(32, 3, 1, 1, 32).movedim(-1, 1).copy_(weight)
+    steps = 3 * 488, 1, 488, 160, 32  # a frame has 480 numbers
+    odd = torch.empty(3 * 488, dtype=whole.dtype).as_strided(whole.shape, steps).copy_(whole)
+    for x, taps in ((misaligned, weight), (repeated, weight), (odd, weight), (whole, other)):
         with use_backend("triton"):
-            call.check(call.run())
-    assert launched == [convolution.convolve_patches] * 2
+            with pytest.raises(Refusal, match="descriptors need memory at multiples of 16 bytes"):
+                dispatch.ask("triton:0", "conv3d", x, ConvWeight.of(taps), **PLAIN)
+            y = conv3d(x, taps, gamma=torch.ones(32))
+        formulas.check(y, *formulas.conv3d(x, taps, gamma=torch.ones(32)))
+    tail = misaligned[:, :, :2]
+    with use_backend("triton"):
+        y = conv3d(whole, weight, tail=tail)
+    formulas.check(y, *formulas.conv3d(whole, weight, tail=tail))
+    assert launched == ["convolve"] * 5
 
 
-@pytest.mark.parametrize("chip", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), "gfx1201"])
+def test_calls_that_descriptors_cannot_load_have_other_tiles(described, monkeypatch):
+    described(CHIPS[0])
+
+    def columns(channels, stride=ONE):
+        x, weight = video(1, channels, 2, 4, 4).half(), taps_of(96, channels, 1, 1, 1).half()
+        tiles = convolution_tiles.tiles_for(x, ConvWeight.of(weight), stride)
+        return [tile.columns for tile in tiles]
+
+    assert columns(32)[0]
+    assert not any(columns(48))
+    assert not any(columns(32, (1, 2, 2)))
+    monkeypatch.setattr(convolution_tiles, "_has_descriptors", lambda: False)
+    assert not any(columns(32))
+
+
+@pytest.mark.parametrize("chip", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0), "gfx1201"])
 def test_each_shape_class_has_few_tiles_that_fit(chip):
-    for outputs in (3, 12, 32, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1536):
-        for dtype in (torch.float16, torch.bfloat16):
-            tiles = convolution_tiles.tiles_of(chip, dtype, outputs)
+    """Of those with descriptors, one is among the first two."""
+    tiles_of, count = convolution_tiles.tiles_of, {(9, 0): 2, (10, 0): 2, (12, 0): 1}.get(chip, 0)
+    if not convolution_tiles._has_descriptors():
+        count = 0
+    for outputs in (3, 32, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1536):
+        for dtype, inputs in itertools.product((torch.float16, torch.bfloat16), (None, 64, 96)):
+            tiles = tiles_of(chip, dtype, outputs, *([inputs] if inputs else []))
             assert 1 <= len(tiles) == len(set(tiles)) <= 6
             for tile in tiles:
                 assert tile.width >= outputs or outputs > convolution_tiles.WIDEST
                 assert not tile.half or (dtype == torch.float16 and tile.depth <= 64)
-    assert not convolution_tiles.tiles_of(chip, torch.float32, 96)
+            patches = [tile for tile in tiles if tile.columns]
+            assert len(patches) == (count if inputs else 0)
+            assert not patches or sum(tile in patches for tile in tiles[:2]) == 1
+            assert all(inputs % tile.depth == 0 for tile in patches)
+            assert all(tile.pixels % tile.columns == 0 for tile in patches)
+    assert not tiles_of(chip, torch.float32, 96)
 
 
-def test_unknown_chips_have_no_tiles():
-    assert not convolution_tiles.tiles_of((7, 5), torch.float16, 96)
-    assert not convolution_tiles.tiles_of((99, 0), torch.float16, 96)
+def test_tiles_are_those_of_the_chip_and_of_its_inputs():
+    tiles_of = convolution_tiles.tiles_of
+    assert not tiles_of((7, 5), torch.float16, 96)
+    assert not tiles_of((99, 0), torch.float16, 96)
+    for outputs in (64, 96):  # two small programs per multiprocessor come first
+        first, second, *_ = tiles_of((9, 0), torch.bfloat16, outputs)
+        assert (first.pixels, first.warps, second.pixels, second.warps) == (128, 4, 256, 8)
+    if convolution_tiles._has_descriptors():
+        whole, halved = (tiles_of((9, 0), torch.float16, 96, inputs)[1] for inputs in (64, 96))
+        assert replace(whole, depth=32, stages=whole.stages + 1) == halved

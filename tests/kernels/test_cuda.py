@@ -5,6 +5,8 @@ emulator of `emulator/`. `test_cuda_compile.py` checks the output of NVRTC, `tes
 the way from the sources to a launch.
 """
 
+import shutil
+
 import pytest
 import torch
 
@@ -15,7 +17,6 @@ from fast_video_vae.kernels.ready import selfcheck, variants
 from fast_video_vae.kernels.reference.attention import LIFT
 from fast_video_vae.tests.kernels import formulas
 from fast_video_vae.tests.kernels.cases import (
-    DTYPES,
     OPS,
     each_dtype,
     has,
@@ -25,6 +26,7 @@ from fast_video_vae.tests.kernels.cases import (
     random,
     video,
 )
+from fast_video_vae.tests.kernels.emulator import library as emulator
 
 MINE = [op for op in OPS if has("cuda", op)]
 NARROW = (torch.bfloat16, torch.float16)
@@ -39,6 +41,12 @@ def here():
         pytest.skip(reason)
     with place("cuda"):
         yield
+
+
+def test_the_emulator_runs_where_there_is_a_compiler():
+    """Otherwise the tests of the ops would skip it silently."""
+    if EMULATED and shutil.which(emulator.compiler()[0]):
+        assert missing("cuda") is None
 
 
 @each_dtype
@@ -73,31 +81,6 @@ def test_blocks_that_do_several_items_compute_the_same(op, monkeypatch):
         assert tail is first_tail is None or torch.equal(tail, first_tail)
 
 
-@each_dtype
-def test_misaligned_memory_is_read_correctly(dtype):
-    """Kernels read packs if all tensors are aligned, and single numbers otherwise."""
-    rows = random(50, 96, dtype=dtype)
-    misaligned = torch.zeros(rows.numel() + 1, dtype=dtype)[1:].view(rows.shape).copy_(rows)
-    with use_backend("cuda"):
-        for args in ((misaligned, rows), (rows, misaligned)):
-            formulas.holds("silu_mul", *args)
-
-
-@each_dtype
-@pytest.mark.parametrize("channels", [520, 1025, 4096])
-def test_pixels_longer_than_the_registers_of_a_team_are_correct(dtype, channels):
-    x, numbers = video(1, channels, 2, 2, 3, dtype=dtype), random(2, channels, seed=1)
-    weight, bias = numbers
-    rows = x.movedim(1, -1)
-    tail = video(1, channels, 1, 2, 3, dtype=dtype, seed=2)
-    with use_backend("cuda"):
-        result = kernels.rms_norm_silu(x, weight, bias=bias, tail=tail)
-        formulas.check(result[:, :, 1:], *formulas.rms_norm_silu(x, weight, bias=bias))
-        assert torch.equal(tail, result[:, :, 2:])
-        formulas.holds("silu_mul", rows, rows)
-        formulas.holds("group_norm_silu", x, weight, bias, 5 if channels == 1025 else 8)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("outlier", "rest", "deviation"), [(1000.3, 0.1, 0.0), (0.0, 1.7, 0.0), (30.7, 0.1, 1.0)]
@@ -111,23 +94,17 @@ def test_outliers_do_not_reduce_the_precision_of_a_variance(dtype, outlier, rest
             formulas.holds("group_norm_statistics", x.to(dtype), 32, 1e-6)
 
 
-@pytest.mark.parametrize(("mean", "deviation"), [(50.0, 0.01), (1e3, 1.0), (1e4, 1.0), (-3e4, 0.5)])
-@pytest.mark.parametrize("channels", [24, 64])
+@pytest.mark.parametrize(("mean", "deviation"), [(50.0, 0.01), (1e4, 1.0), (1e36, 0.0)])
+@pytest.mark.parametrize("channels", [24, 64, 4096])
 def test_group_norm_of_a_small_frame_far_from_zero(mean, deviation, channels):
     """A thread has one pixel, whose distance from the others is as large as the deviation."""
-    x = video(1, channels, 2, 8, 8).mul_(deviation).add_(mean)
+    x = video(1, channels, 2, 2, 3 if channels == 4096 else 8).mul_(deviation).add_(mean)
     with use_backend("cuda"):
         formulas.holds("group_norm_statistics", x, 4, 1e-12)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("number", [10.3, 1000.3, 1e36])
-def test_a_constant_frame_becomes_the_bias_of_a_group_norm(dtype, number):
-    x = torch.full((1, 2, 5, 7, 12), number, dtype=dtype).movedim(-1, 1)
-    weight, bias = random(2, 12)
-    with use_backend("cuda"):
-        y = kernels.group_norm_silu(x, weight, bias, 3, silu=False)
-    assert torch.equal(y, bias.to(dtype).view(1, 12, 1, 1, 1).expand_as(y))
+        if not deviation:  # the bias of the norm
+            weight, bias = random(2, channels)
+            y = kernels.group_norm_silu(x, weight, bias, 4, silu=False)
+            assert torch.equal(y, bias.view(1, -1, 1, 1, 1).expand_as(y))
 
 
 def far(x, frames=0):
@@ -146,32 +123,14 @@ def far(x, frames=0):
 
 
 @pytest.mark.skipif(not EMULATED, reason="the memory of a GPU is allocated at once")
-@pytest.mark.parametrize("op", ["rms_norm_silu", "group_norm_silu", "bias_residual"])
-def test_frames_may_be_more_than_2_32_numbers_apart(op):
-    channels, dtype = 8, torch.bfloat16
-    x, numbers = video(1, channels, 2, 3, 5, dtype=dtype), random(2, channels, seed=1)
-    args = {
-        "rms_norm_silu": (numbers[0],),
-        "group_norm_silu": (numbers[0], numbers[1], 2),
-        "bias_residual": (numbers[0],),
-    }[op]
-    given = {} if op == "bias_residual" else {"tail": video(1, channels, 1, 3, 5, dtype=dtype)}
-    copies = {name: far(tail) for name, tail in given.items()}
-    run = getattr(kernels, op)
-    with use_backend("cuda"):
-        expected = run(x, *args, **given)
-        out = far(expected[:, :, -1:], frames=expected.shape[2] - 1)
-        assert run(far(x), *args, **copies, out=out) is out
-    assert torch.equal(out, expected)
-    for name, tail in given.items():
-        assert torch.equal(copies[name], tail)
-
-
-@pytest.mark.skipif(not EMULATED, reason="the memory of a GPU is allocated at once")
-def test_moved_and_averaged_frames_may_be_more_than_2_32_numbers_apart():
+def test_frames_may_be_more_than_2_32_numbers_apart():
     x = video(1, 16, 2, 4, 6, dtype=torch.bfloat16)
     source = video(1, 4, 1, 3, 5, dtype=torch.bfloat16, seed=1)
+    numbers = random(2, 16, seed=1)
     calls = [
+        ("rms_norm_silu", (numbers[0],), {"tail": 1}),
+        ("group_norm_silu", (*numbers, 2), {"tail": 1}),
+        ("bias_residual", (numbers[0],), {}),
         ("average_down", (), {"channels": 16, "times": 1, "size": 2}),
         ("frames_to_images", (), {"patch": 2}),
         ("frames_to_images", (), {"patch": 2, "dtype": torch.uint16, "bits": 10}),
@@ -181,8 +140,15 @@ def test_moved_and_averaged_frames_may_be_more_than_2_32_numbers_apart():
     ]
     with use_backend("cuda"):
         for op, args, keywords in calls:
-            run = getattr(kernels, op)
-            assert torch.equal(run(far(x), *args, **keywords), run(x, *args, **keywords)), op
+            run, copies = getattr(kernels, op), dict(keywords)
+            if "tail" in keywords:
+                keywords["tail"] = video(1, 16, 1, 4, 6, dtype=torch.bfloat16, seed=2)
+                copies["tail"] = far(keywords["tail"])
+            expected = run(x, *args, **keywords)
+            if op in ("rms_norm_silu", "group_norm_silu", "bias_residual"):
+                copies["out"] = far(expected[:, :, -1:], frames=expected.shape[2] - 1)
+            assert torch.equal(run(far(x), *args, **copies), expected), op
+            assert "tail" not in keywords or torch.equal(copies["tail"], keywords["tail"])
 
 
 @pytest.mark.parametrize("dtype", NARROW)
@@ -253,15 +219,8 @@ def test_the_check_finds_every_op_right_where_there_is_no_triton(op, monkeypatch
     assert selfcheck.checked(dispatch.ask, op, samples) == ("cuda",)
 
 
-def test_empty_tensors_are_refused():
-    x = torch.ones(2, 8)
-    with use_backend("cuda"), pytest.raises(BackendError, match="cuda: the tensor is empty"):
-        kernels.silu_mul(x[:0], x[:0])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_failed_launch_is_an_error_of_one_line(dtype, monkeypatch):
-    rows, module = torch.ones(4, 16, dtype=dtype), type("Broken", (), {})()
+def test_a_failed_launch_is_an_error_of_one_line(monkeypatch):
+    rows, module = torch.ones(4, 16), type("Broken", (), {})()
     module.launch = lambda *_: (_ for _ in ()).throw(RuntimeError("the driver returned 719"))
     with use_backend("cuda"):
         with monkeypatch.context() as patch:

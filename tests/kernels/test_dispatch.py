@@ -11,8 +11,7 @@ from fast_video_vae import kernels
 from fast_video_vae.kernels import BackendError, backends, dispatch, errors, modules, use_backend
 from fast_video_vae.kernels.backends import forced
 from fast_video_vae.kernels.errors import Refusal, log_once
-from fast_video_vae.kernels.support import EXACT
-from fast_video_vae.tests.kernels.cases import DTYPES, OPS, SERVED, inputs, random, serving, video
+from fast_video_vae.tests.kernels.cases import DTYPES, OPS, SERVED, inputs, random, video
 
 
 @pytest.fixture
@@ -47,6 +46,7 @@ def test_the_first_backend_that_accepts_a_call_runs_it(team):
     assert team == ["first"]
     assert dispatch.run("op", -2) == ("second", -2)
     assert team == ["first", "first", "second"]
+    assert dispatch.run("other", 2) == ("second", 2)  # which the first has not
 
 
 def test_run_kernel_never_uses_the_reference(team, monkeypatch):
@@ -54,10 +54,8 @@ def test_run_kernel_never_uses_the_reference(team, monkeypatch):
     assert dispatch.run_kernel("op", 3, by=2) == ("first", 6)
     assert dispatch.run_kernel("op", -2) is None
     assert team == ["first", "first"]
-
-
-def test_a_backend_without_the_op_is_skipped(team):
-    assert dispatch.run("other", 2) == ("second", 2)
+    x, leaf = torch.ones(2, 8), torch.ones(2, 8, requires_grad=True)
+    assert kernels.run_kernel("silu_mul", leaf, x) is None
 
 
 def test_the_error_lists_every_reason_in_one_line(team):
@@ -152,39 +150,6 @@ def test_a_backend_runs_its_ops_and_refuses_others(backend, op, dtype):
             getattr(kernels, op)(*args, **keywords)
 
 
-@pytest.mark.parametrize("backend", serving(*EXACT), indirect=True)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("channels", [1, 3, 8, 15, 17, 33, 96, 160])
-def test_exact_ops_equal_the_reference_bit_for_bit(backend, channels, dtype):
-    """Use numbers of many magnitudes, so that another order of a sum changes bits."""
-    magnitudes = 2.0 ** random(2, channels, 3, 9, 7, seed=3).mul_(3).round_()
-    x = (video(2, channels, 3, 9, 7) * magnitudes).to(dtype)
-    wide = torch.cat([x, x.flip(2), x.flip(3), x.flip(4)], dim=1).contiguous(
-        memory_format=torch.channels_last_3d
-    )
-    source = video(2, 2 * channels, 3, 8, 6, dtype=dtype, seed=1)
-    bias, other = random(2, channels, seed=2) * 8
-
-    calls = [
-        ("bias_residual", (x, bias, x.flip(0), other), {}),
-        ("bias_residual", (x, None, x.flip(0), other), {}),
-        ("merge_phases", (wide,), {}),
-        ("merge_phases", (wide, source), {}),
-        ("merge_phases", (wide,), {"bias": bias}),
-        ("merge_phases", (wide, source), {"bias": bias}),
-        ("interleave_time", (wide, 2), {}),
-        ("pixel_shuffle_3d", (wide, (2, 1, 2), "hwtc"), {}),
-        ("frames_to_images", (wide,), {"patch": 2, "order": "ctwh"}),
-        ("frames_to_images", (wide,), {"patch": 2, "dtype": torch.uint8}),
-        ("frames_to_images", (wide,), {"patch": 2, "dtype": torch.uint16, "bits": 12}),
-    ]
-    assert {op for op, _, _ in calls} == EXACT
-    for op, args, keywords in calls:
-        actual = getattr(kernels, op)(*args, **keywords)
-        with use_backend("reference"):
-            assert torch.equal(actual, getattr(kernels, op)(*args, **keywords)), op
-
-
 @pytest.mark.parametrize("op", [*OPS, "conv2d", "conv3d"])
 def test_a_tensor_that_requires_a_gradient_is_refused(op):
     convolution = (video(1, 8, 3, 4, 4), random(8, 8, 1, 1, 1)), {}
@@ -198,10 +163,6 @@ def test_a_tensor_that_requires_a_gradient_is_refused(op):
             getattr(kernels, op)(*given, **keywords)
         with torch.no_grad():
             assert not getattr(kernels, op)(*given, **keywords).requires_grad
-
-
-def test_a_kernel_is_not_asked_where_a_tensor_requires_a_gradient():
-    x, leaf = torch.ones(2, 8), torch.ones(2, 8, requires_grad=True)
-    assert kernels.run_kernel("silu_mul", leaf, x) is None
-    with pytest.raises(ValueError, match="requires a gradient"):
-        kernels.silu_mul(x, x, out=leaf)
+    if op == "silu_mul":
+        with pytest.raises(ValueError, match="requires a gradient"):
+            kernels.silu_mul(*args, out=args[0].clone().requires_grad_())

@@ -48,7 +48,3 @@ def test_without_onednn_both_are_slow(cpu, monkeypatch):
     assert slow_on_cpu(BF16)
     assert slow_on_cpu(FP16)
     assert not multiplies_bfloat16()
-
-
-def test_the_features_of_this_processor_are_words():
-    assert all(word and word == word.lower() for word in instructions.cpu_features())

@@ -78,23 +78,6 @@ def test_a_tile_serves_after_a_proof_in_a_later_video(unknown):
     assert bits(decoded(vae)) == bits(again)
 
 
-@pytest.mark.parametrize("unknown", [GEFORCE], indirect=True)
-def test_calls_are_converted_for_a_proof_alone(unknown, monkeypatch):
-    device, _ = unknown
-    vae = new_vae()
-    device.build()
-    converted, convert = [], proof._in
-    monkeypatch.setattr(proof, "_in", lambda *call: converted.append(1) or convert(*call))
-    decoded(vae)
-    asked = len(converted)  # for the samples of each variant
-    decoded(vae)
-    assert len(converted) == asked == len(device.jobs)
-    device.build()
-    decoded(vae)
-    device.build()
-    assert len(converted) == asked + len(proofs_of(device))
-
-
 def test_no_kind_is_proved_twice_on_a_machine(unknown, monkeypatch):
     device, _ = unknown
     vae = new_vae()
@@ -163,23 +146,17 @@ def test_a_picture_proves_one_kind_and_memory_is_needed(unknown, monkeypatch):
     assert len(proofs_of(device)) == before
 
 
-def test_small_convolutions_are_not_proved(unknown, monkeypatch):
-    device, own = unknown
-    monkeypatch.setattr(proof, "_PRODUCTS", 1e10)
-    vae = new_vae()
-    settle(device, vae)
-    own.ran.clear()
-    decoded(vae)
-    assert not own.ran["conv3d"]
-
-
-def test_no_proof_happens_on_a_chip_of_the_table(monkeypatch, tmp_path):
-    with playing(monkeypatch, tmp_path, table={(9, 0): {}}) as (device, own):
+@pytest.mark.parametrize("because", ["the convolutions are small", "the chip has a table"])
+def test_nothing_is_proved(because, monkeypatch, tmp_path):
+    chip, table = ((9, 0), {(9, 0): {}}) if because == "the chip has a table" else (AMPERE, {})
+    with playing(monkeypatch, tmp_path, chip, table) as (device, own):
+        monkeypatch.setattr(proof, "_PRODUCTS", 0 if table else 1e10)
         vae = new_vae()
         settle(device, vae)
-        for _ in range(4):
+        for _ in range(3):
             decoded(vae)
             device.build()
+        assert own.ran["rms_norm_silu"]
         assert not own.ran["conv3d"]
         assert not proofs_of(device)
 
@@ -201,14 +178,9 @@ def test_float16_serves_a_decode_where_sums_in_float16_are_proved(unknown):
         key = ProofKey(device.device, kind, torch.float16)
         routes.keep_proof(key, Proof(2.0, 1.0, right=True))
     assert fp16_pays(device.device)
-    assert decoded(vae).dtype == torch.bfloat16
-
-
-def test_float16_needs_three_widths_and_a_gain(unknown):
-    device, _ = unknown
     assert not fp16_pays(torch.device("cpu"))
     assert AMPERE not in SUMS_IN_HALF
-    assert not fp16_pays(device.device)
+    assert decoded(vae).dtype == torch.bfloat16
 
 
 def test_the_entry_of_a_chip_is_one_line_per_kind(unknown):

@@ -13,18 +13,15 @@ INF, NAN = float("inf"), float("nan")
 @pytest.mark.parametrize("channels", [1, 8, 33])
 @each_dtype
 def test_a_row_of_zeros_stays_zero(backend, dtype, channels):
+    """Also one that a bias cancels."""
     x = video(1, channels, 1, 4, 5, dtype=dtype)
     x[..., 2, 3] = 0
     scales = torch.ones(channels)
     for silu in (True, False):
-        assert not kernels.rms_norm_silu(x, scales, silu=silu)[..., 2, 3].any()
-        formulas.holds("rms_norm_silu", x, scales, silu=silu)
-
-
-@each_dtype
-def test_a_bias_may_cancel_a_row(backend, dtype):
-    x = torch.full((1, 1, 1, 3, 16), 0.75, dtype=dtype).movedim(-1, 1)
-    assert not kernels.rms_norm_silu(x, torch.ones(16), bias=torch.full((16,), -0.75)).any()
+        y = formulas.holds("rms_norm_silu", x, scales, silu=silu)
+        assert not y[..., 2, 3].any()
+    x = torch.full((1, 1, 1, 3, channels), 0.75, dtype=dtype).movedim(-1, 1)
+    assert not kernels.rms_norm_silu(x, scales, bias=-0.75 * scales).any()
 
 
 @pytest.mark.parametrize("number", [0.0, 3.1, -1e4])
@@ -36,29 +33,21 @@ def test_group_norm_of_a_constant_frame_is_its_bias(backend, dtype, number):
     formulas.holds("group_norm_statistics", x, 3, 1e-2)
 
 
-@pytest.mark.parametrize("channels", [3, 16, 96])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scale", [1e18, 1e-15])
-def test_very_large_and_small_numbers_are_normalised(backend, dtype, channels, scale):
+@pytest.mark.parametrize("channels", [3, 96])
+@each_dtype
+def test_numbers_whose_squares_leave_the_dtype_are_normalised(backend, dtype, channels):
     """Their squares are in the range of float32: 96 of 1e36, and 1e-30."""
-    x = (video(2, channels, 1, 3, 5) * scale).to(dtype)
-    gamma = random(channels, seed=1)
-    if scale > 1:
-        formulas.holds("rms_norm_silu", x, gamma)
-    else:
-        # The norm comes near 1e-12, the smallest divisor; squares lose digits below 1e-38.
-        expected, _ = formulas.rms_norm_silu(x, gamma)
-        assert torch.allclose(kernels.rms_norm_silu(x, gamma).double(), expected, rtol=1e-2)
-
-
-@pytest.mark.parametrize("channels", [3, 16, 33])
-def test_squares_of_float16_do_not_overflow(backend, channels):
-    x = video(1, channels, 2, 3, 5).mul_(1e4).half()
-    scales, zeros = torch.ones(channels), torch.zeros(channels)
-    assert x.isfinite().all()
-    formulas.holds("rms_norm_silu", x, scales)
-    formulas.holds("group_norm_silu", x, scales, zeros, 1)
-    formulas.holds("group_norm_statistics", x, 1)
+    x, gamma = video(2, channels, 1, 3, 5), random(channels, seed=1)
+    large = (x * (1e4 if dtype == torch.float16 else 1e18)).to(dtype)
+    formulas.holds("rms_norm_silu", large, gamma)
+    if dtype == torch.float16:
+        formulas.holds("group_norm_silu", large, gamma, torch.zeros(channels), 1)
+        formulas.holds("group_norm_statistics", large, 1)
+        return
+    small = (x * 1e-15).to(dtype)
+    # The norm comes near 1e-12, the smallest divisor; squares lose digits below 1e-38.
+    expected, _ = formulas.rms_norm_silu(small, gamma)
+    assert torch.allclose(kernels.rms_norm_silu(small, gamma).double(), expected, rtol=1e-2)
 
 
 def test_norms_of_the_largest_bfloat16_are_not_nan(backend):
@@ -98,20 +87,21 @@ def test_infinities_and_nan_stay_in_their_pixel(backend, dtype, channels):
         formulas.holds("rms_norm_silu", x, gamma, silu=silu)
 
 
-@pytest.mark.parametrize("number", [INF, -INF, NAN])
+@pytest.mark.parametrize("number", [INF, NAN])
 @each_dtype
 def test_infinities_and_nan_stay_in_their_group(backend, dtype, number):
+    """Of the numbers, or of the statistics: rounding must not carry their NaN over to zero."""
     x = video(2, 12, 2, 3, 5, dtype=dtype)
-    x[1, 5, 0, 2, 4] = number
     weight, bias = random(2, 12, seed=1)
+    x[1, 4:8, 0] = 0
+    expected = kernels.group_norm_silu(x, weight, bias, 3)
+    statistics = kernels.group_norm_statistics(x, 3)
+    x[1, 5, 0, 2, 4] = number
     y = kernels.group_norm_silu(x, weight, bias, 3)
     assert y[1, 4:8, 0].isnan().all()
-    y[1, 4:8, 0] = x[1, 4:8, 0] = 0
-    value, error = formulas.group_norm_silu(x, weight, bias, 3)
-    value[1, 4:8, 0] = error[1, 4:8, 0] = 0
-    formulas.check(y, value, error)
+    y[1, 4:8, 0] = expected[1, 4:8, 0]
+    assert torch.equal(y, expected)
 
-    statistics = kernels.group_norm_statistics(x, 3)
     x[1, 4:8, 0] = number
     broken = kernels.group_norm_statistics(x, 3)
     assert broken[1, 0, 1, 1].isnan()
@@ -119,21 +109,15 @@ def test_infinities_and_nan_stay_in_their_group(backend, dtype, number):
     broken[1, 0, :, 1] = statistics[1, 0, :, 1]
     assert torch.equal(broken, statistics)
 
-
-@each_dtype
-def test_nan_statistics_stay_in_their_group(backend, dtype):
-    """All bits of the NaN are set: rounding must not carry it over to zero."""
-    x = video(1, 12, 2, 3, 5, dtype=dtype)
-    weight, bias = random(2, 12, seed=1)
-    statistics = kernels.group_norm_statistics(x, 3)
+    x[1, 4:8, 0] = 0
     expected = kernels.group_norm_silu(x, weight, bias, 3, statistics=statistics)
-    nan = torch.full((), -1, dtype=torch.int32).view(torch.float32)
+    nan = torch.full((), -1, dtype=torch.int32).view(torch.float32)  # all of its bits are set
     for place in (0, 1):
         given = statistics.clone()
         given[0, 1, place, 1] = nan
         y = kernels.group_norm_silu(x, weight, bias, 3, statistics=given)
-        assert y[:, 4:8, 1].isnan().all()
-        y[:, 4:8, 1] = expected[:, 4:8, 1]
+        assert y[0, 4:8, 1].isnan().all()
+        y[0, 4:8, 1] = expected[0, 4:8, 1]
         assert torch.equal(y, expected)
 
 
@@ -151,17 +135,6 @@ def test_infinities_and_nan_in_elementwise_ops(backend, dtype):
     bias = torch.tensor([0.0, 1.0, -1.0, INF, 0.0, NAN, 0.0, 0.5, -0.5])
     formulas.holds("bias_residual", x, bias, y)
     formulas.holds("bias_residual", x, None, y, bias)
-
-
-@each_dtype
-def test_results_beyond_the_dtype_are_infinite(backend, dtype):
-    greatest = torch.finfo(dtype).max
-    x = torch.full((1, 1, 1, 3, 17), greatest, dtype=dtype).movedim(-1, 1)
-    rows = x.movedim(1, -1)
-    assert (kernels.silu_mul(rows, torch.full_like(rows, 2)) == INF).all()
-    if has(backend, "bias_residual"):
-        assert (kernels.bias_residual(x, None, x) == INF).all()
-        assert (kernels.bias_residual(-x, None, -x) == -INF).all()
     if has(backend, "merge_phases"):
         grid = torch.full((1, 1, 2, 2, 4), greatest, dtype=dtype).movedim(-1, 1)
         assert (kernels.merge_phases(grid, grid[:, :1, :, :1, :1]) == INF).all()
@@ -180,11 +153,9 @@ def test_moved_numbers_keep_their_bits(backend, dtype):
     ).to(torch.get_default_device(), as_bits)  # fmt: skip
     x = bits.view(dtype)
     x[..., ::3, :] = torch.tensor([INF, -INF, NAN, -0.0]).to(dtype).repeat(6)
-    x = x.movedim(-1, 1)
-    y = kernels.pixel_shuffle_3d(x, (1, 2, 2)).contiguous().view(as_bits)
-    planes = torch.nn.functional.pixel_shuffle(x[0].movedim(1, 0).contiguous().view(as_bits), 2)
-    assert torch.equal(y[0].movedim(1, 0), planes)
-    y = kernels.interleave_time(x, 2).contiguous().view(as_bits)
-    assert torch.equal(y[:, :, 1::2], x[:, 12:].contiguous().view(as_bits))
+    bits, x = bits.movedim(-1, 1), x.movedim(-1, 1)
+    for op, args in (("pixel_shuffle_3d", ((1, 2, 2),)), ("interleave_time", (2,))):
+        y = getattr(kernels, op)(x, *args).contiguous().view(as_bits)
+        assert torch.equal(y, getattr(formulas, op)(bits, *args)[0])
     y = kernels.merge_phases(x).contiguous().view(as_bits)
-    assert torch.equal(y[..., 1::2, ::2], x[:, 12:18, :, 1:, :-1].contiguous().view(as_bits))
+    assert torch.equal(y, formulas.merge_phases(bits)[0])
