@@ -32,7 +32,18 @@ CANDIDATES = ("reference", "aten", "sliced", "any")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 # Input and output channels: of a picture, of a patch, one, and of a network.
-_CHANNELS = ((3, 16), (16, 3), (12, 12), (12, 96), (96, 3), (96, 96), (16, 1), (1, 12))
+_CHANNELS = (
+    (3, 16),
+    (16, 3),
+    (12, 12),
+    (12, 96),
+    (96, 3),
+    (96, 96),
+    (16, 1),
+    (1, 12),
+    (20, 33),
+    (16, 160),
+)
 
 # Rows and columns; few, odd and even, and whole groups of 4 columns.
 _SIZES = ((3, 3), (3, 5), (5, 7), (9, 4), (4, 12), (8, 3))

@@ -49,7 +49,9 @@ def arguments(op, channels):
     """Return the arguments after `x`, and the options."""
     weight, bias = random(2, channels, seed=1)
     groups = next(n for n in (4, 5, 3, 1) if channels % n == 0)
-    return ((weight,), {"bias": bias}) if op == OPS[0] else ((weight, bias, groups), {})
+    if op == OPS[0]:
+        return (weight,), {"bias": bias}
+    return (weight, bias, groups), {"eps": 1e-5}
 
 
 def counters():
@@ -90,7 +92,10 @@ def same(one, two):
 
 
 def compared(op, x, form, *, known=None, border=0, factor=30.0, silu=True):
-    """Run a call, compare all that it writes with the formula, and return its counts."""
+    """Run a call, compare all that it writes with the formula, and return its counts.
+
+    Numbers without SiLU are in new memory.
+    """
     batch, channels, frames, height, width = x.shape
     dtype, count = form or x.dtype, known or 0
     args, options = arguments(op, channels)
@@ -101,9 +106,11 @@ def compared(op, x, form, *, known=None, border=0, factor=30.0, silu=True):
     shape = batch, channels, count + frames, height + 2 * border, width + 2 * border
     buffer, out = window(*shape, dtype=dtype)
     run = getattr(kernels, op)
-    written = run(x, *args, **options, **given, silu=silu, tail=tail, out=out, border=border)
-    assert written is out
-    result = buffer.take(out)
+    into = out if form or silu else None
+    result = run(x, *args, **options, **given, silu=silu, tail=tail, out=into, border=border)
+    assert result is out or into is None
+    assert result.movedim(1, -1)[0, 0].is_contiguous()
+    result = result if into is None else buffer.take(out)
     where = f"{op} of {tuple(x.shape)}, {x.dtype} to {form}, known {known}, border {border}"
     inner = result[..., border : border + height, border : border + width]
     zero = ZERO - LIFTED[form] if form else 0
@@ -119,16 +126,20 @@ def compared(op, x, form, *, known=None, border=0, factor=30.0, silu=True):
 
 
 @each_op
-@pytest.mark.parametrize("count", [30, pytest.param(300, marks=pytest.mark.slow)])
-def test_borders_tails_and_codes_are_those_of_the_formula(backend, op, count):
+@pytest.mark.parametrize("rounds", [1, pytest.param(8, marks=pytest.mark.slow)])
+def test_borders_tails_and_codes_are_those_of_the_formula(backend, op, rounds):
     """An emulated GPU has one input dtype by default, because each is compiled."""
-    played = backend in PLAYED
-    dtypes = (torch.bfloat16,) if played and count == 30 else DTYPES
-    every = product(SIZES, dtypes, FORMS[backend], (None, 0, 1, 2), (0, 1, 2), (True, False))
-    chosen = Random(3).sample(list(every), count // 2 if played else count)
-    for size, narrow, form, known, border, silu in chosen:
-        x = video(*size, dtype=narrow)
-        compared(op, x, form, known=known, border=border, silu=silu)
+    played, draw = backend in PLAYED, Random(3)
+    for _ in range(rounds):
+        every = list(product(FORMS[backend], (None, 0, 1, 2), (0, 1, 2)))
+        for form, known, border in every[:: 3 if played and rounds == 1 else 1]:
+            narrow = torch.bfloat16 if played and rounds == 1 else draw.choice(DTYPES)
+            size = SIZES[draw.randrange(8)]
+            # Every third has no border: on an emulated GPU it follows the tail.
+            border = (border + (known or 0)) % 3 if played else border
+            x = video(*size, dtype=narrow)
+            silu = draw.random() < 0.5
+            compared(op, x, form, known=known, border=border, silu=silu)
 
 
 @each_op
@@ -217,29 +228,40 @@ def test_a_new_result_has_the_dtype_of_its_device(backend, op):
 
 
 @each_op
-def test_a_border_and_bands_do_not_change_the_frames(backend, op):
-    """Bit for bit: frames, tails and counts; every band has its own border."""
-    args, options = arguments(op, 16)
-    run = getattr(kernels, op)
-    x = video(2, 16, 3, 8, 4, dtype=torch.bfloat16).mul_(3).add_(5)
-    if op == OPS[1]:
-        options["statistics"] = kernels.group_norm_statistics(x, args[-1])
+@pytest.mark.parametrize(
+    ("channels", "width", "border", "silu"),
+    [(16, 4, 1, True), (16, 4, 0, True), (33, 5, 0, False)],
+)
+def test_a_border_and_bands_do_not_change_the_frames(backend, op, channels, width, border, silu):
+    """Bit for bit: frames, tails and counts; every band has its own border.
+
+    The rows are whole vectors, because PyTorch's `exp` differs between these and their remainder.
+    """
+    args, options = arguments(op, channels)
+    run, more = getattr(kernels, op), {"silu": silu}
+    x = video(2, channels, 3, 8, width, dtype=torch.bfloat16).mul_(3).add_(5)
+    if op == OPS[1]:  # with statistics, their eps counts
+        more["statistics"] = kernels.group_norm_statistics(x, args[-1], options["eps"])
     for form in FORMS[backend]:
-        tails = [torch.zeros(2, 2, 8, 4, 16, dtype=form or x.dtype).movedim(-1, 1) for _ in "ab"]
-        counted = [coded(16) if form else {} for _ in tails]
-        outs = (torch.empty(2, 5, 8, 4, 16, dtype=tails[0].dtype).movedim(-1, 1), None)
-        whole = run(x, *args, **options, tail=tails[0], out=outs[0], **counted[0])
-        zero = ZERO - LIFTED[form] if form else 0
+        tails = [torch.zeros(2, 2, 8, width, channels, dtype=form or x.dtype) for _ in "ab"]
+        tails = [each.movedim(-1, 1) for each in tails]
+        counted = [coded(channels) if form else {} for _ in tails]
+        out = torch.empty(2, 5, 8, width, channels, dtype=form or x.dtype).movedim(-1, 1)
+        whole = run(x, *args, **options, silu=silu, tail=tails[0], out=out, **counted[0])
+        if op == OPS[1]:
+            options["eps"] = 7.0
         for rows in starmap(slice, pairwise((0, 1, 4, 8))):
-            expected = F.pad(whole[..., rows, :], (1,) * 4, value=zero)
+            zero = ZERO - LIFTED[form] if form else 0
+            expected = F.pad(whole[..., rows, :], (border,) * 4, value=zero)
             out = torch.empty_like(expected, memory_format=torch.channels_last_3d)
             run(
-                x[..., rows, :], *args, **options, tail=tails[1][..., rows, :], out=out, border=1,
-                **counted[1],
+                x[..., rows, :], *args, **options, **more, tail=tails[1][..., rows, :], out=out,
+                border=border, **counted[1],
             )  # fmt: skip
             assert torch.equal(out, expected)
         assert torch.equal(*tails)
         assert not form or torch.equal(*(each["saturated"] for each in counted))
+        options = arguments(op, channels)[1]
 
 
 def refusals(backend, op, x):

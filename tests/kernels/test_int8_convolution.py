@@ -105,17 +105,6 @@ def test_the_largest_sums_are_exact(candidate, kind):
         check_sums(codes_of(1, 384, 3, 3, 4, kind=kind).fill_(code), weight)
 
 
-@each_kind
-def test_a_border_of_zeros_adds_nothing(candidate, kind):
-    """A tail and a border of the code of 0 are the padding of a causal convolution."""
-    x, weight = codes_of(1, 32, 2, 3, 4, kind=kind), taps_of(16, 32, 3, 3, 3)
-    padded = F.pad(x.cpu().double() - zero_of(kind), (1, 1, 1, 1, 2, 0))
-    expected = F.conv3d(padded, weight.cpu().double()).to(x.device, torch.int32)
-    window = (padded + zero_of(kind)).to(x.device, kind)
-    window = window.contiguous(memory_format=torch.channels_last_3d)
-    assert torch.equal(int8_conv3d(window, weight, None, dtype=torch.int32), expected)
-
-
 def terms_of(outputs, shape, dtype):
     """Return a scale that keeps the sums near 1, and all terms."""
     scale = random(outputs, seed=2).abs() * 1e-5

@@ -5,7 +5,7 @@ memory of NaN inside a longer buffer, and any write outside of it is an error.
 """
 
 import math
-from itertools import pairwise, product, starmap
+from itertools import product
 
 import pytest
 import torch
@@ -214,63 +214,6 @@ def test_an_op_equals_its_formula(backend, op, dtype, channels):
         if op in EXACT and backend != "reference":
             with use_backend("reference"):
                 assert torch.equal(y, getattr(kernels, op)(*args, **options)), where
-
-
-@pytest.mark.parametrize(
-    ("op", "channels"),
-    [*(("rms_norm_silu", channels) for channels in (3, 16, 33)), ("group_norm_silu", 12)],
-)
-@each_dtype
-@pytest.mark.parametrize("known", [0, 1, 2])
-def test_a_norm_reads_and_updates_its_tail(backend, dtype, op, channels, known):
-    weight, bias = random(2, channels, seed=1)
-    args, options = (weight,), {"bias": bias}
-    if op == "group_norm_silu":
-        args, options = (weight, bias, 4), {"eps": 1e-5}
-    for frames, batch, given in some(backend, product((1, 2, 3, 5), (1, 2), (True, False))):
-        x = video(batch, channels, frames, 3, 5, dtype=dtype)
-        tails = Poisoned(batch, known, 3, 5, channels, dtype=dtype)
-        tail = tails.memory.movedim(-1, 1)
-        tail.copy_(video(*tail.shape, dtype=dtype, seed=2))
-        before = tail.clone()
-        buffer, out = window(batch, channels, known + frames, 3, 5, dtype=dtype)
-        run = getattr(kernels, op)
-        result = run(x, *args, **options, tail=tail, out=out if given else None)
-        result = buffer.take(out) if given else result
-        assert torch.equal(result[:, :, :known], before)
-        assert torch.equal(tails.take(tail), result[:, :, frames:])
-        expected = getattr(formulas, op)(x, *args, **options)
-        formulas.check(result[:, :, known:], *expected, f"{tuple(x.shape)}")
-
-
-@each_dtype
-@pytest.mark.parametrize("known", [None, 2])
-def test_bands_of_rows_with_statistics_equal_the_frame(backend, dtype, known):
-    """Equal bit for bit; with `()` as cuts, the one band is the frame. Their `eps` is not used."""
-    splits = [(), (3,), (1, 2, 7)]
-    sizes = [(1, 1, 5), (16, 2, 4), (6, 2, 5), (33, 3, 5)]
-    for (channels, groups, width), cuts, silu in some(
-        backend, product(sizes, splits, (True, False)), 3
-    ):
-        if cuts and backend == "reference" and silu and channels * width % 64:
-            continue  # PyTorch's `exp` differs between vectors and their remainder
-        weight, bias = random(2, channels, seed=1)
-        x = video(2, channels, 3, 8, width, dtype=dtype).mul_(3).add_(5)
-        tail = None if known is None else video(2, channels, known, 8, width, dtype=dtype, seed=2)
-        mine = None if tail is None else tail.clone()
-        whole = kernels.group_norm_silu(x, weight, bias, groups, silu=silu, tail=mine, eps=1e-3)
-        statistics = kernels.group_norm_statistics(x, groups, 1e-3)
-        assert statistics.dtype == torch.float32
-        assert statistics.is_contiguous()
-        buffer, out = window(*whole.shape, dtype=dtype)
-        for rows in starmap(slice, pairwise((0, *cuts, 8))):
-            kernels.group_norm_silu(
-                x[..., rows, :], weight, bias, groups, eps=7.0, silu=silu, statistics=statistics,
-                tail=None if tail is None else tail[..., rows, :], out=out[..., rows, :],
-            )  # fmt: skip
-        where = f"{channels} channels, {width} columns, {cuts}, silu={silu}"
-        assert torch.equal(buffer.take(out), whole), where
-        assert tail is None or torch.equal(tail, mine), where
 
 
 @pytest.mark.parametrize(
