@@ -131,6 +131,11 @@ def test_a_first_call_compiles_and_a_second_process_reads_the_binary(machine):
     assert machine.made.compiled == []
     assert machine.made.loads == ["silu_mul.cu"]
     assert machine.files() == [path]
+    machine.restart()
+    machine.made.version = "nvrtc 13.1"
+    gated()
+    assert machine.made.compiled == ["silu_mul.cu"]
+    assert len(machine.files()) == 2
 
 
 @pytest.mark.parametrize("damage", ["cut", "one byte", "empty", "another file", "a folder"])
