@@ -84,3 +84,22 @@ def ask(request):
 
     with place(name):
         yield call
+
+
+def _placed(backend):
+    if reason := missing(backend):
+        pytest.skip(reason)
+    with place(backend):
+        yield
+
+
+@pytest.fixture
+def on_triton():
+    """Create tensors on a GPU, or on the CPU for Triton's interpreter."""
+    yield from _placed("triton")
+
+
+@pytest.fixture
+def on_cuda():
+    """Create tensors on a GPU, or on the CPU for the emulator of the CUDA kernels."""
+    yield from _placed("cuda")

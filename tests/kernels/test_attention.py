@@ -12,7 +12,7 @@ from fast_video_vae import kernels
 from fast_video_vae.kernels import BackendError, use_backend
 from fast_video_vae.kernels.errors import Refusal
 from fast_video_vae.tests.kernels import formulas
-from fast_video_vae.tests.kernels.cases import missing, place, random
+from fast_video_vae.tests.kernels.cases import random
 
 blocks = importlib.import_module("fast_video_vae.kernels.reference.attention")
 
@@ -118,14 +118,11 @@ def test_the_cpu_uses_the_flash_kernel_of_pytorch(monkeypatch):
 
 
 @pytest.fixture
-def in_triton(monkeypatch):
+def in_triton(on_triton, monkeypatch):
     """Return the module of Triton's attention, enabled for narrow heads too."""
-    reason = missing("triton")
-    if reason:
-        pytest.skip(reason)
     module = importlib.import_module("fast_video_vae.kernels.triton_ops.attention")
     monkeypatch.setattr(module, "FLASH_HEAD", 0)
-    with use_backend("triton"), place("triton"):
+    with use_backend("triton"):
         yield module
 
 

@@ -20,7 +20,7 @@ from fast_video_vae.kernels import (
 from fast_video_vae.kernels.errors import Refusal
 from fast_video_vae.kernels.triton_ops import convolution_tiles, runtime
 from fast_video_vae.tests.kernels import formulas
-from fast_video_vae.tests.kernels.cases import PLAYED, missing, place, random, video
+from fast_video_vae.tests.kernels.cases import PLAYED, random, video
 from fast_video_vae.tests.kernels.convolutions import CALLS, KERNELS, build, example, taps_of
 
 ALL = ("bias", "residual", "residual_bias")
@@ -48,14 +48,7 @@ PATCHES = {
 CHIPS = [(9, 0), (12, 0)] if "triton" in PLAYED else [torch.cuda.get_device_capability()]
 
 
-@pytest.fixture(autouse=True)
-def here():
-    """Create tensors on a GPU, or on the CPU for Triton's interpreter."""
-    reason = missing("triton")
-    if reason:
-        pytest.skip(reason)
-    with place("triton"):
-        yield
+pytestmark = pytest.mark.usefixtures("on_triton")
 
 
 @pytest.fixture

@@ -22,7 +22,6 @@ from fast_video_vae.tests.kernels.cases import (
     has,
     inputs,
     missing,
-    place,
     random,
     video,
 )
@@ -33,14 +32,7 @@ NARROW = (torch.bfloat16, torch.float16)
 EMULATED = not torch.cuda.is_available()
 
 
-@pytest.fixture(autouse=True)
-def here():
-    """Create tensors on a GPU, or on the CPU for the emulator."""
-    reason = missing("cuda")
-    if reason:
-        pytest.skip(reason)
-    with place("cuda"):
-        yield
+pytestmark = pytest.mark.usefixtures("on_cuda")
 
 
 def test_the_emulator_runs_where_there_is_a_compiler():

@@ -48,12 +48,9 @@ def candidate(request):
 
 
 @pytest.fixture
-def triton():
+def triton(on_triton):
     """Use Triton; skip if this machine lacks it."""
-    reason = missing("triton")
-    if reason:
-        pytest.skip(reason)
-    with use_backend("triton"), place("triton"):
+    with use_backend("triton"):
         yield
 
 

@@ -15,19 +15,9 @@ from fast_video_vae.kernels import BackendError, dispatch, errors, use_backend
 from fast_video_vae.kernels.errors import Refusal
 from fast_video_vae.kernels.triton_ops import runtime, tiles
 from fast_video_vae.tests.kernels import formulas
-from fast_video_vae.tests.kernels.cases import missing, place, random, video
+from fast_video_vae.tests.kernels.cases import random, video
 
 ops = importlib.import_module("fast_video_vae.kernels.triton_ops.ops")
-
-
-@pytest.fixture
-def here():
-    """Create tensors on a GPU, or on the CPU for Triton's interpreter."""
-    reason = missing("triton")
-    if reason:
-        pytest.skip(reason)
-    with place("triton"):
-        yield
 
 
 @pytest.fixture
@@ -39,26 +29,19 @@ def fresh(monkeypatch):
 
 
 class Broken:
-    """A kernel whose launches fail with `error`, if `fails` of their constants; `tries` counts.
-
-    Other launches are those of the kernel `otherwise`.
-    """
+    """A kernel whose launches fail with `error`, if `fails` of their constants; `tries` counts."""
 
     __name__ = "_broken_kernel"
 
-    def __init__(
-        self, error="no compiler\nand a long story", fails=lambda **_: True, otherwise=None
-    ):
+    def __init__(self, error="no compiler\nand a long story", fails=lambda **_: True):
         self.tries = 0
-        self._error, self._fails, self._otherwise = error, fails, otherwise
+        self._error, self._fails = error, fails
 
     def __getitem__(self, grid):
         def start(*args, **constants):
             self.tries += 1
             if self._fails(**constants):
                 raise RuntimeError(self._error)
-            if self._otherwise is not None:
-                self._otherwise[grid](*args, **constants)
 
         return start
 
@@ -122,7 +105,7 @@ def test_a_broken_triton_is_logged_once(monkeypatch, caplog, fresh):
     assert "C compiler" in line
 
 
-def test_another_backend_runs_after_a_failed_launch(here, monkeypatch, caplog, fresh):
+def test_another_backend_runs_after_a_failed_launch(on_triton, monkeypatch, caplog, fresh):
     """The tail is unchanged, the kernel is not launched again, and other kernels run."""
     rows, broken = (importlib.import_module(f"{ops.__package__}.rows"), Broken())
     monkeypatch.setattr(rows, "_rms_norm_silu", broken)
@@ -173,7 +156,7 @@ def test_a_launch_without_memory_is_tried_again(fresh, caplog):
     assert not caplog.messages
 
 
-def test_given_statistics_need_one_kernel_instead_of_three(here, monkeypatch):
+def test_given_statistics_need_one_kernel_instead_of_three(on_triton, monkeypatch):
     group_norm = importlib.import_module(f"{ops.__package__}.group_norm")
     started, launch = [], group_norm.launch
 
@@ -199,7 +182,7 @@ def test_the_stride_of_a_single_frame_is_ignored():
     assert tiles.strides(video(2, 8, 3, 2, 3)) == (3 * 48, 48)
 
 
-def test_a_tile_holds_a_power_of_two_of_rows_and_channels(here):
+def test_a_tile_holds_a_power_of_two_of_rows_and_channels(on_triton):
     for channels, rows, expected in (
         (1, None, (4096, 1, 4)),
         (96, None, (32, 128, 4)),
