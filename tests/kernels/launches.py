@@ -1,9 +1,8 @@
-"""The launches of a GPU backend on `meta` tensors, and the bytes that each reads and writes.
+"""The launches of a GPU backend on `meta` tensors, and the bytes that Triton's read and write.
 
-The code of the backends runs up to the launch, which is described instead. Bytes are those that
-the design of a kernel reads from and writes to memory: a second read within a launch comes from
-the cache, and neighbours of a number that is read are in its sector, so they are read too. Both
-backends are counted by the same rules, from the arguments of their own launches.
+The code of a backend runs up to the launch, which is described instead. Bytes are those that the
+design of a kernel reads from and writes to memory: a second read within a launch comes from the
+cache, and neighbours of a number that is read are in its sector, so they are read too.
 """
 
 import contextlib
@@ -16,8 +15,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fast_video_vae.tests.kernels.structures import argument
-
 _KERNELS = "fast_video_vae.kernels"
 _FILES = {
     "triton": ("rows", "group_norm", "layout", "attention"),
@@ -26,8 +23,6 @@ _FILES = {
 
 # Added to the addresses of `meta` tensors, which begin at 0: a kernel takes 0 for a missing tensor.
 _ADDRESS = 1 << 40
-
-_SIZES = {"float": 4, "bfloat16": 2, "half": 2, "uint8": 1, "uint16": 2}
 
 
 class Traffic(NamedTuple):
@@ -77,59 +72,26 @@ def of_triton(kernel: Any, grid: Sequence[int], *args: Any, **constants: Any) ->
     return _TRITON[kernel.__name__](given)
 
 
-def of_cuda(
-    source: str,
-    kernel: str,
-    like: Tensor,
-    items: int,
-    threads: tuple[int, int],
-    arguments: bytes,
-    **constants: Any,
-) -> Traffic:
-    """Describe a launch of the CUDA backend from the memory of its argument."""
-    del items, threads
-    return _CUDA[kernel](argument(source, kernel, arguments), like.element_size(), constants)
-
-
-def _norm(
-    name: str,
-    shape: Sequence[int],
-    inner: int,
-    outer: int,
-    known: int,
-    sizes: tuple[int, int],
-    more: int,
-) -> Traffic:
-    """Count a norm that writes the frames of a window, in the order of its programs.
-
-    `shape`: videos, new frames and channels. `inner` and `outer`: pixels of a frame, without and
-    with its border. `known`: frames of the tail. `sizes`: bytes of a number of the input, and of
-    the result and the tail. `more`: bytes of the parameters.
-    """
-    videos, frames, channels = shape
-    read = written = 0  # of the tail and the result
-    for frame in range(frames):
-        written += outer
-        last = frame + known - frames  # in the next tail; negative: not in it
-        for old in range(last % frames, last + 1, frames):
-            read, written = read + inner, written + outer
-            written += inner if old >= frames else 0
-        written += inner if last >= 0 else 0
-    each, (size, result) = videos * channels, sizes
-    read = frames * inner * size + read * result
-    return Traffic(name, each * read + more, each * written * result)
-
-
 def _nbytes(*tensors: Tensor | None) -> int:
     return sum(x.numel() * x.element_size() for x in tensors if x is not None)
 
 
 def _triton_norm(name: str, a: Any, vectors: Sequence[Tensor]) -> Traffic:
+    """Count a norm that writes the frames of a window, in the order of its programs."""
     _, frames, videos = a.programs
     wide = a.width + 2 * a.BORDER
-    inner = a.width * (a.pixels // wide - 2 * a.BORDER)
-    shape, sizes = (videos, frames, a.CHANNELS), (a.x.element_size(), a.out.element_size())
-    return _norm(name, shape, inner, a.pixels, a.known, sizes, _nbytes(*vectors, a.codes))
+    inner = a.width * (a.pixels // wide - 2 * a.BORDER)  # pixels of a frame without its border
+    read = written = 0  # of the tail and the result
+    for frame in range(frames):
+        written += a.pixels
+        last = frame + a.known - frames  # in the next tail; negative: not in it
+        for old in range(last % frames, last + 1, frames):
+            read, written = read + inner, written + a.pixels
+            written += inner if old >= frames else 0
+        written += inner if last >= 0 else 0
+    each, size = videos * a.CHANNELS, a.out.element_size()
+    read = frames * inner * a.x.element_size() + read * size
+    return Traffic(name, each * read + _nbytes(*vectors, a.codes), each * written * size)
 
 
 def _triton_rms_norm(a: Any) -> Traffic:
@@ -196,92 +158,4 @@ _TRITON: dict[str, Callable[[Any], Traffic]] = {
 }
 
 
-def _videos(items: Any) -> int:
-    return items.count // (items.parts.by * items.frames.by)
-
-
-def _numbers(items: Any, packs: int, constants: Any) -> int:
-    """Return the numbers of all frames, of which each has some packs."""
-    return packs * constants["PACK"] * items.frames.by * _videos(items)
-
-
-def _vectors(channels: int, size: int, *vectors: Any) -> int:
-    return sum(channels * (4 if x.is_float else size) for x in vectors if x.data)
-
-
-def _cuda_norm(name: str, window: Any, size: int, more: int) -> Traffic:
-    shape = _videos(window.items), window.frames, window.channels
-    known = window.known if window.tail.data else 0
-    inner = window.height * window.width
-    return _norm(name, shape, inner, window.pixels, known, (size, size), more)
-
-
-def _cuda_rms_norm(op: Any, size: int, _: Any) -> Traffic:
-    vectors = _vectors(op.window.channels, size, op.gamma, op.bias)
-    return _cuda_norm("rms_norm_silu", op.window, size, vectors)
-
-
-def _cuda_group_norm(op: Any, size: int, _: Any) -> Traffic:
-    window = op.window
-    statistics = _videos(window.items) * window.frames * 2 * op.groups * 4
-    vectors = _vectors(window.channels, size, op.weight, op.bias)
-    return _cuda_norm("group_norm_silu", window, size, vectors + statistics)
-
-
-def _cuda_sums(op: Any, size: int, _: Any) -> Traffic:
-    read = _videos(op.items) * op.items.frames.by * op.pixels * op.channels * size
-    return Traffic("sums of group norm", read, op.items.count * 2 * op.channels * 4)
-
-
-def _cuda_combination(op: Any, _: int, __: Any) -> Traffic:
-    read = _videos(op.items) * op.items.frames.by * op.chunks * 2 * op.channels * 4
-    return Traffic("combination of group norm", read, op.items.count * 2 * 4)
-
-
-def _cuda_bias_residual(op: Any, size: int, constants: Any) -> Traffic:
-    numbers = _numbers(op.items, op.packs, constants) * size
-    vectors = _vectors(op.row.by * constants["PACK"], size, op.bias, op.residual_bias)
-    return Traffic("bias_residual", numbers * (2 if op.residual.data else 1) + vectors, numbers)
-
-
-def _cuda_silu_mul(op: Any, size: int, constants: Any) -> Traffic:
-    numbers = op.packs * constants["PACK"] * size
-    return Traffic("silu_mul", 2 * numbers, numbers)
-
-
-def _cuda_merge(op: Any, size: int, constants: Any) -> Traffic:
-    moved = _numbers(op.items, op.packs, constants) * size
-    more = moved // (4 * op.channels) * op.before if op.source.data else 0
-    return Traffic("merge_phases", moved + more + _vectors(op.channels, size, op.bias), moved)
-
-
-def _cuda_spread(op: Any, size: int, constants: Any) -> Traffic:
-    numbers = _numbers(op.items, op.count, constants)
-    return Traffic("shuffles", numbers * size, numbers * _SIZES[constants["RESULT"]])
-
-
-def _cuda_average(op: Any, size: int, constants: Any) -> Traffic:
-    written = _numbers(op.items, op.count, constants) * size
-    frames = op.items.frames.by * op.times.by
-    return Traffic("average_down", written * op.group * (frames - op.missing) // frames, written)
-
-
-def _cuda_softmax(op: Any, size: int, _: Any) -> Traffic:
-    numbers = op.rows * op.columns
-    return Traffic("softmax", 4 * numbers, size * numbers)
-
-
-_CUDA: dict[str, Callable[[Any, int, Any], Traffic]] = {
-    "norm_pixels": _cuda_rms_norm,
-    "write_pixels": _cuda_group_norm,
-    "sum_chunks": _cuda_sums,
-    "combine_chunks": _cuda_combination,
-    "add_terms": _cuda_bias_residual,
-    "gate_rows": _cuda_silu_mul,
-    "merge_windows": _cuda_merge,
-    "move_packs": _cuda_spread,
-    "average_blocks": _cuda_average,
-    "weigh_rows": _cuda_softmax,
-}
-
-DESCRIBED: dict[str, Callable[..., Traffic]] = {"triton": of_triton, "cuda": of_cuda}
+DESCRIBED: dict[str, Callable[..., Traffic]] = {"triton": of_triton}
