@@ -1,8 +1,9 @@
 """Launches and bytes of Triton's backend, counted for a steady step and a whole decode.
 
 `python tests/benchmarks/count_backends.py` runs its launching code on the `meta` device, up to the
-launch, whose arguments give its bytes. `reference` is what a GPU without kernels runs, op by op. The convolutions are those of the library and are not in the
-bytes. Attention is PyTorch's fused kernel, and in the rows `with attention` the backend's own.
+launch, whose arguments give its bytes. `reference` is what a GPU without kernels runs, op by op.
+The convolutions are those of the library and are not in the bytes. Attention is PyTorch's fused
+kernel, and in the rows `with attention` the backend's own.
 """
 
 import itertools
