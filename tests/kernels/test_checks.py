@@ -72,7 +72,6 @@ WRONG = {
         kernels.attention, [torch.ones(1, count, 8) for count in (3, 5, 4)], {},
         r"v is \[1, 4, 8\]; expected \[1, 5, 8\]",
     ),
-    "queries of a frame": (kernels.attention, torch.ones(3, 5, 8), {}, r"expected \[B, N, d\]"),
     "a negative border": (
         kernels.rms_norm_silu, (v(*X), ONES), {"border": -1}, "border is -1; expected 0 or more",
     ),
@@ -166,6 +165,11 @@ def test_all_tensors_must_be_on_one_device(op, name):
     moved = {name: arguments[name].to(META)}
     with pytest.raises(ValueError, match=f"{name} is on meta; expected cpu"):
         getattr(kernels, op)(**arguments | moved)
+
+
+def test_attention_needs_three_dimensions():
+    with pytest.raises(ValueError, match=r"\[5, 8\]; expected \[B, N, d\]"):
+        kernels.attention(*torch.ones(3, 5, 8))
 
 
 @pytest.mark.parametrize("op", OPS)
