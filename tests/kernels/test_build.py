@@ -1,4 +1,4 @@
-"""The native library is built once and then found; failures are logged in one line.
+"""The native library is built once and then found; `test_native_platforms.py` has the failures.
 
 A loaded library stays in its process, so these tests use subprocesses in which none was loaded.
 """
@@ -61,22 +61,6 @@ result["extension"] = "torch.utils.cpp_extension" in sys.modules
 print(json.dumps(result))
 """
 
-# All build failures run in one process, because importing torch takes long.
-CALL_IN_EACH = """
-results = {}
-for name, settings in json.loads(sys.argv[1]).items():
-    before = dict(os.environ)
-    os.environ.update(settings)
-    CPU._outcome = None
-    errors._logged.clear()
-    lines.clear()
-    call()
-    results[name] = call()
-    os.environ.clear()
-    os.environ.update(before)
-print(json.dumps(results))
-"""
-
 
 def start(code, *arguments, **settings):
     return subprocess.Popen(
@@ -109,73 +93,6 @@ def library():
         pytest.skip(str(refusal))
     (path,) = CPU.folder().glob("*.so")
     return path
-
-
-@pytest.fixture(scope="module")
-def failures(tmp_path_factory):
-    """Return the result of `call` for each of `REASONS`, and the files that failed builds left."""
-    folder = tmp_path_factory.mktemp("failures")
-    fails = "echo 'main.cpp:1: error: no space left' >&2; exit 1"
-    scripts = {
-        "broken": fails,
-        "no-linker": f'case "$*" in *-shared*) {fails};; esac',
-        "no-library": "echo text > library.so",
-    }
-    tools = folder / "tools"
-    tools.mkdir()
-    for name, script in scripts.items():
-        (tools / name).write_text(f"#!/bin/sh\n{script}\n")
-        (tools / name).chmod(0o755)
-    a_file = folder / "file"
-    a_file.touch()
-    cache = {"FAST_VIDEO_VAE_CACHE": str(folder / "cache")}
-    settings = {
-        "disabled": {"FAST_VIDEO_VAE_NATIVE": "0"} | cache,
-        "no compiler": {"CXX": "no-such-compiler -v"} | cache,
-        "nothing on PATH": {"PATH": "", "CXX": ""} | cache,
-        "broken": {"CXX": str(tools / "broken")} | cache,
-        "no linker": {"CXX": str(tools / "no-linker")} | cache,
-        "no library": {"CXX": f"{tools / 'no-library'} --quiet"} | cache,
-        "no folder": {"FAST_VIDEO_VAE_CACHE": str(a_file)},
-    }
-    assert set(settings) == set(REASONS)
-    results = outcome(start(CALL_IN_EACH, json.dumps(settings)))
-    left = [str(path) for path in (folder / "cache").rglob("building-*")]
-    return results | {"left over": left}
-
-
-# Reason, and the advice of the one warning.
-REASONS = {
-    "disabled": ("FAST_VIDEO_VAE_NATIVE=0 disables the native kernels", None),
-    "no compiler": ("the C++ compiler no-such-compiler is not installed", "apt install g++"),
-    "nothing on PATH": ("the C++ compiler c++ is not installed", "apt install g++"),
-    "broken": ("the C++ compiler failed (main.cpp:1: error: no space left)", "set CXX"),
-    "no linker": ("the C++ compiler failed (main.cpp:1: error: no space left)", "set CXX"),
-    "no library": ("the built library does not load (", "set FAST_VIDEO_VAE_CACHE"),
-    "no folder": ("native is not writable (Not a directory)", "set FAST_VIDEO_VAE_CACHE"),
-}
-
-
-@posix
-@pytest.mark.parametrize("name", REASONS)
-def test_the_reference_runs_after_a_failed_build_and_one_line(failures, name):
-    result, (reason, advice) = failures[name], REASONS[name]
-    assert result["right"]
-    assert result["reason"].startswith("no backend runs this rms_norm_silu (native: ")
-    assert reason in result["reason"]
-    warnings = [line for level, line in result["lines"] if level != "INFO"]
-    if advice is None:
-        assert result["lines"] == [["INFO", f"Fast Video VAE: {reason}"]]
-        return
-    (warning,) = warnings
-    assert reason in warning
-    assert advice in warning
-    assert "\n" not in warning
-
-
-@posix
-def test_a_failed_build_leaves_no_files(failures):
-    assert failures["left over"] == []
 
 
 def test_a_built_library_loads_without_build_tools(library):

@@ -69,9 +69,9 @@ def fresh(monkeypatch, tmp_path):
     ))  # fmt: skip
 
 
-def program(path):
+def program(path, script="echo 'LINK : fatal error LNK1104: cannot open c10.lib'; exit 1"):
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("#!/bin/sh\necho 'LINK : fatal error LNK1104: cannot open c10.lib'\nexit 1\n")
+    path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
 
 
@@ -119,6 +119,46 @@ def test_a_failed_build_is_one_line_of_advice(target, lacks, fresh, caplog, tmp_
     advice = {"linux": "apt install g++", "apple": "xcode-select --install"}
     wanted = "Build Tools for Visual Studio" if windows else advice[target.split("-")[1]]
     assert wanted in line
+
+
+BROKEN = "echo 'main.cpp:1: error: no space left' >&2; exit 1"
+
+# Script of the compiler, a setting, and the reason; the advice of the one warning.
+FAILURES = {
+    "disabled": ("", ("NATIVE", "0"), "FAST_VIDEO_VAE_NATIVE=0 disables the native kernels", None),
+    "broken": (BROKEN, None, "compiler failed (main.cpp:1: error: no space left)", "set CXX"),
+    "no linker": (
+        f'case "$*" in *-shared*) {BROKEN};; esac', None,
+        "the C++ compiler failed (main.cpp:1: error: no space left)", "set CXX",
+    ),
+    "no library": (
+        "echo text > library.so", None, "the built library does not load (",
+        "set FAST_VIDEO_VAE_CACHE",
+    ),
+    "no folder": (
+        "", ("CACHE", __file__), "native is not writable (Not a directory)",
+        "set FAST_VIDEO_VAE_CACHE",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the compiler is a shell script")
+@pytest.mark.parametrize("name", FAILURES)
+def test_the_reference_runs_after_a_failed_build_and_one_line(
+    name, fresh, monkeypatch, caplog, tmp_path
+):
+    script, setting, reason, advice = FAILURES[name]
+    program(tmp_path / "c++", script)
+    if setting:
+        monkeypatch.setenv(f"FAST_VIDEO_VAE_{setting[0]}", setting[1])
+    lines, right = call_and_log(caplog)
+    assert right
+    with kernels.use_backend("native"), pytest.raises(kernels.BackendError) as caught:
+        kernels.silu_mul(torch.ones(3, 8), torch.ones(3, 8))
+    assert reason in caught.value.reasons["native"]
+    assert len(lines) == (advice is not None)
+    assert not advice or (reason in lines[0] and advice in lines[0] and "\n" not in lines[0])
+    assert not list(tmp_path.rglob("building-*"))
 
 
 @pytest.mark.parametrize(
