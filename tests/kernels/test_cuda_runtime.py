@@ -159,26 +159,22 @@ def test_a_damaged_file_is_made_again(machine, damage, caplog):
 
 
 def test_all_that_a_binary_is_made_from_is_in_its_key(monkeypatch, tmp_path):
-    for name in ("silu_mul.cu", "rms_norm.cu", "frames.cuh"):
+    for name in ("silu_mul.cu", "rms_norm.cu"):
         (tmp_path / name).write_text(name)
-    monkeypatch.setattr(binaries, "SOURCES", tmp_path)
     headers = {"frames.cuh": "a"}
+    monkeypatch.setattr(binaries, "SOURCES", tmp_path)
     monkeypatch.setattr(binaries, "headers", lambda: headers)
-    options = tuple(binaries.options({"PACK": 4, "DTYPE": "half"}, "--gpu-architecture=sm_89"))
-    keys = [binaries.key("silu_mul", (*options, "nvrtc 13.0"))]
-    same = tuple(binaries.options({"DTYPE": "half", "PACK": 4}, "--gpu-architecture=sm_89"))
-    assert binaries.key("silu_mul", (*same, "nvrtc 13.0")) == keys[0]
-    keys += [
-        binaries.key("rms_norm", (*options, "nvrtc 13.0")),
-        binaries.key("silu_mul", (*options, "nvrtc 13.1")),
-        binaries.key("silu_mul", (*options[:-1], "-DFVV_PACK=8", "nvrtc 13.0")),
-        binaries.key("silu_mul", ("--gpu-architecture=sm_90", *options[1:], "nvrtc 13.0")),
-    ]
+
+    def key(source="silu_mul", chip="sm_89", version="nvrtc 13.0", **constants):
+        given = binaries.options(constants or {"PACK": 4, "DTYPE": "half"}, chip)
+        return binaries.key(source, (*given, version))
+
+    assert key(DTYPE="half", PACK=4) == key()
+    keys = [key(), key("rms_norm"), key(chip="sm_90"), key(version="nvrtc 13.1"), key(PACK=8)]
     headers["frames.cuh"] = "b"
-    keys.append(binaries.key("silu_mul", (*options, "nvrtc 13.0")))
+    keys.append(key())
     (tmp_path / "silu_mul.cu").write_text("changed")
-    keys.append(binaries.key("silu_mul", (*options, "nvrtc 13.0")))
-    assert len(set(keys)) == len(keys)
+    assert len({*keys, key()}) == len(keys) + 1
 
 
 @pytest.mark.parametrize("cause", ["full", "a file", "no home"])
