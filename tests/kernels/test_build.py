@@ -157,7 +157,7 @@ def test_two_processes_build_at_once_in_place_of_a_broken_library(library, tmp_p
         ((level, line),) = result["lines"]
         assert level == "INFO"
         assert line.startswith("Fast Video VAE: building the CPU kernels once")
-    assert libraries(tmp_path) == [broken]
+    assert len(libraries(tmp_path)) == 1
     assert [path.name for path in (tmp_path / "native").iterdir()] == [library.parent.name]
     again = outcome(start(CALL_AND_PRINT, FAST_VIDEO_VAE_CACHE=str(tmp_path)))
     assert again == {"reason": None, "lines": [], "right": True, "extension": False}

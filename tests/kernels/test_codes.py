@@ -126,7 +126,7 @@ def compared(op, x, form, *, known=None, border=0, factor=30.0, silu=True):
 
 
 @each_op
-@pytest.mark.parametrize("rounds", [1, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_borders_tails_and_codes_are_those_of_the_formula(backend, op, rounds):
     """An emulated GPU has one input dtype by default, because each is compiled."""
     played, draw = backend in PLAYED, Random(3)
