@@ -13,13 +13,16 @@ from fast_video_vae.tests.kernels.cases import PLAYED, missing, place
 # Parameter combinations per test that run by default on an emulated GPU.
 _EXAMPLES = 3
 
+_ON_CPU = ("native", "reference")
+
 
 @pytest.hookimpl(tryfirst=True)  # before slow tests are deselected
 def pytest_collection_modifyitems(items):
     """Mark all but one dtype, and most combinations on an emulated GPU, as slow or nightly.
 
-    The default dtype is bfloat16: the VAEs run in it, and it rounds most. On an emulated GPU one
-    program takes milliseconds: combinations in bfloat16 are slow, most of the others nightly.
+    The default dtype is bfloat16: the VAEs run in it, and it rounds most. A CPU's own backends run
+    float32 too, in which it decodes. On an emulated GPU one program takes milliseconds:
+    combinations in bfloat16 are slow, most of the others nightly.
     """
     groups = defaultdict(list)
     for item in items:
@@ -28,7 +31,10 @@ def pytest_collection_modifyitems(items):
     for together in groups.values():
         narrow = any(item.callspec.params.get("dtype") is torch.bfloat16 for item in together)
         for item in together:
-            if narrow and item.callspec.params.get("dtype", torch.bfloat16) is not torch.bfloat16:
+            given = item.callspec.params
+            usual = given.get("dtype", torch.bfloat16) is torch.bfloat16
+            usual = usual or (given["dtype"] is torch.float32 and given.get("backend") in _ON_CPU)
+            if narrow and not usual:
                 item.add_marker(pytest.mark.slow)
         for backend in PLAYED:
             mine = [
