@@ -28,23 +28,14 @@ UNMERGED = MODES[:3]
 
 @dataclass(frozen=True)
 class Kind:
-    """A model of the tests.
+    """A model of the tests."""
 
-    Attributes:
-        network: Module and class in comfy.ldm.
-        settings: Arguments of the network, equal to those that ComfyUI detects from its weights.
-        base: Class that ComfyUI must detect, in comfy.model_base.
-        latent: Channels and frames of a latent; None: an image has no frames.
-        text: Size of an embedding of a token.
-        more: Entries of conditionings in addition to the text.
-    """
-
-    network: str
-    settings: dict
-    base: str
-    latent: tuple[int, int] = (16, 3)
-    text: int = 4096
-    more: dict = field(default_factory=dict)
+    network: str  # module and class in comfy.ldm
+    settings: dict  # arguments of the network, equal to those that ComfyUI detects
+    base: str  # class that ComfyUI must detect, in comfy.model_base
+    latent: tuple[int, int] = (16, 3)  # channels and frames
+    text: int = 4096  # size of an embedding of a token
+    more: dict = field(default_factory=dict)  # of conditionings, in addition to the text
 
 
 def _wan(**settings):
@@ -253,6 +244,11 @@ def weights(model):
         bits = hashlib.sha1(data.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
         found[name] = id(value), bits
     return found
+
+
+def bits(model):
+    """The same without the identity: ComfyUI may give a model other tensors with the same bits."""
+    return {name: found for name, (_, found) in weights(model).items()}
 
 
 def nothing_left(model):

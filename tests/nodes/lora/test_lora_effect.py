@@ -22,17 +22,20 @@ pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("comfyui")]
 KIND = "wan21-t2v"
 
 
-def weak(amount, **more):
+def weak(amount):
     """Return a LoRA whose deltas are `amount` of the weights."""
-    tensors = lora_for(random_weights(KIND), parts=("pairs",), amount=amount, **more)
+    tensors = lora_for(random_weights(KIND), parts=("pairs",), amount=amount)
     return save_lora(tensors, f"weak-{amount}.safetensors")
 
 
-@pytest.fixture(params=["bf16", pytest.param("fp8", marks=pytest.mark.slow)])
-def model(request):
-    """A model that computes in bfloat16, stored in it or in fp8."""
+@pytest.fixture
+def model():
+    """A model that computes and is stored in bfloat16."""
+    return stored(torch.bfloat16)
+
+
+def stored(dtype):
     state = {key: value.bfloat16() for key, value in random_weights(KIND).items()}
-    dtype = torch.bfloat16 if request.param == "bf16" else torch.float8_e4m3fn
     model = load_model(KIND, state, dtype=dtype)
     model.model.manual_cast_dtype = torch.bfloat16  # as on a GPU
     return model
@@ -47,45 +50,42 @@ def said(report):
     return int(re.search(r"(\d+) %|(\d+)%", line).group(0).rstrip(" %")), layers and int(layers[1])
 
 
-@pytest.mark.parametrize(
-    ("amount", "percent"), [(0.1, None), (0.003, 93), (0.001, 53), (0.0003, 18)]
-)
-@pytest.mark.parametrize("mode", ["stream", "merged"])
-def test_the_report_says_how_much_survives(model, mode, amount, percent):
-    if mode == "merged" and model.model.diffusion_model.blocks[0].ffn[0].weight.itemsize == 1:
-        pytest.skip("fp8 weights are not merged")
-    found = said(apply(model, stack(weak(amount)), mode)[1])
-    if percent is None:
-        assert found is None
-    else:
-        assert found[0] == pytest.approx(percent, abs=6)
+# The mode, the size of the deltas, strength and blocks, and the percentage that is said.
+SAID = [
+    ("stream", 0.1, "1", "", None),
+    ("merged", 0.003, "1", "", 93),
+    ("stream", 0.001, "1", "", 53),
+    ("merged", 0.0003, "1", "", 18),
+    ("bypass", 0.001, "1", "", None),
+    # The largest strength of a run counts.
+    ("stream", 0.001, "100", "", None),
+    ("stream", 0.001, "1,100", "", None),
+    ("stream", 0.001, "1", "0=100", None),
+]
+
+
+@pytest.mark.parametrize(("mode", "amount", "strength", "blocks", "percent"), SAID)
+def test_the_report_says_how_much_survives(model, mode, amount, strength, blocks, percent):
+    models = [model] if mode == "merged" else [model, stored(torch.float8_e4m3fn)]
+    for each in models:
+        found = said(apply(each, stack(weak(amount), strength, blocks), mode)[1])
+        if percent is None:
+            assert found is None
+        else:
+            assert found[0] == pytest.approx(percent, abs=6)
+    assert said(apply(load_model(KIND), stack(weak(amount), strength, blocks), mode)[1]) is None
 
 
 def test_auto_bypasses_weak_loras_and_says_so(model):
-    for amount in (0.1, 0.001):
-        patched, report = apply(model, stack(weak(amount)), "auto")
-        sample(patched)
-        session = session_of(patched)
-        layers = session.bank.layers.values()
-        linear = sum(layer.rank > 0 and len(layer.shape) == 2 for layer in layers)
-        if amount == 0.1:
-            assert said(report) is None
-            continue
-        assert said(report) == (pytest.approx(53, abs=6), linear)
-        assert session.counts.stream <= 2 * 2  # the patch embedding, which is a convolution
-        assert session.counts.bypass > 0
-
-
-def test_bypass_and_float32_have_nothing_to_say(model):
-    assert said(apply(model, stack(weak(0.001)), "bypass")[1]) is None
-    assert said(apply(load_model(KIND), stack(weak(0.001)), "stream")[1]) is None
-
-
-def test_the_largest_strength_of_a_run_counts(model):
-    name = weak(0.001)
-    assert said(apply(model, stack(name, "100"), "stream")[1]) is None
-    assert said(apply(model, stack(name, "1,100"), "stream")[1]) is None
-    assert said(apply(model, stack(name, "1", blocks="0=100"), "stream")[1]) is None
+    assert said(apply(model, stack(weak(0.1)), "auto")[1]) is None
+    patched, report = apply(model, stack(weak(0.001)), "auto")
+    sample(patched)
+    session = session_of(patched)
+    layers = session.bank.layers.values()
+    linear = sum(layer.rank > 0 and len(layer.shape) == 2 for layer in layers)
+    assert said(report) == (pytest.approx(53, abs=6), linear)
+    assert session.counts.stream <= 2 * 2  # the patch embedding, which is a convolution
+    assert session.counts.bypass > 0
 
 
 @pytest.mark.parametrize("mode", ["auto", "merged"])

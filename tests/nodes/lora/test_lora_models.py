@@ -1,9 +1,7 @@
 """LoRAs on whole models of ComfyUI: runs of its sampler, against runs with its LoRA loader."""
 
 import functools
-import gc
 import logging
-import weakref
 
 import pytest
 import torch
@@ -51,39 +49,62 @@ def plain(kind):
 
 
 @functools.cache
-def by_core(kind, *strengths):
-    """Return the model after ComfyUI's loaders, one after the other."""
-    model = plain(kind)[0]
+def by_core(kind, *strengths, blocks=""):
+    """Return the model after ComfyUI's loaders, one after the other; of a block its part alone."""
+    model, state, _ = plain(kind)
     for seed, strength in enumerate(strengths):
-        model = core(model, lora(seed, kind), strength)
+        name = lora(seed, kind)
+        if blocks:
+            file = lora_for(state, seed=seed)
+            part = {key: value for key, value in file.items() if f"blocks.{blocks}." in key}
+            name = save_lora(part, f"{kind}-block.safetensors")
+        model = core(model, name, strength)
     return sample(model, kind)
 
 
-@each_value_once(kind=KINDS, mode=MODES)
-def test_a_run_equals_that_of_comfyuis_loader(kind, mode):
+def of_strengths(*strengths, blocks=""):
+    """A way to apply LoRAs by one stack."""
+
+    def applied(model, kind, mode):
+        given = None
+        for seed, strength in enumerate(strengths):
+            given = stack(lora(seed, kind), strength, blocks, before=given)
+        return apply(model, given, mode)[0]
+
+    return applied, {"strengths": strengths, "blocks": blocks}
+
+
+def one_after_the_other(model, kind, mode):
+    return fast(fast(model, lora(0, kind), 0.8, mode), lora(1, kind), -0.5, mode)
+
+
+WAYS = {
+    "one": of_strengths(0.8),
+    "negative": of_strengths(-1.0),
+    "large": of_strengths(3.5),
+    "two": of_strengths(0.8, -0.5),
+    "two nodes": (one_after_the_other, {"strengths": (0.8, -0.5), "blocks": ""}),
+    "one block": of_strengths(0.8, blocks="0"),
+}
+
+
+@each_value_once(kind=KINDS, mode=MODES, way=list(WAYS)[:1])
+def test_a_run_of_every_kind_equals_that_of_comfyuis_loader(kind, mode, way):
+    check_way(kind, mode, way)
+
+
+@each_value_once(mode=MODES, way=list(WAYS)[1:])
+def test_a_run_of_any_stack_equals_that_of_comfyuis_loaders(mode, way):
+    check_way(KIND, mode, way)
+
+
+def check_way(kind, mode, way):
+    applied, given = WAYS[way]
     model, _, without = plain(kind)
-    expected = by_core(kind, 0.8)
+    expected = by_core(kind, *given["strengths"], blocks=given["blocks"])
     assert relative_error(expected, without) > EFFECT
-    assert relative_error(sample(fast(model, lora(0, kind), 0.8, mode), kind), expected) < ROUNDING
+    assert relative_error(sample(applied(model, kind, mode), kind), expected) < ROUNDING
     assert torch.equal(sample(model, kind), without)
-
-
-@each_value_once(kind=["wan21-t2v", "qwen-image"], mode=MODES)
-def test_two_loras_equal_two_loaders_in_series(kind, mode):
-    given = stack(lora(1, kind), -0.5, before=stack(lora(0, kind), 0.8))
-    result = sample(apply(plain(kind)[0], given, mode)[0], kind)
-    assert relative_error(result, by_core(kind, 0.8, -0.5)) < ROUNDING
-    first = fast(plain(kind)[0], lora(0, kind), 0.8, mode)
-    second = fast(first, lora(1, kind), -0.5, mode)
-    assert relative_error(sample(second, kind), by_core(kind, 0.8, -0.5)) < ROUNDING
-    assert relative_error(sample(first, kind), by_core(kind, 0.8)) < ROUNDING
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_strengths_of_any_size_and_sign_work(mode):
-    for strength in (-1.0, 3.5):
-        result = sample(fast(plain(KIND)[0], lora(0, KIND), strength, mode), KIND)
-        assert relative_error(result, by_core(KIND, strength)) < ROUNDING
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -143,7 +164,6 @@ def test_a_run_is_timed_on_request(monkeypatch, caplog):
         assert len(tables) == asked
     kinds = {row.split()[0]: row.split()[1:] for row in tables[0][1:]}
     assert list(kinds) == ["stream", "bypass", "formula", "held"]
-    assert int(kinds["bypass"][0]) > 0
     assert float(kinds["bypass"][2]) > 0
 
 
@@ -173,57 +193,6 @@ def _stepwise(models, kind):
     return latent
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_only_blocks_of_the_filter_are_changed(mode):
-    model, state, _ = plain(KIND)
-    file = lora_for(state, seed=0)
-    second = {key: value for key, value in file.items() if "blocks.1." in key}
-    expected = sample(core(model, save_lora(second, "second.safetensors"), 0.8), KIND)
-    given = stack(lora(0, KIND), 0.8, blocks="1")
-    assert relative_error(sample(apply(model, given, mode)[0], KIND), expected) < ROUNDING
-
-
-def _both(one, other):
-    """A model whose call with the text is one's, and whose call without it is the other's."""
-    import comfy.samplers
-
-    def call(args):
-        positive, negative = args["conds"]
-        model, x, sigma, options = (
-            args[name] for name in ("model", "input", "sigma", "model_options")
-        )
-        # The sampler's own model.
-        own = {"wrappers": other.wrappers}
-        own["sample_sigmas"] = options["transformer_options"]["sample_sigmas"]
-        theirs = other.model_options["transformer_options"] | own
-        theirs = other.model_options | {"transformer_options": theirs}
-        calls = (model, positive, options), (other.model, negative, theirs)
-        return [
-            comfy.samplers.calc_cond_batch(base, [conditioning], x, sigma, given)[0]
-            for base, conditioning, given in calls
-        ]
-
-    both = one.clone()
-    both.set_model_sampler_calc_cond_batch_function(call)
-    return both
-
-
-@pytest.mark.parametrize("mode", UNMERGED)
-def test_two_branches_of_a_step_have_separate_loras(mode):
-    import comfy.model_management
-
-    model, state, _ = plain(KIND)
-    one, other = fast(model, lora(0, KIND), 0.8, mode), fast(model, lora(1, KIND), 0.6, mode)
-    result = sample(_both(one, other), KIND)
-    # ComfyUI's loaders change the weights of a model, so that there have to be two.
-    loaded = core(load_model(KIND, state), lora(1, KIND), 0.6)
-    comfy.model_management.load_models_gpu([loaded])
-    loaded.pre_run()
-    expected = sample(_both(core(model, lora(0, KIND), 0.8), loaded), KIND)
-    assert relative_error(expected, by_core(KIND, 0.8)) > EFFECT
-    assert relative_error(result, expected) < ROUNDING
-
-
 def _dual(one, other, kind):
     """A run of ComfyUI's guider of two models."""
     import comfy.samplers
@@ -237,66 +206,22 @@ def _dual(one, other, kind):
     return guider.sample(noise, torch.zeros_like(noise), euler, sigmas, disable_pbar=True, seed=1)
 
 
-@pytest.mark.parametrize("mode", UNMERGED)
-def test_a_guider_of_two_models_applies_one_lora(mode):
-    model, state, without = plain(KIND)
-    name = save_lora(lora_for(state, parts=("modulations", "pairs")), "all.safetensors")
-    patched = fast(model, name, 0.8, mode)
-    expected = sample(patched, KIND)
-    with torch.inference_mode():
-        for _ in range(2):
-            assert relative_error(_dual(patched, patched, KIND), expected) < ROUNDING
-    assert torch.equal(sample(patched, KIND), expected)
-    assert torch.equal(sample(model, KIND), without)
-
-
-@each_value_once(mode=UNMERGED, second=[True, False])
-def test_a_guider_of_two_models_applies_a_lora_to_each(mode, second):
+@each_value_once(mode=UNMERGED, second=["another", "none", "the same"])
+def test_a_guider_of_two_models_applies_the_loras_of_each(mode, second):
     """It calls the second model with the options of the first; their LoRAs differ."""
     state = plain(KIND)[1]
 
-    def pair(first, other):
-        one, two = load_model(KIND, state), load_model(KIND, state)
-        return first(one, lora(0, KIND), 0.8), other(two, lora(1, KIND), 0.6) if second else two
-
-    def ours(*args):
-        return fast(*args, mode)
+    def pair(apply):
+        one = apply(load_model(KIND, state), lora(0, KIND), 0.8)
+        if second == "the same":
+            return one, one
+        other = load_model(KIND, state)
+        return one, apply(other, lora(1, KIND), 0.6) if second == "another" else other
 
     with torch.inference_mode():
-        expected = _dual(*pair(core, core), KIND)
-        result = _dual(*pair(ours, ours), KIND)
-    assert relative_error(expected, by_core(KIND, 0.8)) > EFFECT
-    assert relative_error(result, expected) < ROUNDING
-
-
-@pytest.mark.parametrize("mode", UNMERGED)
-def test_a_model_that_is_dropped_is_freed(mode):
-    import comfy.model_management
-
-    model = load_model(KIND)
-    patched = fast(model, lora(0, KIND), 0.8, mode)
-    sample(patched, KIND)
-    base, bank = weakref.ref(model.model), weakref.ref(session_of(patched).bank)
-    del model, patched
-    comfy.model_management.unload_all_models()
-    gc.collect()
-    comfy.model_management.cleanup_models()
-    assert base() is None
-    assert bank() is None
-
-
-def test_the_bank_follows_a_model_to_another_device():
-    """As Select Model Device moves a model; the other device here is a label of the CPU."""
-    from fast_video_vae.nodes.lora.holder import KEY as NAME
-
-    model = load_model(KIND)
-    patched = fast(model, lora(0, KIND), 0.8)
-    expected = sample(patched, KIND)
-    moved = patched.clone()
-    moved.load_device = torch.device("cpu", 1)
-    assert relative_error(sample(moved, KIND), expected) < ROUNDING
-    (holder,) = moved.get_additional_models_with_key(NAME)
-    assert holder.load_device == moved.load_device
-    (holder,) = patched.get_additional_models_with_key(NAME)
-    assert holder.load_device == patched.load_device
-    assert torch.equal(sample(patched, KIND), expected)
+        expected = _dual(*pair(core), KIND)
+        models = pair(functools.partial(fast, mode=mode))
+        for _ in range(2):
+            assert relative_error(_dual(*models, KIND), expected) < ROUNDING
+    assert second == "the same" or relative_error(expected, by_core(KIND, 0.8)) > EFFECT
+    assert relative_error(sample(models[0], KIND), by_core(KIND, 0.8)) < ROUNDING
