@@ -121,14 +121,6 @@ def skip_layer(model):
     )[0]  # fmt: skip
 
 
-def skip_layer_of_negative(model):
-    """Call the network without its first block for the negative prompt."""
-    return v3_node(
-        "nodes_slg", "SkipLayerGuidanceDiTSimple", model=model, start_percent=0.0,
-        end_percent=1.0, double_layers="0", single_layers="",
-    )[0]  # fmt: skip
-
-
 def residual_cache(model):
     """Skip all blocks in every other step and add what they added in the step before (TeaCache)."""
     known, last = {}, len(model.model.diffusion_model.blocks) - 1
@@ -151,33 +143,6 @@ def residual_cache(model):
     for number in range(last + 1):
         run = lambda given, extra, number=number: block(number, given, extra)  # noqa: E731
         clone.set_model_patch_replace(run, "dit", "double_block", number)
-    return clone
-
-
-def without_a_block_once(model):
-    """Skip the second block in the first call only."""
-    clone, seen = model.clone(), []
-
-    def block(given, extra):
-        seen.append(None)
-        return given if len(seen) == 1 else extra["original_block"](given)
-
-    clone.set_model_patch_replace(block, "dit", "double_block", 1)
-    return clone
-
-
-def without_the_network_once(model):
-    """Return the input instead of the network's output in the first step of a run."""
-    from comfy.patcher_extension import WrappersMP
-
-    def wrapper(executor, *args, **kwargs):
-        options = next(each for each in args if isinstance(each, dict))
-        if options["sigmas"][0] >= options["sample_sigmas"][0]:
-            return args[0].clone()
-        return executor(*args, **kwargs)
-
-    clone = model.clone()
-    clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "test", wrapper)
     return clone
 
 

