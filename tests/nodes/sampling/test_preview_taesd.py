@@ -8,7 +8,6 @@ from safetensors.torch import save_file
 
 from fast_video_vae.tests.nodes.sampling.preview_runs import (
     STEPS,
-    bytes_of,
     clip,
     failing,
     sampled,
@@ -107,15 +106,6 @@ def step(bars, method, approx, monkeypatch):
     method("taesd")
     with torch.inference_mode(), live.playing(expert(), STEPS, {}, clip()["samples"]) as step_done:
         yield done
-
-
-def test_the_time_of_a_step_is_not_taken_for_that_of_a_decode(step, monkeypatch):
-    from fast_video_vae.nodes.preview import live
-
-    monkeypatch.setattr(live, "_SHARE", 0.4)
-    shown = [step(number) for number in range(STEPS)]
-    assert {image.size for image in shown} == {(64, 64)}
-    assert len(bytes_of(shown)) == STEPS
 
 
 def test_decodes_take_a_tenth_of_the_time_from_the_first_step_on(step):

@@ -61,7 +61,6 @@ def names(calls, models):
         ("wan21-t2v", (4.0, 3.0)),  # published, of each expert its own
         ("wan22-14b-i2v", (3.5, 3.5)),  # with an image as extra channels
         slow("vace", (4.0, 4.0)),
-        slow("wan21-i2v", (1.0, 2.0)),  # with an image's embedding
     ],
 )
 def test_two_experts_equal_two_advanced_samplers(kind, cfg):
@@ -90,11 +89,9 @@ def test_four_steps_are_split_two_and_two(calls):
         ("0.9375", "HHLL"),  # a level of the list: the first expert serves it
         ("0.94", "HLLL"),
         ("0.8333333", "HHHL"),
-        ("1.0", "HLLL"),
         ("0.0", "HHHH"),
         ("1", "HLLL"),  # a step
         ("0", "LLLL"),
-        ("4", "HHHH"),
         ("40", "HHHH"),
     ],
 )
@@ -115,8 +112,7 @@ def test_image_to_video_models_have_a_boundary_of_0_9(calls):
     [
         ("euler", 4.0),
         ("uni_pc", 1.0),
-        *(slow(sampler, cfg) for sampler in ("dpmpp_2m", "heun", "res_multistep")
-          for cfg in (1.0, 4.0)),
+        slow("dpmpp_2m", 4.0),
     ],
 )  # fmt: skip
 def test_one_expert_equals_ksampler(sampler, cfg):
@@ -178,10 +174,9 @@ def test_patches_of_other_nodes_apply_to_both_experts(patch):
     ("sampler", "remembers"),
     [
         ("uni_pc", True),
-        *(slow(name, True) for name in ("uni_pc_bh2", "dpmpp_2m", "ipndm", "res_multistep")),
+        slow("dpmpp_2m", True),
         # These models run the negative pass even at CFG 1, through a function that they add.
         ("euler_cfg_pp", False),
-        slow("euler_ancestral_cfg_pp", False),
     ],
 )
 def test_a_multistep_sampler_continues_over_the_switch(sampler, remembers):
@@ -240,14 +235,10 @@ def test_two_halves_of_a_run_equal_the_whole_run():
         assert relative_error(rest, whole) < ROUNDING
 
 
-def test_a_run_that_starts_with_the_second_expert_loads_only_that(calls):
+def test_a_part_of_a_run_has_its_experts_and_noise_levels(calls):
     run(start_at_step=2)
     assert [name for name, _ in names(calls, experts())] == ["low", "low"]
-
-
-def test_a_run_that_ends_early_without_leftover_noise_goes_to_0():
-    result = run(end_at_step=2)
-    assert result["sigmas"].tolist() == pytest.approx([1, 0.9375, 0])
+    assert run(end_at_step=2)["sigmas"].tolist() == pytest.approx([1, 0.9375, 0])
 
 
 @pytest.mark.parametrize("low", [expert, None], ids=["two", "one"])

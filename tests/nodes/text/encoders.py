@@ -7,6 +7,15 @@ from types import SimpleNamespace
 
 import torch
 
+from fast_video_vae.tests.nodes.vae.pairs import node
+
+# A larger batch is summed in another order: float32 rounding through a few layers.
+ROUNDING = 2e-6
+
+FOX = "a red fox runs over the snow"
+BOOK = "a (woman:1.3) reads a [book] beside the ((window)), soft shadows, film grain"
+BLURRY = "blurry, low quality"
+
 # Training text of the sentencepiece model, which thus has pieces for words of the prompts.
 SENTENCES = [
     "a red fox runs over the snow in the morning light",
@@ -116,3 +125,21 @@ def _scaled(name, values, d_kv):
         return 0.2 * values
     # T5 does not scale its attention; the query weights include the factor.
     return values * values.shape[-1] ** -0.5 * (d_kv**-0.5 if "SelfAttention.q." in name else 1)
+
+
+def encode(clip, positive, negative="", **options):
+    """Execute the node; return two lists of conditionings, and the report."""
+    from fast_video_vae.nodes.text.nodes import TextEncode
+
+    inputs = {"clip": clip, "positive": positive, "negative": negative, **options}
+    lists = {key: listed(value) for key, value in inputs.items()}
+    return TextEncode.PREPARE_CLASS_CLONE(None).execute(**lists).args
+
+
+def listed(value):
+    return value if isinstance(value, list) else [value]
+
+
+def by_core(clip, prompt):
+    (conditioning,) = node("CLIPTextEncode", clip, prompt)
+    return conditioning
