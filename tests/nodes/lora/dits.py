@@ -10,8 +10,6 @@ MLPS = {
     "seedvr2": {"SwiGLUMLP": 3},
     "lumina2": {"FeedForward": 3},
     "hidream": {"FeedForwardSwiGLU": 7},
-    "omnigen2": {"LuminaFeedForward": 4},
-    "mochi": {"FeedForward": 3},
     "flux2": {"SiLUActivation": 3},
 }
 
@@ -91,17 +89,6 @@ _NETWORKS = {
         "text_emb_dim": 24, "num_routed_experts": 2, "num_activated_experts": 1,
         "axes_dims_rope": (8, 4, 4), "max_resolution": (16, 16), "llama_layers": [0, 1],
     }),
-    "omnigen2": ("omnigen.omnigen2.OmniGen2Transformer2DModel", {
-        "in_channels": 4, "hidden_size": 48, "num_layers": 1, "num_refiner_layers": 1,
-        "num_attention_heads": 2, "num_kv_heads": 1, "multiple_of": 16, "axes_dim_rope": (8, 8, 8),
-        "axes_lens": (32, 32, 32), "text_feat_dim": 24,
-    }),
-    # The hidden width is fixed there: 12288.
-    "mochi": ("genmo.joint_model.asymm_models_joint.AsymmDiTJoint", {
-        "hidden_size_x": 32, "hidden_size_y": 16, "depth": 2, "num_heads": 2,
-        "mlp_ratio_x": 12288 / 32, "use_t5": True, "t5_feat_dim": 24, "t5_token_length": 8,
-        "learn_sigma": False, "qk_norm": True,
-    }),
     # The settings that ComfyUI detects from the weights, so its loader accepts them.
     "flux2": ("flux.model.Flux", {
         "in_channels": 128, "out_channels": 128, "vec_in_dim": None, "context_in_dim": 24,
@@ -127,14 +114,6 @@ _INPUTS = {
     "hidream": lambda noise: (
         (noise(1, 4, 8, 8), _TIME * 1000, noise(1, 24), noise(1, 5, 24), noise(1, 2, 5, 24)),
         {},
-    ),
-    "omnigen2": lambda noise: (
-        (noise(1, 4, 8, 6), _TIME, noise(1, 5, 24), 5),
-        {"ref_latents": [noise(1, 4, 4, 6)]},
-    ),
-    "mochi": lambda noise: (
-        (noise(1, 4, 2, 4, 6), _TIME, noise(1, 8, 24), torch.ones(1, 8, dtype=torch.bool)),
-        {"num_tokens": 8},
     ),
     "flux2": lambda noise: ((noise(1, 128, 4, 4), _TIME, noise(1, 5, 24)), {}),
 }

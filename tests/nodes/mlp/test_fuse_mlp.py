@@ -4,7 +4,6 @@ With LoRAs, offloading and quantised weights, and after the patches are removed.
 """
 
 import logging
-import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fast_video_vae.tests.kernels import formulas
 from fast_video_vae.tests.kernels.cases import missing
@@ -34,14 +32,8 @@ from fast_video_vae.tests.nodes.vae.pairs import relative_error
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("comfyui")]
 
 
-# Models whose MLPs are modules with their own linear layers; only HiDream runs by default.
-every_whole_mlp = pytest.mark.parametrize(
-    "name",
-    [
-        name if name == "hidream" else pytest.param(name, marks=pytest.mark.slow)
-        for name in sorted(MLPS.keys() - {"flux2"})
-    ],
-)
+# Models whose MLPs are modules with their own linear layers.
+every_whole_mlp = pytest.mark.parametrize("name", ["hidream", "lumina2", "seedvr2"])
 
 
 @pytest.fixture
@@ -172,9 +164,7 @@ def test_a_model_without_gated_mlps_passes_with_a_log_line(caplog):
 def test_fusing_is_idempotent_and_works_with_a_loaded_clone():
     model = patcher("lumina2")
     first = fused(model)
-    patches = dict(first.object_patches)
     assert fused(first) is first
-    assert first.object_patches == patches
     with loaded(first):
         second = fused(model)
     assert second is not first
@@ -333,26 +323,18 @@ def test_every_layout_of_quantised_weights_works(algorithm, calls):
     assert (result - expected).square().mean() < (expected - truth).square().mean() / 4
 
 
-def gradients(model, x):
-    x = x.clone().requires_grad_()
-    model.model.diffusion_model(x).square().sum().backward()
-    parameters = dict(model.model.named_parameters())
-    result = {"x": x.grad} | {name: each.grad.clone() for name, each in parameters.items()}
-    model.model.zero_grad()
-    return result
-
-
-@pytest.mark.parametrize("cls", [MLP, SecondHalf])
-def test_gradients_flow(cls, calls):
-    model = model_of(Nest(cls()))
+def test_gradients_flow(calls):
+    model, x = model_of(Nest(MLP())), torch.randn(2, 5, 8, requires_grad=True)
     model.model.requires_grad_(True)
-    x = torch.randn(2, 5, 8)
-    expected = gradients(model, x)
+    leaves = [x, *model.model.parameters()]
+
+    def gradients():
+        return torch.autograd.grad(model.model.diffusion_model(x).square().sum(), leaves)
+
+    expected = gradients()
     with loaded(fused(model)):
-        result = gradients(model, x)
+        torch.testing.assert_close(gradients(), expected, rtol=1e-5, atol=1e-6)
     assert calls == [((2, 5, 16), False)]
-    for name, gradient in expected.items():
-        torch.testing.assert_close(result[name], gradient, rtol=1e-5, atol=1e-6)
 
 
 def test_it_overwrites_a_projection_unless_it_is_used_elsewhere(calls):
@@ -363,35 +345,6 @@ def test_it_overwrites_a_projection_unless_it_is_used_elsewhere(calls):
         block(x)
     assert [in_place for _, in_place in calls] == [True, False]
     assert torch.equal(kept[0], F.linear(x, block.gate.weight, block.gate.bias))
-
-
-class Peak(TorchDispatchMode):
-    """Peak bytes of the results of operations."""
-
-    def __init__(self):
-        super().__init__()
-        self.live, self.bytes = {}, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor):
-            storage = result.untyped_storage()
-            if storage._cdata not in self.live:
-                self.live[storage._cdata] = storage.nbytes()
-                weakref.finalize(storage, self.live.pop, storage._cdata)
-        self.bytes = max(self.bytes, sum(self.live.values()))
-        return result
-
-
-@pytest.mark.parametrize(("cls", "stock", "fast"), [(MLP, 3, 2), (Halves, 4, 3)])
-def test_peak_memory_is_one_hidden_activation_less(cls, stock, fast):
-    model, x = model_of(Nest(cls())), torch.randn(4096, 8)
-    hidden_bytes = 4096 * 16 * 4
-    with torch.no_grad():
-        for patched, tensors in ((model, stock), (fused(model), fast)):
-            with loaded(patched), Peak() as peak:
-                model.model.diffusion_model(x)
-            assert tensors <= peak.bytes / hidden_bytes < tensors + 0.1
 
 
 @pytest.mark.parametrize("shape", [(8,), (0, 8), (2, 3, 4, 8)])

@@ -42,9 +42,11 @@ CORE = [
     ("audio.dit", "GLU", (8, 16, nn.SiLU()), (("proj",), 1, None)),
     ("aura.mmdit", "MLP", (8,), (("c_fc1", "c_fc2"), 0, "c_proj")),
     ("flux.layers", "YakMLP", (8, 16), (("gate_proj", "up_proj"), 0, "down_proj")),
+    ("genmo.joint_model.layers", "FeedForward", (8, 16, 8, None), (("w1",), 0, "w2")),
     ("krea2.model", "SwiGLU", (8, 4), (("gate", "up"), 0, "down")),
     ("lens.model", "GateMLP", (8, 16), (("w1", "w3"), 0, "w2")),
     ("minimax_music.dit", "GLU", (8, 16), (("proj",), 1, None)),
+    ("omnigen.omnigen2", "LuminaFeedForward", (8, 16), (("linear_1", "linear_3"), 0, "linear_2")),
 ]  # fmt: skip
 
 
