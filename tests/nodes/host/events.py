@@ -13,15 +13,11 @@ from typing import Any
 class Event:
     """One message.
 
-    Attributes:
-        time_s: Time of arrival, from `time.perf_counter`.
-        kind: `execution_start`, `executing`, `progress`, `execution_success`, ...; `text` for the
-            text that a node shows, `preview` for a preview picture.
-        data: The other fields; of a preview its `image`, the bytes of a JPEG, and its metadata, if
-            the connection supports them.
+    Its kind is `execution_start`, `executing`, `progress`, ..., `text` for the text that a node
+    shows, or `preview`, whose data are the bytes of a JPEG, `image`, and metadata if asked for.
     """
 
-    time_s: float
+    time_s: float  # of arrival, from `time.perf_counter`
     kind: str
     data: dict[str, Any]
 
@@ -55,11 +51,9 @@ def _text_of_node(message: bytes) -> dict[str, Any]:
 
 
 class Events:
-    """Listens in a thread until the server ends the connection.
+    """Listens at the address of a websocket, in a thread until the server ends the connection.
 
-    Args:
-        url: Address of the websocket.
-        features: What this client supports, such as `supports_preview_metadata`.
+    `features` is what this client supports, such as `supports_preview_metadata`.
     """
 
     def __init__(self, url: str, **features: bool) -> None:

@@ -16,32 +16,30 @@ pytestmark = pytest.mark.comfyui
 
 
 def test_the_nodes_measure_what_they_do(timing, inference):
-    (vae,) = ours("Load", vae_name="bundled demo").args
-    (vae,) = ours("Accelerate", vae=vae, chunk=2).args
-    frames, video = ours("DemoClip").args
-    ours("Encode", pixels=frames[:5], vae=vae)
-    assert set(rows(timing)) == {
-        ("load", "bundled demo"),
-        ("load", "accelerated VAE"),
-        ("load", "VAE to its device"),
-        ("VAE encode", ""),
-    }
-    latent, *_ = ours("EncodeVideo", video=video, vae=vae, max_frames=9).args
-    found = rows(timing)
-    assert found["VAE encode", ""]["count"] == 2
-    assert found["file", ""]["count"] > 2  # chunks of the video, and its sound
-    ours("Decode", samples=latent, vae=vae)
-    assert rows(timing)["VAE decode", ""]["count"] == 1
-
-
-def test_attaching_loras_is_measured(timing, inference):
     from comfy.model_patcher import ModelPatcher
 
     from fast_video_vae.nodes.lora.apply import apply_lora
 
+    (vae,) = ours("Load", vae_name="bundled demo").args
+    (vae,) = ours("Accelerate", vae=vae, chunk=2).args
+    frames, video = ours("DemoClip").args
+    ours("Encode", pixels=frames[:5], vae=vae)
+    labels = ("bundled demo", "accelerated VAE", "VAE to its device")
+    assert {*rows(timing)} == {*(("load", label) for label in labels), ("VAE encode", "")}
+    latent, *_ = ours("EncodeVideo", video=video, vae=vae, max_frames=9).args
+    found = rows(timing)
+    assert found["VAE encode", ""]["count"] == 2
+    assert found["file", ""]["count"] > 2  # chunks of the video, and its sound
+    _, text = ours("Decode", samples=latent, vae=vae).args
+    assert text == timing.text()
+    assert rows(timing)["VAE decode", ""]["count"] == 1
+    images = torch.zeros(1, 16, 16, 3)  # of a VAE of another pack
+    other = types.SimpleNamespace(device=torch.device("cpu"), encode=None, decode=lambda _: images)
+    ours("Decode", samples={"samples": torch.zeros(1, 4, 2, 2)}, vae=other)
+    assert rows(timing)["VAE decode", ""]["count"] == 2
     cpu = torch.device("cpu")
     apply_lora(ModelPatcher(torch.nn.Linear(2, 2), cpu, cpu), ())
-    assert list(rows(timing)) == [("LoRA attach", "")]
+    assert ("LoRA attach", "") in rows(timing)
 
 
 def test_a_slow_writer_counts_as_file_time(timing, inference, monkeypatch):
@@ -54,53 +52,27 @@ def test_a_slow_writer_counts_as_file_time(timing, inference, monkeypatch):
         write(self, frames)
 
     (vae,) = ours("Load", vae_name="bundled demo").args
-    latent = torch.zeros(1, 16, 4, 4, 4)
-    ours(
-        "DecodeVideo", samples={"samples": latent}, vae=vae
-    )  # imports, which are not to be measured
+    latent = {"samples": torch.zeros(1, 16, 4, 4, 4)}
+    ours("DecodeVideo", samples=latent, vae=vae)  # imports, which are not to be measured
     monkeypatch.setattr(timing, "_outside", timing._Outside())
     monkeypatch.setattr(VideoWriter, "write", slowly)
-    _, text = ours("DecodeVideo", samples={"samples": latent}, vae=vae).args
+    _, text = ours("DecodeVideo", samples=latent, vae=vae).args
     found = rows(timing)
     steps = found["VAE decode", ""]["count"]
     assert steps > 1
     assert 0.2 * (steps - 1) <= found["file", ""]["seconds"]
     assert found["VAE decode", ""]["seconds"] < 0.2 * steps
     assert text.splitlines()[-1].startswith("  file ")
-    assert timings(timing)["measured"] == pytest.approx(timings(timing)["wall"], rel=0.05)
 
 
-def test_a_vae_of_another_pack_is_measured(timing, inference):
-    latent, images = torch.zeros(1, 4, 2, 2), torch.zeros(1, 16, 16, 3)
-    vae = types.SimpleNamespace(
-        device=torch.device("cpu"), encode=lambda _: latent, decode=lambda _: images
-    )
-    ours("Encode", pixels=images, vae=vae)
-    _, text = ours("Decode", samples={"samples": latent}, vae=vae).args
-    assert set(rows(timing)) == {("VAE encode", ""), ("VAE decode", "")}
-    assert text == timing.text()
+def test_kernel_builds_and_compilations_are_subtracted_from_the_outer_piece(timing):
+    import torch._dynamo
 
-
-def test_kernel_builds_are_subtracted_from_the_outer_piece(timing):
     from fast_video_vae import kernels
 
     def prepare(label):
         with kernels.preparing("kernel build", label):
             time.sleep(0.02)
-
-    prepare("before")
-    with timing.span("VAE decode"):
-        prepare("CPU kernels")
-        in_thread(lambda: prepare("of another thread"))
-    prepare("after")
-    found = rows(timing)
-    assert list(found) == [("kernel build", "CPU kernels"), ("VAE decode", "")]
-    assert found["kernel build", "CPU kernels"]["seconds"] >= 0.02
-    assert timings(timing)["measured"] == pytest.approx(timings(timing)["wall"])
-
-
-def test_compilations_are_subtracted_from_the_outer_piece(timing):
-    import torch._dynamo
 
     def slow(graph, _):
         time.sleep(0.3)
@@ -108,14 +80,21 @@ def test_compilations_are_subtracted_from_the_outer_piece(timing):
 
     torch._dynamo.reset()
     doubled = torch.compile(lambda x: x * 2, backend=slow)
+    prepare("before")
+    with timing.span("VAE decode"):
+        prepare("CPU kernels")
+        in_thread(lambda: prepare("of another thread"))
+    prepare("after")
     for _ in range(3):
         with timing.span("denoise"):
             doubled(torch.ones(2))
     found = rows(timing)
-    assert list(found) == [("compile", ""), ("denoise", "")]
+    names = [("kernel build", "CPU kernels"), ("compile", ""), ("denoise", ""), ("VAE decode", "")]
+    assert {*found} == {*names}
+    assert found["kernel build", "CPU kernels"]["seconds"] >= 0.02
     assert found["compile", ""]["count"] == 1
     assert found["compile", ""]["seconds"] >= 0.3
-    assert timings(timing)["measured"] == pytest.approx(timings(timing)["wall"], abs=0.01)
+    assert timings(timing)["measured"] == pytest.approx(timings(timing)["wall"], abs=0.05)
     torch._dynamo.reset()
 
 
