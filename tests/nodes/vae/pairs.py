@@ -45,6 +45,16 @@ def relative_error(result, expected):
     return ((result - expected).abs().max() / expected.abs().max()).item()
 
 
+def assert_same_numbers(fast, stock):
+    """Compare the attributes of two VAEs of ComfyUI that nodes read."""
+    for name in (
+        "latent_channels", "latent_dim", "output_channels", "pad_channel_value", "vae_dtype",
+        "device", "output_device", "not_video", "upscale_index_formula", "downscale_index_formula",
+        "working_dtypes", "crop_input", "disable_offload", "extra_1d_channel",
+    ):  # fmt: skip
+        assert getattr(fast, name) == getattr(stock, name), name
+
+
 def clip(frames, height=64, width=64, channels=3, seed=0):
     """An IMAGE `[N, H, W, C]`."""
     generator = torch.Generator().manual_seed(seed)

@@ -6,39 +6,27 @@ the statistics of ComfyUI's latent formats.
 
 import copy
 import functools
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fast_video_vae.tests.benchmarks.peers import diffusers_vae
-from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.tests.builders import random_state_dict, refused
 from fast_video_vae.tests.nodes.vae.pairs import (
     fast_vae,
     out_of_memory,
     relative_error,
     stopped_at,
 )
-from fast_video_vae.tests.nodes.wan_wrapper.wrapped import CPU, Oracle, video, wrapped
-from fast_video_vae.tests.wan22 import random_wan22
+from fast_video_vae.tests.nodes.wan_wrapper.wrapped import CPU, Oracle, family_of, video, wrapped
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
 
 
 @pytest.fixture(scope="module")
 def families(comfyui, tmp_path_factory):
-    """Factory of VAEs with narrow random weights: fast, oracle, channels and compression."""
-
-    @functools.cache
-    def make(name):
-        state = random_state_dict(8) if name == "wan2.1" else random_wan22(8, 16)
-        fast = fast_vae(state, tmp_path_factory.mktemp("vae"))
-        channels, factor = (16, 8) if name == "wan2.1" else (48, 16)
-        return SimpleNamespace(
-            state=state, fast=fast, oracle=Oracle(state), channels=channels, factor=factor
-        )
-
-    return make
+    """Factory of VAEs with narrow random weights."""
+    return functools.cache(lambda name: family_of(name, tmp_path_factory.mktemp("vae")))
 
 
 @pytest.fixture
@@ -65,23 +53,10 @@ def test_the_vae_has_the_members_that_nodes_use(family, vae):
     assert type(vae).__name__ != "TAEHV"  # the wrapper calls a VAE of this name differently
     assert vae.dtype == torch.float32
     assert vae.upsampling_factor == family.factor
-    assert vae.to(CPU) is vae
-    assert vae.to("cpu") is vae
-    assert vae.to(device=CPU, dtype=torch.float32) is vae
+    for moved in (vae.to(CPU), vae.to("cpu"), vae.to(device=CPU, dtype=torch.float32)):
+        assert moved is vae
     assert vae.model.clear_cache() is None
     vae.model.to(CPU)
-
-
-def test_the_requested_dtype_is_used(vae):
-    assert vae.to(torch.bfloat16).dtype == torch.bfloat16
-    latent = torch.zeros(1, vae.encode(video(1), CPU).shape[1], 1, 3, 4)
-    assert vae.decode(latent, CPU, end_=False).dtype == torch.bfloat16
-    assert vae.to(CPU, torch.float32).dtype == torch.float32
-
-
-def test_an_unsupported_dtype_is_an_error(vae):
-    with pytest.raises(ValueError, match=r"^dtype is torch.float8_e4m3fn; expected one of torch\."):
-        vae.to(CPU, torch.float8_e4m3fn)
 
 
 @both
@@ -137,18 +112,15 @@ def test_edge_pixels_that_fill_no_latent_are_dropped(family, vae):
     assert relative_error(vae.encode(pixels, CPU), family.oracle.encode(whole)) <= 1e-5
 
 
-@pytest.mark.parametrize("frames", [2, 6, 8, 18])  # 8: two frames before the last fill no latent
+@pytest.mark.parametrize("frames", [1, 2, 8, 18])  # 8: two frames before the last fill no latent
 def test_the_end_frame_is_encoded_separately(family, vae, frames):
     pixels = video(frames)
     latents = vae.encode([pixels[0]], CPU, end_=True, tiled=False)
     assert latents.shape[2] == (frames - 2) // 4 + 2
+    if frames == 1:  # it has no end
+        assert torch.equal(latents, vae.encode(pixels, CPU))
+        return
     assert relative_error(latents, family.oracle.encode(pixels, end_=True)) <= 1e-5
-
-
-def test_a_single_frame_or_latent_ignores_end(family, vae):
-    pixels, latent = video(1), latent_of(family, 1)
-    assert torch.equal(vae.encode(pixels, CPU, end_=True), vae.encode(pixels, CPU))
-    assert torch.equal(vae.decode(latent, CPU, end_=True), vae.decode(latent, CPU))
 
 
 @pytest.mark.parametrize(("family", "frames"), [("wan2.1", 1), ("wan2.2", 9)], indirect=["family"])
@@ -157,18 +129,17 @@ def test_a_sample_has_the_spread_of_the_posterior(family, vae, frames):
     pixels[:, :, 1:] = 0  # static frames draw their own noise too
     mean = vae.encode(pixels, CPU)
     torch.manual_seed(1)
-    sampled = vae.encode([pixels[0]], CPU, tiled=False, sample=True)
-    again = vae.encode([pixels[0]], CPU, tiled=False, sample=True)
+    sampled, again = (vae.encode([pixels[0]], CPU, tiled=False, sample=True) for _ in range(2))
     posterior = diffusers_vae(family.state).module.encode(pixels).latent_dist
     noise = (sampled - mean) / (posterior.logvar.clamp(-30, 20) / 2).exp()
     if frames == 1:
         torch.manual_seed(1)
         assert relative_error(noise, torch.randn(noise.shape)) <= 1e-4
+    else:
+        assert not torch.equal(noise[:, :, -1], noise[:, :, -2])
     assert abs(noise.mean()) < 5 / noise.numel() ** 0.5  # five standard errors
     assert abs(noise.std() - 1) < 5 / (2 * noise.numel()) ** 0.5
     assert not torch.equal(sampled, again)
-    if frames > 1:
-        assert not torch.equal(noise[:, :, -1], noise[:, :, -2])
     assert torch.equal(vae.encode(pixels, CPU), mean)
 
 
@@ -210,10 +181,13 @@ def test_every_form_of_a_decode_call_gives_the_same(family, vae):
 
 
 @both
-@pytest.mark.parametrize(("count", "tiled"), [(2, False), (4, True)])
+@pytest.mark.parametrize(("count", "tiled"), [(1, False), (2, False), (4, True)])
 def test_the_end_latent_is_decoded_separately(family, vae, count, tiled):
     latent = latent_of(family, count)
     frames = vae.decode(latent, device=CPU, end_=True, tiled=tiled)
+    if count == 1:  # it has no end
+        assert torch.equal(frames, vae.decode(latent, CPU))
+        return
     assert frames.shape[2] == 4 * (count - 2) + 2
     expected = family.oracle.decode(latent, end_=True)
     expected = expected.clamp(-1, 1) if tiled else expected
@@ -221,15 +195,24 @@ def test_the_end_latent_is_decoded_separately(family, vae, count, tiled):
 
 
 def test_outputs_have_the_requested_device_and_dtype(family, tmp_path):
-    fast = fast_vae(family.state, tmp_path, dtype=torch.bfloat16)
-    vae, latent = wrapped(fast), latent_of(family, 2).bfloat16()
+    vae = wrapped(fast_vae(family.state, tmp_path))
+    assert vae.to(torch.bfloat16).dtype == torch.bfloat16
+    latent = latent_of(family, 2).bfloat16()
     assert vae.decode(latent, CPU, pbar=False).dtype == vae.dtype == torch.bfloat16
     assert vae.decode(latent, CPU, tiled=True, pbar=False).dtype == torch.float32
+    # WANVAE of March 2025 scales the frames in their dtype; bf16 has three digits.
+    sizes = {"tile_size": (272, 272), "tile_stride": (144, 128)}
+    frames = vae.decode(latent, device=CPU, tiled=False, **sizes)[0]
+    assert frames.dtype == torch.float32
+    assert frames.abs().max() == 1
     assert vae.decode(latent, CPU, output_dtype=torch.float16).dtype == torch.float16
     assert vae.decode(latent, "meta").device.type == "meta"
     assert vae.decode(latent, "meta", tiled=True).device == CPU
     assert vae.decode(latent, "meta", output_device="cpu").device == CPU
     assert vae.encode(video(5).bfloat16(), "meta").device.type == "meta"
+    assert vae.to(CPU, torch.float32).dtype == torch.float32
+    with refused("^dtype is torch.float8_e4m3fn; expected one of torch\\."):
+        vae.to(CPU, torch.float8_e4m3fn)
 
 
 @pytest.mark.parametrize(
@@ -274,22 +257,6 @@ def test_moving_to_another_device_unloads_through_comfyui(family, vae, tmp_path)
     assert relative_error(image, expected) <= 1e-6
 
 
-@pytest.mark.gpu
-def test_no_weight_stays_on_the_gpu(family, vae):
-    device = family.fast.device
-    if device.type == "cpu":
-        pytest.skip("ComfyUI runs on the CPU here")
-    network = family.fast.first_stage_model
-    for leave in (vae.to, vae.model.to):
-        frames = vae.to(device).decode(latent_of(family, 2), device)
-        latents = vae.encode(video(5), device)
-        assert frames.device == latents.device == device
-        assert {each.device for each in network.parameters()} == {device}
-        leave("cpu")
-        assert {each.device.type for each in network.parameters()} == {"cpu"}
-        assert network.weight_bytes() == sum(each.nbytes for each in network.parameters())
-
-
 def test_patches_of_the_vae_apply(family):
     key = "decoder.head.2.weight"
     patched = copy.copy(family.fast)
@@ -315,25 +282,6 @@ def test_out_of_memory_is_retried_and_then_tiled(family, vae, monkeypatch, encod
             calls = out_of_memory(patch, family.fast, name, failures)
             assert relative_error(run(), expected) <= 1e-5
         assert [options.tile for options in calls] == tiles
-
-
-def test_frames_fall_back_to_the_host(family, vae, monkeypatch):
-    import comfy.model_management as management
-
-    kind = type(family.fast.first_stage_model)
-    real, failures = kind.decode_stream, []
-
-    def stream(self, *arguments, **options):
-        if options["out"].device.type == "meta":
-            failures.append(1)
-            raise management.OOM_EXCEPTION("no memory")
-        return real(self, *arguments, **options)
-
-    expected = vae.decode(latent_of(family, 2), CPU)
-    monkeypatch.setattr(kind, "decode_stream", stream)
-    frames = vae.decode(latent_of(family, 2), "meta")
-    assert failures
-    assert relative_error(frames, expected) <= 1e-5
 
 
 def test_progress_is_shown_unless_pbar_is_off(family, vae, progress):

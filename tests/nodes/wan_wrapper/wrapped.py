@@ -1,9 +1,14 @@
 """The VAE for ComfyUI-WanVideoWrapper, and its oracle."""
 
+import functools
+from types import SimpleNamespace
+
 import torch
 
 from fast_video_vae.tests.benchmarks.peers import comfyui_vae
-from fast_video_vae.tests.nodes.vae.pairs import clip
+from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.tests.nodes.vae.pairs import clip, fast_vae
+from fast_video_vae.tests.wan22 import random_wan22
 
 CPU = torch.device("cpu")
 
@@ -37,3 +42,17 @@ def video(frames, height=48, width=64, batch=1, seed=0):
     """Return videos `[B, 3, T, H, W]` in [-1, 1], as the wrapper's nodes convert images."""
     images = [clip(frames, height, width, seed=seed + each) for each in range(batch)]
     return torch.stack(images).permute(0, 4, 1, 2, 3) * 2 - 1
+
+
+@functools.cache
+def random_family(name):
+    """The weights of a narrow VAE, and ComfyUI's network with them."""
+    state = random_state_dict(8) if name == "wan2.1" else random_wan22(8, 16)
+    channels, factor = (16, 8) if name == "wan2.1" else (48, 16)
+    return SimpleNamespace(state=state, oracle=Oracle(state), channels=channels, factor=factor)
+
+
+def family_of(name, folder):
+    """The same with our VAE, read from a file."""
+    family = random_family(name)
+    return SimpleNamespace(**vars(family), fast=fast_vae(family.state, folder))
