@@ -90,22 +90,18 @@ def test_int8_is_measured_in_the_fast_vae_with_its_loss(vae, int8, progress):
     assert progress[-1] == (9, 9)  # 2 tasks of 2 x 2 calls, and the precision
 
 
-def test_a_fast_vae_in_int8_is_measured_as_it_is(state, tmp_path, int8):
-    fast = fast_vae(state, tmp_path, precision="int8")
-    chart, _, content = run(fast, dtype="fp32")
-    assert list(results(content)) == ["stock", "fast int8"]
-    assert content["precision"] is None
-    assert len(chart) == 1
-
-
-def test_the_precision_of_the_connected_latent_is_measured(state, int8):
-    latent = latents(5, 2, 3)
-    _, _, content = run(
-        stock_vae(state), samples={"samples": latent}, dtype="fp32", precision="int8"
-    )
+def test_the_precision_of_the_connected_latent_is_measured(state, tmp_path, int8):
+    given = {"samples": {"samples": latents(5, 2, 3)}, "dtype": "fp32"}
+    _, _, content = run(stock_vae(state), precision="int8", **given)
     assert content["frames"] == 17
     found = content["precision"]
     assert (found["width"], found["height"], found["frames"]) == (24, 16, 9)
+    # A fast VAE that is in int8 is measured as it is.
+    fast = fast_vae(state, tmp_path, precisions=("int8", "auto"))
+    chart, _, content = run(fast, **given)
+    assert list(results(content)) == ["stock", "fast int8"]
+    assert content["precision"] is None
+    assert len(chart) == 1
 
 
 def test_int8_that_is_not_supported_is_a_one_line_error(state, monkeypatch):
@@ -129,32 +125,24 @@ def test_the_psnr_compares_the_two_decodes(state, tmp_path):
     assert results(content)["fast"]["psnr_db"] == pytest.approx(expected, abs=0.01)
 
 
-def test_the_inputs_are_not_modified(vae):
-    before = dict(vae.__dict__)
+def test_the_inputs_are_not_modified_and_no_other_model_stays_loaded(vae):
+    from comfy import model_management
+
+    def networks():
+        models = [each.model for each in model_management.current_loaded_models]
+        return {id(each.model) for each in models if each is not None}
+
+    before, loaded = dict(vae.__dict__), networks() | {id(vae.first_stage_model)}
     weights = {key: value.clone() for key, value in vae.first_stage_model.state_dict().items()}
     latent, pixels = latents(2, 4, 6), clip(5, 32, 48)
     given = latent.clone(), pixels.clone()
     run(vae, task="both", samples={"samples": latent}, pixels=pixels, dtype="bf16")
+    assert networks() <= loaded
     assert vae.__dict__ == before
     assert torch.equal(latent, given[0])
     assert torch.equal(pixels, given[1])
     for key, value in vae.first_stage_model.state_dict().items():
         assert torch.equal(value, weights[key])
-
-
-def test_no_other_model_stays_loaded(state):
-    from comfy import model_management
-
-    def networks():
-        models = [each.model for each in model_management.current_loaded_models]
-        return [each.model for each in models if each is not None]
-
-    stock = stock_vae(state)
-    stock.decode(latents(1))
-    before = networks()
-    run(stock)
-    fresh = [each for each in networks() if not any(each is other for other in before)]
-    assert "FastVideoVAE" not in {type(each).__name__ for each in fresh}
 
 
 # Inputs, the measured width, height and frames, and the expected note.
@@ -177,47 +165,28 @@ def test_the_size_follows_the_inputs(state, task, connected):
     assert note is None or note in table
 
 
-def test_both_networks_use_the_chosen_dtype(state, tmp_path, monkeypatch):
-    import comfy.sd
-
-    built = []
-    real = comfy.sd.VAE.__init__
-
-    def watched(self, *arguments, **options):
-        real(self, *arguments, **options)
-        built.append((options.get("dtype"), self.vae_dtype))
-
-    fast = fast_vae(state, tmp_path)
-    monkeypatch.setattr(comfy.sd.VAE, "__init__", watched)
-    _, table, content = run(fast, dtype="bf16")
-    assert built == [(torch.bfloat16, torch.bfloat16)]
+def test_both_networks_use_the_chosen_dtype(state, tmp_path):
+    _, table, content = run(fast_vae(state, tmp_path), dtype="bf16")
     assert content["tasks"][0]["dtype"] == "bf16"
     # Some roundings of half an eps (2^-8) on values below 1: far above the error of float32.
     assert 30 < results(content)["fast"]["psnr_db"] < 80
     assert "bf16" in table
+    # Two VAEs in bfloat16 differ less from each other than from one in float32.
+    exact = run(fast_vae(state, tmp_path), dtype="fp32")[2]
+    assert results(exact)["fast"]["psnr_db"] > results(content)["fast"]["psnr_db"]
 
 
-def test_a_fast_vae_keeps_its_dtype_where_float16_is_faster(state, tmp_path, monkeypatch):
-    from comfy.cli_args import args
+def failing(error):
+    def fails(*_, **__):
+        raise error
 
-    from fast_video_vae.nodes.benchmark.run import pair_of
-
-    free = fast_vae(state, tmp_path)
-    pair = pair_of(free, None)
-    assert not pair.fast.first_stage_model.allow_fp16
-    assert free.first_stage_model.allow_fp16
-    monkeypatch.setattr(args, "bf16_vae", True)
-    chosen = fast_vae(state, tmp_path)
-    assert pair_of(chosen, None).fast is chosen
+    return fails
 
 
-def test_a_contestant_out_of_memory_is_in_the_table(state):
+def test_a_contestant_out_of_memory_is_in_the_table_and_other_errors_are_not(state):
     stock = stock_vae(state)
-
-    def full(*_, **__):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
-
-    stock.first_stage_model.decode = full  # tiles call the same method
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+    stock.first_stage_model.decode = failing(error)  # tiles call the same method
     chart, table, content = run(stock)
     stock_result, fast = results(content).values()
     assert stock_result["failure"] == "out of memory"
@@ -227,47 +196,25 @@ def test_a_contestant_out_of_memory_is_in_the_table(state):
     assert fast["psnr_db"] is None
     assert table.count("out of memory") == 1
     assert chart.shape == (1, 640, 1024, 3)
-
-
-def test_another_error_is_not_hidden(state):
-    stock = stock_vae(state)
-
-    def broken(*_, **__):
-        raise RuntimeError("a shape is wrong")
-
-    stock.first_stage_model.decode = broken
+    stock.first_stage_model.decode = failing(RuntimeError("a shape is wrong"))
     with pytest.raises(RuntimeError, match="a shape is wrong"):
         run(stock)
 
 
-def of_another_network(*_):
+def test_an_incomparable_vae_is_a_one_line_error(state, tmp_path):
     import comfy.sd
 
-    return comfy.sd.VAE(sd={"pixel_space_vae": torch.tensor(1.0)})
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda *_: object(), r"^vae: got an object; expected a VAE$"),
-        (of_another_network, r"^vae: .* cannot be accelerated"),
-        (
-            lambda state, folder: fast_vae(decoder_of(state), folder),
-            r"^vae: ComfyUI has no network .* it has a decoder only$",
-        ),
-        (
-            lambda _, folder: fast_vae(random_state_dict(8, out_channels=12), folder),
-            r"^vae: ComfyUI has no network .* doubles the size of frames$",
-        ),
-        (
-            lambda _, folder: fast_vae(random_wan22(), folder),
-            r"^vae: ComfyUI has no network for this wan2.2 VAE",
-        ),
-    ],
-)
-def test_an_incomparable_vae_is_a_one_line_error(state, tmp_path, make, message):
-    with refused(message):
-        run(make(state, tmp_path))
+    with refused("^vae: got an object; expected a VAE$"):
+        run(object())
+    with refused("^vae: .* cannot be accelerated"):
+        run(comfy.sd.VAE(sd={"pixel_space_vae": torch.tensor(1.0)}))
+    for weights, reason in (
+        (decoder_of(state), r".* it has a decoder only$"),
+        (random_state_dict(8, out_channels=12), r".* doubles the size of frames$"),
+        (random_wan22(), "for this wan2.2 VAE"),
+    ):
+        with refused(f"^vae: ComfyUI has no network {reason}"):
+            run(fast_vae(weights, tmp_path))
 
 
 @pytest.mark.parametrize(

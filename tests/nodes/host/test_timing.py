@@ -34,7 +34,7 @@ def test_the_table_has_a_row_for_every_kind_and_label_in_the_order_of_the_work(t
         clock.passes(0.125)
     assert timing.text().splitlines() == [
         "Fast Video VAE: 18.500 s measured of 19.125 s",
-        "                                   count  seconds    min  median",
+        "                                    count  seconds    min  median",
         "  load             wan.safetensors      1   10.000",
         "  denoise          high noise           3    4.500  1.000   1.500",
         "  denoise          low noise            1    3.000",
@@ -268,8 +268,7 @@ def test_draws_are_measured_without_the_work_between_them(timing, clock):
     with pytest.raises(OSError, match="gone"):
         list(timing.drawn("load", items()))
     assert timings(timing)["stopped"] == "failed"
-    row = rows(timing)["load", ""]
-    assert [row[key] for key in ("count", "seconds")] == [4, 6]
+    assert lengths(timing)["load"] == 6
 
 
 @pytest.mark.parametrize("ends_in_a_node", [False, True])

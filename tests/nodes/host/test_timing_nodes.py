@@ -81,20 +81,20 @@ def test_kernel_builds_and_compilations_are_subtracted_from_the_outer_piece(timi
     torch._dynamo.reset()
     doubled = torch.compile(lambda x: x * 2, backend=slow)
     prepare("before")
+    for _ in range(3):
+        with timing.span("denoise"):
+            doubled(torch.ones(2))
     with timing.span("VAE decode"):
         prepare("CPU kernels")
         in_thread(lambda: prepare("of another thread"))
     prepare("after")
-    for _ in range(3):
-        with timing.span("denoise"):
-            doubled(torch.ones(2))
     found = rows(timing)
     names = [("kernel build", "CPU kernels"), ("compile", ""), ("denoise", ""), ("VAE decode", "")]
     assert {*found} == {*names}
     assert found["kernel build", "CPU kernels"]["seconds"] >= 0.02
     assert found["compile", ""]["count"] == 1
     assert found["compile", ""]["seconds"] >= 0.3
-    assert timings(timing)["measured"] == pytest.approx(timings(timing)["wall"], abs=0.05)
+    assert timings(timing)["measured"] == pytest.approx(timings(timing)["wall"], abs=0.01)
     torch._dynamo.reset()
 
 

@@ -58,12 +58,8 @@ def written(frames, path, **options):
 
 
 def deep(frames, height=64, width=64):
-    """Moving content `[N, H, W, 3]` float32 in [0, 1], each value a number of 16 bits."""
-    time = torch.arange(frames).view(-1, 1, 1, 1)
-    y, x = torch.arange(height).view(1, -1, 1, 1), torch.arange(width).view(1, 1, -1, 1)
-    phase = torch.tensor([0.0, 2.0, 4.0])
-    unit = torch.sin(x / 90 + y / 130 + time / 30 + phase) * 0.4 + 0.5
-    return (unit * 65535).round() / 65535
+    """Such content, each value a number of 16 bits."""
+    return (waves(frames, height, width, 1) * 65535).round() / 65535
 
 
 def deep_file(images, path, codec="ffv1", **options):
@@ -85,12 +81,17 @@ def decibels(images, expected):
     return -10 * torch.log10(((images - expected) ** 2).mean()).item()
 
 
-def smooth(frames, height=64, width=64):
-    """Moving content `[N, H, W, 3]` uint8, which codecs compress like real videos."""
+def waves(frames, height, width, steepness):
+    """Moving content `[N, H, W, 3]` float32 in [0, 1], which codecs compress like real videos."""
     time = torch.arange(frames).view(-1, 1, 1, 1)
     y, x = torch.arange(height).view(1, -1, 1, 1), torch.arange(width).view(1, 1, -1, 1)
     phase = torch.tensor([0.0, 2.0, 4.0])
-    return ((torch.sin(x / 9 + y / 13 + time / 3 + phase) * 0.4 + 0.5) * 255).byte()
+    return torch.sin(steepness * (x / 90 + y / 130 + time / 30) + phase) * 0.4 + 0.5
+
+
+def smooth(frames, height=64, width=64):
+    """Such content as uint8."""
+    return (waves(frames, height, width, 10) * 255).byte()
 
 
 def tone(seconds, rate=44100, channels=2):

@@ -40,14 +40,6 @@ def is_empty(folder):
     return not [path for path in folder.rglob("*") if path.is_file()]
 
 
-@pytest.mark.parametrize("chunk", [0, 1, 3, -1])
-def test_a_lossless_file_has_the_bytes_of_the_image(fast, output, chunk):
-    latent = latents(5)
-    video = decode(fast, latent, codec="ffv1", bit_depth="8", chunk=chunk)
-    assert torch.equal(frames_of(video), as_saved(image(fast, latent)))
-    assert video.get_frame_rate() == 16
-
-
 @pytest.mark.parametrize(
     ("codec", "suffix"),
     [("h264", "mp4"), ("hevc", "mp4"), ("vp9", "webm"), ("av1", "mp4"), ("prores", "mov")],
@@ -76,21 +68,23 @@ def test_higher_quality_gives_a_larger_file(demo, output):
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"),
+    ("text", "shown", "chunk"),
     [
-        ("", range(17)),
-        ("  ", range(17)),
-        ("0-0", range(1)),
-        ("16", range(16, 17)),
-        (" 4 - 9 ", range(4, 10)),  # over the borders of latents
-        ("12-", range(12, 17)),
-        ("0-16", range(17)),
+        ("  ", range(17), 0),
+        ("", range(17), 1),
+        ("", range(17), 3),
+        ("0-0", range(1), -1),
+        ("16", range(16, 17), 0),
+        (" 4 - 9 ", range(4, 10), 0),  # over the borders of latents
+        ("12-", range(12, 17), 0),
     ],
 )
-def test_a_range_of_frames_includes_both_ends(fast, output, text, shown):
+def test_a_lossless_file_has_the_bytes_of_a_range_of_the_image(fast, output, text, shown, chunk):
+    """A range includes both ends."""
     whole = as_saved(image(fast, latents(5)))
-    video = decode(fast, latents(5), codec="ffv1", bit_depth="8", frames=text)
+    video = decode(fast, latents(5), codec="ffv1", bit_depth="8", frames=text, chunk=chunk)
     assert torch.equal(frames_of(video), whole[shown.start : shown.stop])
+    assert video.get_frame_rate() == 16
 
 
 @pytest.mark.parametrize("text", ["17-18", "3-17", "9-4", "a-b", "-4", "1-2-3", "1.5"])
@@ -101,29 +95,23 @@ def test_an_invalid_range_is_an_error(fast, output, text):
 
 
 def test_file_numbers_continue_and_the_frontend_gets_them(fast, output):
+    import folder_paths
+
     names = []
-    for _ in range(2):
-        given = {"samples": {"samples": latents(1)}, "filename_prefix": "clips/%width%x%height%"}
-        result = ours("DecodeVideo", vae=fast, **given)
+    given = {"samples": {"samples": latents(1)}, "filename_prefix": "clips/%width%x%height%"}
+    for folder, save_to in ((output, "output"),) * 2 + (
+        (Path(folder_paths.get_temp_directory()), "temp"),
+    ):
+        result = ours("DecodeVideo", vae=fast, save_to=save_to, **given)
         shown = result.ui.as_dict()
         (file,) = shown["images"]
         assert shown["animated"] == (True,)
-        assert file["type"] == "output"
-        assert file["subfolder"] == "clips"
-        assert Path(result.args[0].get_stream_source()) == output / "clips" / file["filename"]
+        assert (file["type"], file["subfolder"]) == (save_to, "clips")
+        assert Path(result.args[0].get_stream_source()) == folder / "clips" / file["filename"]
+        assert (folder / "clips" / file["filename"]).is_file()
         names.append(file["filename"])
-    assert names == ["72x48_00001_.mp4", "72x48_00002_.mp4"]
-    assert sorted(path.name for path in (output / "clips").iterdir()) == names
-
-
-def test_a_temporary_file_is_in_the_temp_folder(fast, output):
-    import folder_paths
-
-    result = ours("DecodeVideo", vae=fast, samples={"samples": latents(1)}, save_to="temp")
-    (file,) = result.ui.as_dict()["images"]
-    assert file["type"] == "temp"
-    assert Path(folder_paths.get_temp_directory(), file["subfolder"], file["filename"]).is_file()
-    assert not list(output.rglob("*"))
+    assert names[:2] == ["72x48_00001_.mp4", "72x48_00002_.mp4"]
+    assert sorted(path.name for path in (output / "clips").iterdir()) == names[:2]
 
 
 def test_the_workflow_is_stored_as_by_save_video(fast, output, monkeypatch):
@@ -176,16 +164,6 @@ def test_save_video_accepts_the_video(demo, output, codec, format_name):
         assert decibels(frames_of(saved) / 255, frames_of(video) / 255) > 30
     else:
         assert torch.equal(frames_of(saved), frames_of(video))
-
-
-@pytest.mark.parametrize("text", ["", "1-2"])
-def test_an_alpha_channel_is_dropped_on_request(picture_vae, output, text):
-    latent = torch.randn(3, 64, 4, 4, generator=torch.Generator().manual_seed(0))
-    video = decode(picture_vae, latent, codec="ffv1", bit_depth="8", frames=text, alpha="off")
-    expected = image(picture_vae, latent)
-    assert expected.shape == (3, 64, 64, 4)
-    first = int(text[0]) if text else 0
-    assert torch.equal(frames_of(video), as_saved(expected)[first:, ..., :3])
 
 
 def test_frames_of_another_vae_are_written(stock, output, caplog):

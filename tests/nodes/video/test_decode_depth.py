@@ -8,18 +8,12 @@ import pytest
 import torch
 
 from fast_video_vae.tests.builders import refused
-from fast_video_vae.tests.nodes.vae.pairs import latents, v3_node
-from fast_video_vae.tests.nodes.video.clips import components, decode, encode, image
+from fast_video_vae.tests.nodes.vae.pairs import as_saved, latents, v3_node
+from fast_video_vae.tests.nodes.video.clips import components, decode, encode, frames_of, image
 from fast_video_vae.tests.videos import av
 from fast_video_vae.vae.media import convert_pictures
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
-
-
-@pytest.fixture
-def layered():
-    """Latents of pictures with alpha."""
-    return torch.randn(3, 64, 4, 4, generator=torch.Generator().manual_seed(0))
 
 
 def deep(path):
@@ -43,22 +37,24 @@ def test_a_lossless_file_has_sixteen_bits_of_the_image(fast, stock, output, is_o
     assert video.get_bit_depth() == 16
 
 
-def test_alpha_is_kept(picture_vae, layered, output):
-    video = decode(picture_vae, layered, codec="ffv1")
-    assert torch.equal(deep(video.get_stream_source()), expected_of(image(picture_vae, layered)))
-
-
-def test_alpha_is_refused_where_there_is_none(picture_vae, layered, output, monkeypatch):
-    monkeypatch.setattr("fast_video_vae.nodes.vae.pieces.load", pytest.fail)
-    with refused("^codec: h264 stores no alpha channel; expected one of ffv1, prores4444, png"):
-        decode(picture_vae, layered, alpha="on")
-
-
-def test_alpha_is_dropped_and_logged_where_there_is_none(picture_vae, layered, output, caplog):
+def test_alpha_is_kept_refused_or_dropped(picture_vae, output, monkeypatch, caplog):
+    latent = torch.randn(3, 64, 4, 4, generator=torch.Generator().manual_seed(0))
+    expected = image(picture_vae, latent)
+    assert expected.shape == (3, 64, 64, 4)
+    video = decode(picture_vae, latent, codec="ffv1")
+    assert torch.equal(deep(video.get_stream_source()), expected_of(expected))
+    for text in ("", "1-2"):
+        options = {"codec": "ffv1", "bit_depth": "8", "frames": text, "alpha": "off"}
+        video = decode(picture_vae, latent, **options)
+        wanted = as_saved(expected)[1 if text else 0 :, ..., :3]
+        assert torch.equal(frames_of(video), wanted)
     with caplog.at_level(logging.INFO):
-        video = decode(picture_vae, layered)
+        video = decode(picture_vae, latent)
     assert len(components(video)[0]) == 3
     assert caplog.text.count("h264 stores no alpha channel; that of the frames is dropped") == 1
+    monkeypatch.setattr("fast_video_vae.nodes.vae.pieces.load", pytest.fail)
+    with refused("^codec: h264 stores no alpha channel; expected one of ffv1, prores4444, png"):
+        decode(picture_vae, latent, alpha="on")
 
 
 @pytest.mark.parametrize(

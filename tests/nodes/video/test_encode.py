@@ -100,10 +100,8 @@ def test_another_rate_repeats_or_drops_frames(fast, tmp_path, fps, shown, is_fil
 @pytest.mark.parametrize("fps", [11.5, 23.976])
 def test_tensors_and_files_agree_on_a_rate(fast, tmp_path, fps):
     pictures = smooth(33)
-    ours, theirs = (
-        encode(fast, video, fps=fps)
-        for video in (held(pictures), written(pictures, tmp_path / "x.mkv"))
-    )
+    videos = held(pictures), written(pictures, tmp_path / "x.mkv")
+    ours, theirs = (encode(fast, video, fps=fps) for video in videos)
     assert ours[1:] == theirs[1:]
     assert relative_error(ours[0], theirs[0]) <= 1e-5
 
@@ -144,20 +142,15 @@ def test_max_frames_limits_the_latent(fast, tmp_path, most, count, caplog):
     assert caplog.text.count("are dropped") == (read != count)
 
 
-def test_an_image_vae_encodes_each_frame_as_opaque(picture_vae, tmp_path):
-    pictures = smooth(3)
-    samples, _, count, _ = encode(picture_vae, written(pictures, tmp_path / "x.mkv"))
-    assert count == 3
-    assert_encoded(samples, picture_vae, pictures.float() / 255)
-
-
 def test_another_vae_encodes_with_its_own_method(stock, tmp_path, caplog):
-    pictures = smooth(18)
+    pictures, images = smooth(18), deep(5)
     with caplog.at_level(logging.INFO):
         samples, fps, count, _ = encode(stock, written(pictures, tmp_path / "x.mkv"), chunk=1)
     assert torch.equal(samples, stock.encode(pictures.float() / 255))
     assert (fps, count) == (16, 17)
     assert "unused: chunk" in caplog.text
+    samples, *_ = encode(stock, deep_file(images, tmp_path / "deep.mkv"))
+    assert torch.equal(samples, stock.encode(images))
 
 
 def test_a_file_of_16_bits_is_encoded_in_full_depth(fast, tmp_path):
@@ -169,16 +162,13 @@ def test_a_file_of_16_bits_is_encoded_in_full_depth(fast, tmp_path):
     assert relative_error(small, samples) > 1e-3
 
 
-def test_an_image_vae_encodes_16_bits_as_opaque(picture_vae, tmp_path):
-    images = deep(2)
-    samples, *_ = encode(picture_vae, deep_file(images, tmp_path / "x.mkv"))
+def test_an_image_vae_encodes_each_frame_as_opaque(picture_vae, tmp_path):
+    pictures, images = smooth(3), deep(2)
+    samples, _, count, _ = encode(picture_vae, written(pictures, tmp_path / "x.mkv"))
+    assert count == 3
+    assert_encoded(samples, picture_vae, pictures.float() / 255)
+    samples, *_ = encode(picture_vae, deep_file(images, tmp_path / "deep.mkv"))
     assert_encoded(samples, picture_vae, images)
-
-
-def test_another_vae_gets_an_image_of_full_depth(stock, tmp_path):
-    images = deep(5)
-    samples, *_ = encode(stock, deep_file(images, tmp_path / "x.mkv"))
-    assert torch.equal(samples, stock.encode(images))
 
 
 @pytest.mark.parametrize(("width", "height"), [(0, 0), (0, 32), (64, 64)])
