@@ -86,11 +86,9 @@ class Workflow(dict):
 
 
 class PromptError(Exception):
-    """A prompt that the server refused, or that failed or was interrupted while it ran.
+    """A prompt that failed or was interrupted while it ran, or that the server refused.
 
-    Attributes:
-        messages: The server's own `[kind, details]`, for a prompt that ran.
-        node_errors: What is wrong with each node, for a prompt that was refused.
+    `messages` are the server's `[kind, details]`; `node_errors` what is wrong with each node.
     """
 
     def __init__(self, text: str, messages: list | None = None, node_errors: dict | None = None):
@@ -104,20 +102,10 @@ class PromptError(Exception):
 
 
 class Server:
-    """A ComfyUI process on loopback with this pack only.
+    """A ComfyUI process on loopback with all its files in `base`, and this pack only.
 
-    Args:
-        base: Folder for all files of the server: empty, or with models or packs in place. Its log
-            is `server.log`.
-        flags: More flags for ComfyUI's command line.
-        pack: Folder to link into `custom_nodes`; None: nothing is linked.
-        name: Name of that link.
-        cpu: Whether to run on the CPU only.
-        threads: CPU threads; None: torch's default.
-
-    Attributes:
-        client_id: Id of the client that gets its messages.
-        boot_log: Output of the process until its first response.
+    `pack` is the folder that is linked into `custom_nodes` as `name`, if any; `boot_log` is the
+    output of the process until its first response.
     """
 
     def __init__(
@@ -236,14 +224,7 @@ class Server:
         return Events(url, **features)
 
     def run(self, prompt: Prompt, timeout_s: float = 300) -> dict[str, dict[str, list]]:
-        """Run a prompt to its end.
-
-        Returns:
-            For every output node what it showed: lists of files, mostly.
-
-        Raises:
-            PromptError: The server refused it, or it failed.
-        """
+        """Run a prompt to its end; for every output node what it showed: lists of files, mostly."""
         return self.wait(self.queue(prompt), timeout_s)
 
     def queue(self, prompt: Prompt, client_id: str | None = None, **extra: object) -> str:
@@ -285,11 +266,7 @@ class Server:
         return entry["outputs"]
 
     def interrupted(self, prompt: Prompt, **extra: object) -> tuple[PromptError, float]:
-        """Run a prompt, with `extra_data`, and stop it in the middle of its first progress.
-
-        Returns:
-            How it ended, and the seconds from the stop to that.
-        """
+        """Stop a prompt in the middle of its first progress: how it ended, and after how long."""
         events = self.events  # it listens from here on
         prompt_id = self.queue(prompt, **extra)
         events.wait("progress", timeout_s=60, prompt_id=prompt_id)

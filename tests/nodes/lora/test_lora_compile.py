@@ -110,18 +110,6 @@ def test_a_first_lora_discards_no_compiled_code(model, monkeypatch):
 
 
 @pytest.mark.slow
-def test_differences_of_biases_compile_once_more_at_most(model):
-    """Their strengths are Python numbers, which the compiler first treats as constants."""
-    lora = save_lora(lora_for(_linear(), seed=0), "biases.safetensors")
-    before, counts = compiled(model), []
-    for strength in (0.8, 0.3, -1.0, 0.8):
-        expected = sample(core(model, lora, strength))
-        assert relative_error(sample(fast(before, lora, strength, "bypass")), expected) < ROUNDING
-        counts.append(made())
-    assert len(set(counts[1:])) == 1
-
-
-@pytest.mark.slow
 def test_inductor_compiles_a_model_with_a_lora(model, lora):
     before, counts = compiled(model, "inductor"), []
     for strength in (0.8, 0.3):

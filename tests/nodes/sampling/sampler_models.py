@@ -115,3 +115,22 @@ def advanced(first, *, model, known, latent, steps, cfg, sampler, start, end=100
         "KSamplerAdvanced", model, first, 7, steps, cfg, sampler, "simple",
         known["positive"], known["negative"], latent, start, end, leftover,
     )[0]  # fmt: skip
+
+
+STEPS = 4
+
+
+def clip(frames=3, side=8):
+    """A latent of a video whose preview plays."""
+    return {"samples": torch.zeros(1, 16, frames, side, side)}
+
+
+def sampled(**given):
+    return run(steps=STEPS, **({"latent_image": clip()} | given))
+
+
+def failing(error):
+    def fails(*given, **options):
+        raise error
+
+    return fails

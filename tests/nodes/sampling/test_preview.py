@@ -7,18 +7,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fast_video_vae.tests.nodes.sampling.preview_runs import (
-    STEPS,
-    bytes_of,
-    clip,
-    failing,
-    sampled,
-    threads,
-)
-from fast_video_vae.tests.nodes.sampling.sampler_models import expert
+from fast_video_vae.tests.nodes.sampling.sampler_models import STEPS, clip, expert, failing, sampled
 from fast_video_vae.tests.tiny import random_tiny
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("comfyui")]
+
+
+def bytes_of(images):
+    return {image.tobytes() for image in images}
+
+
+def threads():
+    return [each.name for each in threading.enumerate() if each.name == "fast-vae-preview"]
 
 
 def test_every_step_plays_its_latent_frames(queue, bars, method):

@@ -6,13 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fast_video_vae.tests.nodes.sampling.preview_runs import (
-    STEPS,
-    clip,
-    failing,
-    sampled,
-)
-from fast_video_vae.tests.nodes.sampling.sampler_models import expert
+from fast_video_vae.tests.nodes.sampling.sampler_models import STEPS, clip, expert, failing, sampled
 from fast_video_vae.tests.tiny import TinyOracle, random_tiny
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("comfyui")]
@@ -65,23 +59,9 @@ class Clock:
         return self.now
 
 
-class Queued(torch.Tensor):
-    """A tensor of a device with queued work: the first value that is read back takes a second."""
-
-    reads = (torch.Tensor.item, torch.Tensor.cpu, torch.Tensor.numpy)
-    clock = None
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func in cls.reads and Queued.clock is not None:
-            Queued.clock.now += 1
-            Queued.clock = None
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
 @pytest.fixture
 def step(bars, method, approx, monkeypatch):
-    """Do a step of a second on a device; a latent frame takes 0.15 s. Its picture."""
+    """Do a step of a second; a latent frame takes 0.15 s to decode. Its picture."""
     from fast_video_vae.nodes.preview import live
     from fast_video_vae.vae.preview import TinyDecoder
 
@@ -94,10 +74,8 @@ def step(bars, method, approx, monkeypatch):
             yield piece
 
     def done(number, wait_s=0.0):
-        clock.now += wait_s
-        x0 = torch.randn(1, 16, 3, 8, 8, generator=torch.Generator().manual_seed(number))
-        Queued.clock = clock
-        step_done(number, x0.as_subclass(Queued), None, STEPS)
+        clock.now += 1 + wait_s
+        step_done(number, torch.randn(1, 16, 3, 8, 8), None, STEPS)
         return bars[-1][1][1]
 
     done.clock = clock

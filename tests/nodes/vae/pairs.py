@@ -50,7 +50,7 @@ def assert_same_numbers(fast, stock):
     for name in (
         "latent_channels", "latent_dim", "output_channels", "pad_channel_value", "vae_dtype",
         "device", "output_device", "not_video", "upscale_index_formula", "downscale_index_formula",
-        "working_dtypes", "crop_input", "disable_offload", "extra_1d_channel",
+        "working_dtypes",
     ):  # fmt: skip
         assert getattr(fast, name) == getattr(stock, name), name
 

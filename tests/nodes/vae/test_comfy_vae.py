@@ -169,8 +169,9 @@ def test_a_copy_for_another_device_is_fast_and_complete(family):
 def test_attributes_equal_those_of_stock(family):
     stock, fast = family.stock, family.fast
     assert_same_numbers(fast, stock)
-    own = "conv_out_channels" if family.name == "wan2.1" else "handles_tiling"
-    assert getattr(fast, own) == getattr(stock, own)
+    wan, seedvr2 = ("conv_out_channels", "crop_input"), ("disable_offload", "extra_1d_channel")
+    for name in wan if family.name == "wan2.1" else (*seedvr2, "handles_tiling"):
+        assert getattr(fast, name) == getattr(stock, name), name
     for name in ("upscale_ratio", "downscale_ratio"):
         given, wanted = getattr(fast, name), getattr(stock, name)
         assert given[1:] == wanted[1:]

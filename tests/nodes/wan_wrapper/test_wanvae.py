@@ -23,6 +23,12 @@ from fast_video_vae.tests.nodes.wan_wrapper.wrapped import CPU, Oracle, family_o
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
 
 
+# Widgets of the nodes: sizes in pixels, of 2026 divided by 8; and the least that those allow.
+MARCH_2025 = {"tile_size": (272, 272), "tile_stride": (144, 128)}
+SIZES = {"tile_size": (34, 34), "tile_stride": (18, 16)}
+SMALLEST = {"tile_size": (40 // 8, 40 // 8), "tile_stride": (32 // 8, 32 // 8)}
+
+
 @pytest.fixture(scope="module")
 def families(comfyui, tmp_path_factory):
     """Factory of VAEs with narrow random weights."""
@@ -80,17 +86,19 @@ def test_every_form_of_an_encode_call_gives_the_same(vae):
     (listed,) = pixels
     (latent,) = vae.encode(pixels, CPU)
     assert latent.ndim == 4
-    sizes = {"tile_size": (34, 34), "tile_stride": (18, 16)}
     for result in (
         vae.encode([listed], CPU)[0],
         vae.encode([listed], CPU, tiled=False)[0],
         vae.encode([listed], CPU, end_=False, tiled=True)[0],
         vae.encode((listed,), device="cpu", tiled=True, pbar=False)[0],
-        vae.encode(pixels, device=CPU, tiled=True, **sizes)[0],
+        vae.encode(pixels, device=CPU, tiled=True, **SIZES)[0],
+        vae.encode(pixels, device=CPU, tiled=True, **MARCH_2025)[0],
+        vae.encode(pixels, device=CPU, tiled=True, **SMALLEST)[0],
         vae.encode(pixels, device=CPU, tiled=True, tile_size=None, tile_stride=None)[0],
         vae.encode(pixels.permute(0, 2, 3, 4, 1).contiguous().permute(0, 4, 1, 2, 3), CPU)[0],
     ):
         assert torch.equal(result, latent)
+        result *= 0.5  # nodes with a latent strength write into them
 
 
 @pytest.mark.parametrize("as_list", [False, True])
@@ -160,21 +168,26 @@ def test_decode_equals_the_frames_of_comfyui(family, vae, count, tiled):
 
 
 def test_every_form_of_a_decode_call_gives_the_same(family, vae):
+    """The VAE of March 2025 clamps all frames; that of 2026 only those of a tiled decode."""
     latent = latent_of(family, 3)
     (frames,) = vae.decode(latent, CPU, end_=False)
-    sizes = {"tile_size": (34, 34), "tile_stride": (18, 16)}
     for result in (
         vae.decode(latent, device=CPU, pbar=False)[0],
         vae.decode(list(latent), device="cpu", pbar=True)[0],
-        vae.decode(latent, device=CPU, end_=False, tiled=False, **sizes)[0],
+        vae.decode(latent, device=CPU, end_=False, tiled=False, **SIZES)[0],
         vae.decode(latent, CPU, False, False, (34, 34), (18, 16), False)[0],
         vae.decode(latent, device=CPU, output_device="cpu", output_dtype=torch.float32)[0],
     ):
         assert torch.equal(result, frames)
     clamped = frames.clamp(-1, 1)
+    assert not torch.equal(clamped, frames)
     for result in (
         vae.decode(list(latent), device="cpu")[0],
-        vae.decode(latent, device=CPU, end_=False, tiled=True, **sizes)[0],
+        vae.decode(latent, device=CPU, tiled=True, pbar=False)[0],
+        vae.decode(latent, device=CPU, tiled=False, **MARCH_2025)[0],
+        vae.decode(latent, device=CPU, tiled=True, **MARCH_2025)[0],
+        vae.decode(latent, device=CPU, end_=False, tiled=True, **SIZES)[0],
+        vae.decode(latent, device=CPU, end_=False, tiled=True, **SMALLEST)[0],
         vae.decode(latent, CPU, True, False, (34, 34), (18, 16), False)[0],
     ):
         assert torch.equal(result, clamped)
@@ -201,8 +214,7 @@ def test_outputs_have_the_requested_device_and_dtype(family, tmp_path):
     assert vae.decode(latent, CPU, pbar=False).dtype == vae.dtype == torch.bfloat16
     assert vae.decode(latent, CPU, tiled=True, pbar=False).dtype == torch.float32
     # WANVAE of March 2025 scales the frames in their dtype; bf16 has three digits.
-    sizes = {"tile_size": (272, 272), "tile_stride": (144, 128)}
-    frames = vae.decode(latent, device=CPU, tiled=False, **sizes)[0]
+    frames = vae.decode(latent, device=CPU, tiled=False, **MARCH_2025)[0]
     assert frames.dtype == torch.float32
     assert frames.abs().max() == 1
     assert vae.decode(latent, CPU, output_dtype=torch.float16).dtype == torch.float16

@@ -1,6 +1,5 @@
 """The VAE for ComfyUI-WanVideoWrapper, and its oracle."""
 
-import functools
 from types import SimpleNamespace
 
 import torch
@@ -44,15 +43,9 @@ def video(frames, height=48, width=64, batch=1, seed=0):
     return torch.stack(images).permute(0, 4, 1, 2, 3) * 2 - 1
 
 
-@functools.cache
-def random_family(name):
-    """The weights of a narrow VAE, and ComfyUI's network with them."""
+def family_of(name, folder):
+    """A narrow VAE with random weights, and ComfyUI's network with them."""
     state = random_state_dict(8) if name == "wan2.1" else random_wan22(8, 16)
     channels, factor = (16, 8) if name == "wan2.1" else (48, 16)
-    return SimpleNamespace(state=state, oracle=Oracle(state), channels=channels, factor=factor)
-
-
-def family_of(name, folder):
-    """The same with our VAE, read from a file."""
-    family = random_family(name)
-    return SimpleNamespace(**vars(family), fast=fast_vae(family.state, folder))
+    known = {"state": state, "channels": channels, "factor": factor}
+    return SimpleNamespace(**known, oracle=Oracle(state), fast=fast_vae(state, folder))
