@@ -135,8 +135,7 @@ def test_parameters_that_comfyui_skips_are_changed_too(mode):
 
 
 def test_every_mode_applies_the_requested_method():
-    kind = "wan21-i2v"
-    ways = {}
+    kind, ways = "wan21-i2v", {}
     for mode in UNMERGED:
         model = fast(plain(kind)[0], lora(0, kind), 0.8, mode)
         sample(model, kind)
@@ -144,11 +143,9 @@ def test_every_mode_applies_the_requested_method():
         assert not counts.unserved
         ways[mode] = counts.stream, counts.bypass
     stream, bypass, auto = ways["stream"], ways["bypass"], ways["auto"]
-    assert stream[0] > 0
     assert stream[1] == 0
-    assert bypass[1] > 0
-    assert sum(bypass) == sum(stream) == sum(auto)
     assert bypass[0] == 2  # the patch embedding, a convolution, once a step
+    assert sum(bypass) == sum(stream) == sum(auto) > 2
     # 257 tokens of an image are more than 128 x 128 numbers are worth, 8 of text fewer.
     assert min(auto) > bypass[0]
 

@@ -141,36 +141,6 @@ def test_a_run_on_two_cards_equals_that_on_one(cards, files, order, mode):
 
 
 @two_rows
-def test_the_parts_of_both_cards_have_the_lora(cards, files, order):
-    given = ORDERS[order](load(files), "auto")
-    found = first_outputs(given)
-    assert {id(base) for base, _ in found} == {id(each.model) for each in parts(given)}
-    assert len(parts(given)) == 2
-    expected = first_outputs(fast(load(files)))
-    without = first_outputs(load(files))
-    for (_, output), (_, one), (_, plain) in zip(found, expected, without, strict=True):
-        assert relative_error(one, plain) > EFFECT
-        assert relative_error(output, one) < ROUNDING
-
-
-def first_outputs(model):
-    """Return the first output for each conditioning, with the model that gave it."""
-    found = {}
-
-    def call(apply_model, given):
-        output = apply_model(given["input"], given["timestep"], **given["c"])
-        kinds = given["cond_or_uncond"]
-        for kind, part in zip(kinds, output.chunk(len(kinds)), strict=True):
-            found.setdefault(kind, (apply_model.__self__, part.clone()))
-        return output
-
-    model = model.clone()
-    model.set_model_unet_function_wrapper(call)
-    sample(model, steps=1)
-    return [found[kind] for kind in (0, 1)]
-
-
-@two_rows
 def test_each_card_has_its_bank_and_comfyui_counts_it(cards, files, order):
     """After that all is freed: the bank of each card, and with the models the banks themselves."""
     import comfy.model_management as management

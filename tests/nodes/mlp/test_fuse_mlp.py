@@ -171,46 +171,17 @@ def test_fusing_is_idempotent_and_works_with_a_loaded_clone():
     assert second.object_patches == first.object_patches
 
 
-def test_unloading_restores_the_network():
-    from comfy.model_management import load_models_gpu
-
-    model = patcher("hidream")
-    fast = fused(model)
-    blocks = {
-        key: model.model.get_submodule(key.removesuffix(".__class__"))
-        for key in fast.object_patches
-    }
-    before = {key: (type(block), dict(vars(block))) for key, block in blocks.items()}
-    keys, expected = list(model.model.state_dict()), output("hidream", model)
-    load_models_gpu([fast])
-    assert list(model.model.state_dict()) == keys
-    assert {key: type(block) for key, block in blocks.items()} == fast.object_patches
-    load_models_gpu([model])  # another clone of the same network
-    assert {key: (type(block), vars(block)) for key, block in blocks.items()} == before
-    assert torch.equal(output("hidream", model), expected)
-    model.detach()
-
-
-def test_patches_hold_no_module_and_fit_another_copy(calls):
-    fast = fused(patcher("seedvr2"))
-    fast.cached_patcher_init = (patcher, ("seedvr2",))
-    copy = fast.deepclone_multigpu(new_load_device=torch.device("cpu"))
-    assert copy.model is not fast.model
-    assert all(isinstance(patch, type) for patch in copy.object_patches.values())
-    with loaded(copy):
-        result = output("seedvr2", copy)
-        assert len(calls) == 3
-        assert torch.equal(output("seedvr2", fast), output("seedvr2", patcher("seedvr2")))
-    assert relative_error(result, output("seedvr2", fast)) <= 1e-5
-    assert len(calls) == 3
-
-
-def test_modules_work_after_another_node_patches_forward():
+def test_unloading_restores_the_network_after_another_node_patches_forward():
     block, x = MLP(), torch.randn(3, 8)
-    model, expected = model_of(Nest(block)), block(x)
-    both = fused(model)
-    both.add_object_patch("diffusion_model.block.forward", lambda x: x)
-    with loaded(both):
+    model, expected, before = model_of(Nest(block)), block(x), dict(vars(block))
+    keys, fast = list(model.model.state_dict()), fused(model)
+    with loaded(fast):
+        assert list(model.model.state_dict()) == keys
+        assert type(block) is not MLP
+    assert type(block) is MLP
+    assert vars(block) == before
+    fast.add_object_patch("diffusion_model.block.forward", lambda x: x)
+    with loaded(fast):
         assert block(x) is x
     # ComfyUI leaves on the module the forward that it read while the fused class was set.
     torch.testing.assert_close(block(x), expected)
@@ -252,36 +223,13 @@ def test_a_lora_on_the_mlps_works_in_every_order(name, budget_bytes, calls):
     assert torch.equal(output(name, model), stock)
 
 
-def test_a_bypass_lora_works():
-    from comfy.weight_adapter import BypassInjectionManager
-
-    def bypassed(model):
-        model, manager = model.clone(), BypassInjectionManager()
-        for key, adapter in lora.items():
-            manager.add_adapter(key, adapter, strength=0.5)
-        model.set_injections("bypass_lora", manager.create_injections(model.model))
-        return model
-
-    model = patcher("lumina2")
-    lora, stock = dict(adapters(fused(model))), output("lumina2", model)
-    with loaded(bypassed(model)):
-        expected = output("lumina2", model)
-    assert relative_error(expected, stock) > 0.01
-    for patched in (fused(bypassed(model)), bypassed(fused(model))):
-        with loaded(patched):
-            assert relative_error(output("lumina2", model), expected) <= 1e-5
-    assert torch.equal(output("lumina2", model), stock)
-
-
-@every_whole_mlp
-def test_offloaded_weights_that_are_cast_per_call_work(name, calls):
+def test_offloaded_weights_that_are_cast_per_call_work(calls):
     import comfy.ops
 
     # bf16 weights that a float32 model casts in every call.
+    name, cpu = "hidream", torch.device("cpu")
     model = patcher(name, torch.bfloat16, comfy.ops.manual_cast)
-    expected = output(name, model)
-    fast = fused(model)
-    cpu = torch.device("cpu")
+    expected, fast = output(name, model), fused(model)
     for extra_bytes in (1, model.model_size() // 2, 1 << 30):
         fast.partially_load(cpu, extra_bytes)
         assert relative_error(output(name, model), expected) <= 1e-5
@@ -295,7 +243,7 @@ def test_offloaded_weights_that_are_cast_per_call_work(name, calls):
 # nvfp4 and mxfp8 do not run on a CPU: it cannot swizzle their scales.
 @pytest.mark.parametrize(
     "algorithm",
-    ["float8_e4m3fn", "float8_e5m2", "int8_tensorwise", "convrot_w4a4", "asym_w4a8_int8"],
+    ["float8_e4m3fn", "int8_tensorwise", "convrot_w4a4", "asym_w4a8_int8"],
 )
 def test_every_layout_of_quantised_weights_works(algorithm, calls):
     import comfy.ops

@@ -80,10 +80,6 @@ def test_one_call_per_transformer_gives_the_result_of_comfyui(kind):
     assert "3 from the cache, 0 forward calls" in report
 
 
-def test_rows_of_equal_length_differ_by_one_eps_at_most():
-    encode_as_core(encoder("wan"), FOX, tolerance=2**-23)
-
-
 def test_equal_prompts_are_encoded_once():
     clip = encoder("wan")
     calls = count(clip)
@@ -181,38 +177,6 @@ def test_an_interrupt_ends_the_pass():
         encode(clip, FOX, BLURRY)
     assert calls == []
     encode(clip, FOX, BLURRY)
-
-
-def test_a_clone_can_encode_during_a_pass():
-    clip = encoder("sdxl")
-    other = clip.clone()
-    other.clip_layer(-1)
-    expected, seen = by_core(other, BOOK), []
-
-    def meanwhile(*_):
-        if not seen:
-            seen.append(None)
-            seen[0] = by_core(other, BOOK)
-
-    hook = clip.cond_stage_model.clip_g.transformer.register_forward_pre_hook(meanwhile)
-    (positive,), _, _ = encode(clip, FOX, BLURRY)
-    hook.remove()
-    assert_equal(seen[0], expected)
-    assert_equal(positive, by_core(clip, FOX))
-
-
-def test_the_weights_are_loaded_once(monkeypatch):
-    import comfy.model_management
-
-    clip, loads = encoder("sdxl"), []
-    load = comfy.model_management.load_models_gpu
-    monkeypatch.setattr(
-        comfy.model_management,
-        "load_models_gpu",
-        lambda *args, **kwargs: (loads.append(args), load(*args, **kwargs)),
-    )
-    encode(clip, [FOX, BOOK, LONG], BLURRY)
-    assert len(loads) == 1
 
 
 def test_a_pass_out_of_memory_continues_with_half_batches():

@@ -1,6 +1,5 @@
 """A VAE on two stand-in cards in ComfyUI's memory management: room, retries, and unloading."""
 
-import contextlib
 import copy
 import threading
 
@@ -13,7 +12,6 @@ from fast_video_vae.tests.nodes.vae.machines import known
 from fast_video_vae.tests.nodes.vae.pairs import (
     fast_vae,
     frames,
-    out_of_memory,
     relative_error,
     small_latents,
 )
@@ -99,67 +97,6 @@ def test_a_release_unloads_other_models_from_the_device_that_is_short(cards, vae
     loaded = [each.model for each in management.current_loaded_models]
     assert set(loaded) == {vae.patcher, models[1 - taken]}
     del models
-
-
-@pytest.mark.parametrize("encode", [False, True], ids=["decode", "encode"])
-def test_short_memory_empties_the_cache_of_each_device(cards, vae, monkeypatch, encode):
-    import comfy.model_management as management
-
-    def run():
-        return vae.encode(frames(5)) if encode else vae.decode(small_latents(2))
-
-    expected, used, here, emptied = run(), [], [], []
-
-    @contextlib.contextmanager
-    def on(device):
-        here.append(device)
-        yield
-        here.pop()
-
-    kind, name = type(vae.first_stage_model), "encode_stream" if encode else "decode_stream"
-    calls = out_of_memory(monkeypatch, vae, name, 2)
-    failing = getattr(kind, name)
-
-    def seen(self, *arguments, **options):
-        used.append(self.shared_by)
-        return failing(self, *arguments, **options)
-
-    monkeypatch.setattr(kind, name, seen)
-    monkeypatch.setattr(management, "cuda_device_context", on)
-    monkeypatch.setattr(management, "soft_empty_cache", lambda: emptied.append(here[-1]))
-    assert relative_error(run(), expected) <= 1e-5
-    assert {*emptied} == {*cards.devices}
-    assert used == [cards.devices] * 3
-    assert [options.tile for options in calls] == [None, None, (512, 512)]
-
-
-@pytest.mark.parametrize("how", ["unload all models", "make room", "another device", "patches"])
-def test_comfyui_unloads_the_vae_as_a_whole(cards, vae, monkeypatch, how):
-    """By `.to`, with which the copies of the weights on other devices are dropped."""
-    import comfy.model_management as management
-
-    vae.decode(small_latents(1))
-    moved, kind = [], type(vae.first_stage_model)
-    real = kind._apply
-
-    def seen(self, *arguments, **options):
-        moved.append(self)
-        return real(self, *arguments, **options)
-
-    monkeypatch.setattr(kind, "_apply", seen)
-    if how == "unload all models":
-        management.unload_all_models()
-    elif how == "make room":
-        management.free_memory(1e30, cards.devices[0])
-    elif how == "another device":
-        moved_to(cards.devices[1], vae)
-    else:
-        patched = vae.patcher.clone()
-        key = "decoder.conv1.weight"
-        change = torch.ones_like(vae.first_stage_model.state_dict()[key])
-        patched.add_patches({key: ("diff", (change,))})
-        management.load_models_gpu([patched], force_full_load=True)
-    assert any(each is vae.first_stage_model for each in moved)
 
 
 @pytest.mark.parametrize(
