@@ -21,11 +21,7 @@ _PACKAGES = ("torchvision", "torchaudio", "kornia_rs")
 
 
 def stand_ins() -> list[str]:
-    """Let ComfyUI be imported without torchvision, torchaudio and kornia_rs.
-
-    Returns:
-        The packages that are replaced from here on, in this process.
-    """
+    """Let ComfyUI be imported in this process without these packages; those that are replaced."""
     missing = [name for name in _PACKAGES if not _imports(name)]
     if missing and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder(missing))

@@ -32,10 +32,7 @@ def where_looked() -> str:
 
 
 def why_unavailable() -> str | None:
-    """Return why ComfyUI does not start with this Python: no checkout or missing packages, or None.
-
-    The PyTorch family is ignored: the tests have their own torch, and boot.py replaces the rest.
-    """
+    """Return why ComfyUI does not start with this Python and torch, or None."""
     root = find_comfyui()
     if root is None:
         return where_looked()
@@ -48,10 +45,9 @@ def why_unavailable() -> str | None:
 
 
 def import_comfyui(base: Path) -> None:
-    """Make `comfy`, `nodes`, `folder_paths` and ComfyUI's other modules importable.
+    """Make ComfyUI's modules importable, on the CPU if there is no CUDA, with its files in `base`.
 
-    ComfyUI runs on the CPU if there is no CUDA, with models, inputs and outputs in folders of
-    `base`. Its folder is appended to `sys.path`, because it has its own `utils` and `tests`.
+    Its folder is appended to `sys.path`, because it has its own `utils` and `tests`.
     """
     import torch
 

@@ -1,7 +1,7 @@
 """Nodes that the server of the tests loads in addition to this pack's.
 
 One outputs any value as any type, as nodes of other packs can; one lists the threads of the server;
-one patches a VAE; and two use a WANVAE.
+and one patches a VAE.
 """
 
 import copy
@@ -182,29 +182,3 @@ def patch_vae(vae, amount):
     if not vae.patcher.add_patches({PATCHED: ("diff", (difference,))}):
         raise ValueError(f"nothing is patched; expected {PATCHED}")
     return vae
-
-
-@node("Test_WanEncode", "LATENT", vae=("WANVAE",), images=("IMAGE",))
-def wan_encode(vae, images):
-    import comfy.model_management as management
-
-    device = management.get_torch_device()
-    vae = vae.to(device)
-    frames = images.to(device, vae.dtype).unsqueeze(0).permute(0, 4, 1, 2, 3)
-    latents = vae.encode(frames * 2.0 - 1.0, device=device, tiled=False)
-    latents *= 1.0
-    vae.model.to(management.unet_offload_device())
-    return {"samples": latents.cpu()}
-
-
-@node("Test_WanDecode", "IMAGE", vae=("WANVAE",), samples=("LATENT",))
-def wan_decode(vae, samples):
-    import comfy.model_management as management
-
-    device = management.get_torch_device()
-    vae.to(device)
-    latents = samples["samples"].to(device=device, dtype=vae.dtype)
-    images = vae.decode(latents, device=device, end_=False, tiled=False)[0].cpu().float()
-    images.clamp_(-1.0, 1.0).add_(1.0).div_(2.0)
-    vae.to(management.unet_offload_device())
-    return images.permute(1, 2, 3, 0)

@@ -1,6 +1,5 @@
 """Timing of a prompt: the measured pieces, their table, and when it is printed."""
 
-import contextlib
 import contextvars
 import json
 import threading
@@ -248,19 +247,3 @@ def test_draws_are_measured_without_the_work_between_them(timing, clock):
         list(timing.drawn("load", items()))
     assert timings(timing)["stopped"] == "failed"
     assert lengths(timing)["load"] == 6
-
-
-@pytest.mark.parametrize("ends_in_a_node", [False, True])
-def test_only_an_incomplete_prompt_is_marked(timing, caplog, ends_in_a_node):
-    from comfy_execution.graph import DynamicPrompt
-    from comfy_execution.progress import get_progress_state, reset_progress_state
-
-    reset_progress_state("a", DynamicPrompt({}))
-    get_progress_state().start_progress("1")
-    with in_prompt("a"), contextlib.suppress(MemoryError), timing.span("load"):
-        raise MemoryError
-    if not ends_in_a_node:
-        get_progress_state().finish_progress("1")
-    (text,) = printed(caplog, "a")
-    assert text.splitlines()[0].endswith(" (failed)") == ends_in_a_node
-    assert ("(" in text) == ends_in_a_node

@@ -121,31 +121,6 @@ def skip_layer(model):
     )[0]  # fmt: skip
 
 
-def residual_cache(model):
-    """Skip all blocks in every other step and add what they added in the step before (TeaCache)."""
-    known, last = {}, len(model.model.diffusion_model.blocks) - 1
-    clone = model.clone()
-
-    def block(number, given, extra):
-        options = given["transformer_options"]
-        before = int((options["sample_sigmas"] > options["sigmas"][0]).sum())
-        skipped = before % 2
-        key = tuple(options["cond_or_uncond"])
-        if skipped:
-            return {"img": given["img"] + known[key]} if number == last else given
-        if number == 0:
-            known[key] = -given["img"]
-        result = extra["original_block"](given)
-        if number == last:
-            known[key] = known[key] + result["img"]
-        return result
-
-    for number in range(last + 1):
-        run = lambda given, extra, number=number: block(number, given, extra)  # noqa: E731
-        clone.set_model_patch_replace(run, "dit", "double_block", number)
-    return clone
-
-
 def nothing(model):
     """Skip nothing."""
     return model

@@ -40,7 +40,7 @@ READ = "ffn.2"  # the layers whose int8 weight is read without a call
 
 SKIPS = {
     name: getattr(step_caches, name)
-    for name in ("easy_cache", "residual_cache", "skip_layer", "lazy_cache", "nothing")
+    for name in ("easy_cache", "skip_layer", "lazy_cache", "nothing")
 }
 
 
@@ -118,10 +118,10 @@ def test_layers_without_a_call_or_a_lora_keep_what_they_are(mode, monkeypatch):
 # precision that is asked for if the weight needs no cast.
 ROWS = [
     ("int8", in_blocks, "bypass", "easy_cache"),
-    ("fp8", in_blocks, "auto", "residual_cache"),
+    ("fp8", in_blocks, "auto", "easy_cache"),
     ("int8", in_blocks, "auto", "lazy_cache"),
     ("fp8", in_blocks, "bypass", "skip_layer"),
-    ("int8", in_blocks, "stream", "residual_cache"),
+    ("int8", in_blocks, "stream", "lazy_cache"),
     ("int8", read_only, "auto", "easy_cache"),
     ("int8", read_only, "bypass", "skip_layer"),
     ("full int8", in_blocks, "bypass", "easy_cache"),

@@ -109,13 +109,9 @@ FORMULAS = {
     "Scaled": lambda self, x: self.down(F.silu(self.gate(x)) * self.up(x) * 1.5),
     "ScaledBySetting": lambda self, x: MLP.forward(self, x) * self.gate.in_features,
     "Gelu": lambda self, x: self.down(F.gelu(self.gate(x)) * self.up(x)),
-    "Sigmoid": lambda self, x: self.down(torch.sigmoid(self.gate(x)) * self.up(x)),
     "GateOfProduct": lambda self, x: self.down(F.silu(self.gate(x) * self.up(x))),
-    "BothSilu": lambda self, x: self.down(F.silu(self.gate(x)) * F.silu(self.up(x))),
     "TiedTwice": lambda self, x: self.down(F.silu(self.gate(x)) * self.gate(x)),
     "Residual": lambda self, x: x + MLP.forward(self, x),
-    "Clamped": lambda self, x: self.down((F.silu(self.gate(x)) * self.up(x)).clamp(-7, 7)),
-    # Replaces infinity, but not by the largest float16.
     "OtherEnd": lambda self, x: self.down(
         torch.nan_to_num(F.silu(self.gate(x)) * self.up(x), posinf=1.0)
     ),

@@ -1,12 +1,10 @@
 """The preview of Wan Sampler (Fast) by a tiny decoder: pictures, time, files that do not work."""
 
-import functools
-
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from fast_video_vae.tests.nodes.sampling.sampler_models import STEPS, clip, expert, failing, sampled
+from fast_video_vae.tests.nodes.sampling.sampler_models import STEPS, clip, expert, sampled
 from fast_video_vae.tests.tiny import TinyOracle, random_tiny
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("comfyui")]
@@ -95,25 +93,3 @@ def test_decodes_take_a_tenth_of_the_time_from_the_first_step_on(step):
     before = step.clock.now
     assert step(5).size == (64, 64)
     assert step.clock.now == before + 1
-
-
-def test_files_are_read_once_for_all_runs(queue, bars, method, approx, monkeypatch):
-    """ComfyUI's previewer, which another pack may have wrapped, would read them for its own use."""
-    import comfy.utils
-    import latent_preview
-
-    from fast_video_vae.nodes.preview import decoders
-
-    save_file(random_tiny(16), approx / "lighttaew2_1.safetensors")
-    read, load = [], decoders.load_tiny_decoder
-    wrapped = functools.wraps(core := latent_preview.get_previewer)(lambda *given: core(*given))
-    monkeypatch.setattr(latent_preview, "get_previewer", wrapped)
-    monkeypatch.setattr(comfy.utils, "load_torch_file", failing(AssertionError("ComfyUI's")))
-    monkeypatch.setattr(
-        decoders, "load_tiny_decoder", lambda *given: read.append(given) or load(*given)
-    )
-    method("taesd")
-    sampled()
-    sampled()
-    assert len(read) == 1
-    assert queue.sent

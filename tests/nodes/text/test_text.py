@@ -260,14 +260,6 @@ def test_an_encoder_that_fails_to_compile_runs_uncompiled(monkeypatch, caplog):
     assert line.endswith("RuntimeError: no compiler")
 
 
-def test_one_positive_is_repeated_for_every_negative():
-    clip = encoder("sd1")
-    positive, negative, _ = encode(clip, FOX, [BLURRY, "", BOOK])
-    assert len(positive) == len(negative) == 3
-    assert positive[0] is not positive[2]
-    assert_equal(positive[2], by_core(clip, FOX))
-
-
 def test_dashes_separate_prompts_and_one_prompt_keeps_white_space():
     clip = encoder("wan")
     positive, _, _ = encode(clip, f"{FOX}\n---\n{BOOK}\r\n ----- \r\n{BLURRY}\n", "")
@@ -321,7 +313,8 @@ def test_the_timing_report_has_the_encode():
     assert "conditioning" in timing.text()
 
 
-def test_comfyui_passes_lists_and_one_negative_is_repeated():
+@pytest.mark.parametrize(("positive", "negative"), [([FOX, BOOK], [BLURRY]), ([FOX], [BOOK, ""])])
+def test_comfyui_passes_lists_and_one_prompt_is_repeated(positive, negative):
     import asyncio
 
     import execution
@@ -329,10 +322,11 @@ def test_comfyui_passes_lists_and_one_negative_is_repeated():
     from fast_video_vae.nodes.text.nodes import TextEncode
 
     clip = encoder("sd1")
-    inputs = {"clip": [clip], "positive": [FOX, BOOK], "negative": [BLURRY], "cache": [8]}
+    inputs = {"clip": [clip], "positive": positive, "negative": negative, "cache": [8]}
     outputs, *_ = asyncio.run(execution.get_output_data("prompt", "1", TextEncode, inputs))
-    positive, negative, (report,) = outputs
-    assert len(positive) == len(negative) == 2
-    assert_equal(positive[1], by_core(clip, BOOK))
-    assert_equal(negative[1], by_core(clip, BLURRY))
-    assert report.startswith("3 prompts: ")
+    *both, (report,) = outputs
+    for found, prompts in zip(both, (positive, negative), strict=True):
+        assert len(found) == 2
+        assert found[0] is not found[1]
+        assert_equal(found[1], by_core(clip, prompts[-1]))
+    assert report.startswith(f"{len(positive) + len(negative)} prompts")

@@ -1,6 +1,5 @@
 """Sources of a fast VAE: a VAE of ComfyUI or a file; and the inputs that must not change."""
 
-import copy
 import gc
 import logging
 import weakref
@@ -135,19 +134,3 @@ def test_inputs_keep_the_precision_of_both_directions(state, tmp_path):
     assert torch.equal(mixed.encode(clip(5)), exact.encode(clip(5)))
     difference = (mixed.decode(latents(2)) - exact.decode(latents(2))).abs().max()
     assert 1e-4 < difference < 0.1
-
-
-def test_threads_can_share_a_network(state, tmp_path):
-    from concurrent.futures import ThreadPoolExecutor
-
-    fast = fast_vae(state, tmp_path)
-    inputs = [latents(2, seed=seed) for seed in range(4)]
-    expected = [fast.decode(latent) for latent in inputs]
-
-    def decode(latent):
-        with torch.inference_mode():
-            return copy.copy(fast).decode(latent)
-
-    with ThreadPoolExecutor(4) as pool:
-        for result, wanted in zip(pool.map(decode, inputs), expected, strict=True):
-            assert torch.equal(result, wanted)
