@@ -1,18 +1,25 @@
-"""LoRAs on whole models of ComfyUI: runs of its sampler, against runs with its LoRA loader."""
+"""LoRAs on whole models against ComfyUI's loader; the reports of weak ones; saved models."""
 
 import functools
 import logging
+import re
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from fast_video_vae.tests.builders import refused
+from fast_video_vae.tests.nodes.lora.lora_errors import fp8
 from fast_video_vae.tests.nodes.lora.lora_models import (
+    ALL,
     EFFECT,
     KINDS,
     MODES,
     ROUNDING,
     UNMERGED,
     apply,
+    bits,
     core,
     fast,
     inputs,
@@ -29,6 +36,7 @@ from fast_video_vae.tests.nodes.lora.lora_models import (
 from fast_video_vae.tests.products import each_value_once
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("comfyui")]
+
 
 KIND = "wan21-t2v"
 
@@ -222,3 +230,156 @@ def test_a_guider_of_two_models_applies_the_loras_of_each(mode, second):
             assert relative_error(_dual(*models, KIND), expected) < ROUNDING
     assert second == "the same" or relative_error(expected, by_core(KIND, 0.8)) > EFFECT
     assert relative_error(sample(models[0], KIND), by_core(KIND, 0.8)) < ROUNDING
+
+
+def weak(amount):
+    """Return a LoRA whose deltas are `amount` of the weights."""
+    tensors = lora_for(random_weights(KIND), parts=("pairs",), amount=amount)
+    return save_lora(tensors, f"weak-{amount}.safetensors")
+
+
+@pytest.fixture
+def model():
+    """A model that computes and is stored in bfloat16."""
+    return stored(torch.bfloat16)
+
+
+def stored(dtype):
+    state = {key: value.bfloat16() for key, value in random_weights(KIND).items()}
+    model = load_model(KIND, state, dtype=dtype)
+    model.model.manual_cast_dtype = torch.bfloat16  # as on a GPU
+    return model
+
+
+def said(report):
+    """Return the percentage and the number of layers in the line on small deltas; None: no line."""
+    (line,) = [each for each in report.splitlines() if "small deltas" in each] or [None]
+    if line is None:
+        return None
+    layers = re.search(r"for (\d+) layers", line)
+    return int(re.search(r"(\d+) %|(\d+)%", line).group(0).rstrip(" %")), layers and int(layers[1])
+
+
+# The mode, the size of the deltas, strength and blocks, and the percentage that is said.
+SAID = [
+    ("stream", 0.1, "1", "", None),
+    ("merged", 0.003, "1", "", 93),
+    ("stream", 0.001, "1", "", 53),
+    ("merged", 0.0003, "1", "", 18),
+    ("bypass", 0.001, "1", "", None),
+    # The largest strength of a run counts.
+    ("stream", 0.001, "100", "", None),
+    ("stream", 0.001, "1,100", "", None),
+    ("stream", 0.001, "1", "0=100", None),
+]
+
+
+@pytest.mark.parametrize(("mode", "amount", "strength", "blocks", "percent"), SAID)
+def test_the_report_says_how_much_survives(model, mode, amount, strength, blocks, percent):
+    models = [model] if mode == "merged" else [model, stored(torch.float8_e4m3fn)]
+    for each in models:
+        found = said(apply(each, stack(weak(amount), strength, blocks), mode)[1])
+        if percent is None:
+            assert found is None
+        else:
+            assert found[0] == pytest.approx(percent, abs=6)
+    assert said(apply(load_model(KIND), stack(weak(amount), strength, blocks), mode)[1]) is None
+
+
+def test_auto_bypasses_weak_loras_and_says_so(model):
+    assert said(apply(model, stack(weak(0.1)), "auto")[1]) is None
+    patched, report = apply(model, stack(weak(0.001)), "auto")
+    sample(patched)
+    session = session_of(patched)
+    layers = session.bank.layers.values()
+    linear = sum(layer.rank > 0 and len(layer.shape) == 2 for layer in layers)
+    assert said(report) == (pytest.approx(53, abs=6), linear)
+    assert session.counts.stream <= 2 * 2  # the patch embedding, which is a convolution
+    assert session.counts.bypass > 0
+
+
+@pytest.mark.parametrize("mode", ["auto", "merged"])
+def test_the_report_names_differences_from_comfyuis_loader(mode):
+    import folder_paths
+
+    tensors = lora_for(random_weights(KIND), rank=8, parts=("pairs",))
+    name = "diffusion_model.blocks.0.self_attn.q"
+    tensors[f"{name}.diff"] = 0.1 * torch.randn(128, 128)
+    plain = {key: value for key, value in tensors.items() if not key.endswith("alpha")}
+    path = folder_paths.get_full_path("loras", save_lora(plain, "conventions.safetensors"))
+    metadata = {"lora_adapter_metadata": '{"transformer.lora_alpha": 16, "transformer.r": 8}'}
+    save_file(plain, path, metadata)
+    report = apply(load_model(KIND), stack("conventions.safetensors"), mode)[1]
+    assert "alpha 16 by its metadata, in ComfyUI's loader the rank" in report
+    assert "1 weights have an adapter and a difference: both are applied" in report
+    report = apply(load_model(KIND), stack(weak(0.1)), mode)[1]
+    assert "in ComfyUI's loader" not in report
+
+
+@torch.inference_mode()
+def saved(model, output):
+    """Return the model that ModelSave saves, loaded again."""
+    import comfy.sd
+    from comfy_extras.nodes_model_merging import ModelSave
+
+    node = ModelSave()
+    node.output_dir = str(output)
+    node.save(model, "saved")
+    (path,) = Path(output).rglob("saved*.safetensors")
+    loaded = comfy.sd.load_diffusion_model(str(path))
+    path.unlink()
+    return loaded
+
+
+@pytest.mark.parametrize("mode", UNMERGED)
+def test_a_saved_model_has_the_lora(mode, output):
+    model = load_model(KIND)
+    without, before = sample(model), bits(model)
+    name = save_lora(lora_for(random_weights(KIND), parts=ALL), "all.safetensors")
+    patched = fast(model, name, 0.8, mode)
+    expected = sample(patched)
+    for each in (patched, patched.clone()):
+        again = saved(each, output)
+        assert bits(model) == before
+        assert not model.backup
+        assert relative_error(sample(again), expected) < ROUNDING
+    assert relative_error(expected, without) > EFFECT
+    assert torch.equal(sample(patched), expected)
+    assert torch.equal(sample(model), without)
+
+
+def test_two_applied_stacks_are_saved_and_other_loras_too(output):
+    model = core(load_model(KIND), lora(2), 0.5)
+    first = fast(model, lora(0), 0.8)
+    second = apply(first, stack(lora(1), -0.5))[0]
+    for each in (first, second):
+        assert relative_error(sample(saved(each, output)), sample(each)) < ROUNDING
+    assert relative_error(sample(saved(model, output)), sample(model)) < ROUNDING
+    none = apply(second.clone(), stack(lora(1), 0))[0]
+    assert relative_error(sample(saved(none, output)), sample(second)) < ROUNDING
+
+
+@pytest.mark.parametrize("strength", ["0.9,0.8", "1@0-0.5", "0;1", "1;0.3"])
+def test_a_strength_that_changes_is_not_saved(strength, output):
+    patched = fast(load_model(KIND), lora(0), strength)
+    why = f"strength {strength} changes during a run; set one number"
+    with refused(f"cannot be saved with the model: {why}"):
+        saved(patched, output)
+    assert not list(Path(output).rglob("*.safetensors"))
+
+
+def test_the_phase_of_a_model_is_saved(output):
+    model = load_model(KIND)
+    for phase, strength in (("high", 1.0), ("low", 0.3)):
+        patched = apply(model, stack(lora(0), "1;0.3"), "auto", phase)[0]
+        expected = sample(core(model, lora(0), strength))
+        assert relative_error(sample(saved(patched, output)), expected) < ROUNDING
+        merged = apply(model, stack(lora(0), "1;0.3"), "merged", phase)[0]
+        assert relative_error(sample(merged), expected) < ROUNDING
+
+
+def test_quantised_weights_are_not_saved(output):
+    state = random_weights(KIND)
+    patched = fast(load_model(KIND, fp8(state)), lora(0))
+    with refused(r"cannot be saved with the model: \S+ is QuantizedTensor"):
+        saved(patched, output)
