@@ -4,7 +4,6 @@ import contextvars
 import json
 import re
 import shutil
-import threading
 import time
 import types
 
@@ -200,22 +199,6 @@ def test_a_thread_measures_for_the_prompt_whose_context_it_has(timing, clock):
             in_thread(lambda: context.run(work))
         # It ran in parallel with the other: nothing is subtracted.
         assert lengths(timing) == {"VAE decode": 2, "file": 1}
-
-
-def test_no_piece_is_lost_with_many_threads(timing):
-    def work():
-        for _ in range(200):
-            with timing.span("file"):
-                pass
-
-    with in_prompt("a"):
-        contexts = [contextvars.copy_context() for _ in range(8)]
-        threads = [threading.Thread(target=context.run, args=[work]) for context in contexts]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert rows(timing)["file", ""]["count"] == 1600
 
 
 def test_uncollected_timings_are_bounded(timing):

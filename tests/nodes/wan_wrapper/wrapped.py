@@ -19,12 +19,12 @@ def wrapped(fast):
 
 
 class Oracle:
-    """The expected results of the wrapper's VAE, from ComfyUI's network in a given dtype."""
+    """The expected results of the wrapper's VAE, from ComfyUI's network."""
 
-    def __init__(self, state, dtype=torch.float32):
+    def __init__(self, state):
         from comfy.latent_formats import Wan21, Wan22
 
-        self.network = comfyui_vae(state, dtype=dtype)
+        self.network = comfyui_vae(state)
         self.format = Wan21() if state["conv2.weight"].shape[0] == 16 else Wan22()
 
     def encode(self, video, end_=False):
