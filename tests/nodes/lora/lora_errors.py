@@ -39,68 +39,59 @@ def quantised_layers(model):
 
 def fp8_errors():
     """For each way the errors of what a LoRA of 1 % of the weights adds, by layer."""
-    import comfy.model_management
-
     state = random_weights(KIND)
-    tensors = lora_for(state, parts=("pairs",), amount=0.01)
-    lora = save_lora(tensors, "small.safetensors")
     file = fp8({key: value.bfloat16() for key, value in state.items()})
-    model, other = (load_model(KIND, file, dtype=torch.bfloat16) for _ in range(2))
-    for each in (model, other):
-        each.model.manual_cast_dtype = torch.bfloat16  # as on a GPU
-    requantised = core(other, lora)
-    comfy.model_management.load_models_gpu([requantised])
     errors = {"stream": [], "bypass": [], "core": []}
     generator = torch.Generator().manual_seed(0)
     for mode in ("stream", "bypass"):
-        patched = fast(model, lora, 1.0, mode)
-        sample(patched)
-        session = session_of(patched)
-        assert session.bank.flat.dtype == torch.bfloat16
-        for name, layer in quantised_layers(model).items():
+        for call, layer, theirs, delta in _layers(state, file, 0.01, mode):
             x = torch.randn(64, layer.in_features, generator=generator).bfloat16()
-            up, down = (tensors[f"{name}.lora_{part}.weight"].double() for part in ("up", "down"))
-            expected = x.double() @ (up @ down / 2).T
-            own = _used(layer, x)
-            with session.call(model.model, x.device):
+            expected, own = x.double() @ delta.T, _used(layer, x)
+            with call:
                 if mode == "bypass":
                     errors[mode].append(_error(_added(layer, x), expected))
                     continue
                 effect = x.double() @ (_used(layer, x) - own).T
             errors[mode].append(_error(effect, expected))
-            effect = x.double() @ (_used(other.model.get_submodule(name), x) - own).T
+            effect = x.double() @ (_used(theirs, x) - own).T
             errors["core"].append(_error(effect, expected))
     return errors
 
 
 def weak_shares(amount):
     """For stream and ComfyUI's loader, the shares of deltas of `amount` that bf16 weights keep."""
+    state = random_weights(KIND)
+    file = {key: value.bfloat16() for key, value in state.items()}
+    shares = {"stream": [], "core": []}
+    for call, layer, theirs, delta in _layers(state, file, amount, "stream"):
+        x = torch.zeros(1, layer.in_features, dtype=torch.bfloat16)
+        own = _used(layer, x)
+        with call:
+            shares["stream"].append(_share(_used(layer, x) - own, delta))
+        shares["core"].append(_share(_used(theirs, x) - own, delta))
+    return shares
+
+
+def _layers(state, file, amount, mode):
+    """Yield of each linear layer of the blocks: a call of ours, it, that of core, and the delta."""
     import comfy.model_management
 
-    state = random_weights(KIND)
     tensors = lora_for(state, parts=("pairs",), amount=amount)
-    lora = save_lora(tensors, "weak.safetensors")
-    file = {key: value.bfloat16() for key, value in state.items()}
+    lora = save_lora(tensors, "small.safetensors")
     model, other = (load_model(KIND, file, dtype=torch.bfloat16) for _ in range(2))
     for each in (model, other):
         each.model.manual_cast_dtype = torch.bfloat16  # as on a GPU
-    patched, merged = fast(model, lora, 1.0, "stream"), core(other, lora)
+    merged = core(other, lora)
+    comfy.model_management.load_models_gpu([merged])
+    patched = fast(model, lora, 1.0, mode)
     sample(patched)
     session = session_of(patched)
-    comfy.model_management.load_models_gpu([merged])
-    shares = {"stream": [], "core": []}
+    assert session.bank.flat.dtype == torch.bfloat16
     for name, layer in model.model.named_modules():
-        if ".blocks." not in name or not hasattr(layer, "in_features"):
-            continue
-        up, down = (tensors[f"{name}.lora_{part}.weight"].double() for part in ("up", "down"))
-        delta = up @ down / 2
-        x = torch.zeros(1, layer.in_features, dtype=torch.bfloat16)
-        own = _used(layer, x)
-        with session.call(model.model, x.device):
-            shares["stream"].append(_share(_used(layer, x) - own, delta))
-        used = _used(other.model.get_submodule(name), x)
-        shares["core"].append(_share(used - own, delta))
-    return shares
+        if ".blocks." in name and hasattr(layer, "in_features"):
+            up, down = (tensors[f"{name}.lora_{part}.weight"].double() for part in ("up", "down"))
+            call = session.call(model.model, torch.device("cpu"))
+            yield call, layer, other.model.get_submodule(name), up @ down / 2
 
 
 def _used(layer, x):

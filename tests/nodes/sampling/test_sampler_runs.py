@@ -31,7 +31,6 @@ from fast_video_vae.tests.nodes.sampling.sampler_models import (
     run,
     samples,
     shifted,
-    slow,
 )
 from fast_video_vae.tests.nodes.vae.pairs import v3_node
 
@@ -90,7 +89,7 @@ def states(models):
     }
 
 
-@pytest.mark.parametrize(("at", "count"), [(1, 1), (2, 2), slow(1, 2), slow(2, 1)])  # 2: switched
+@pytest.mark.parametrize(("at", "count"), [(1, 1), (2, 2)])  # 2: switched
 def test_a_run_out_of_memory_retries_the_step(monkeypatch, caplog, at, count):
     """In a model call: first unload other models, then stream the weights of this one."""
     import comfy.model_base
@@ -137,37 +136,29 @@ def test_both_models_get_the_noise_levels_of_each_call():
     assert seen == [(5, 0), (5, 0), (5, 1), (5, 1)]
 
 
-def test_the_report_lists_steps_and_loras():
-    lines = run(cfg_high="3.5,1")["report"].splitlines()
-    assert lines == [
+def test_the_report_lists_the_steps_and_the_timing_both_experts():
+    result = run(cfg_high="3.5,1")
+    assert result["report"].splitlines() == [
         "euler, 4 steps",
         "high noise: steps 1-2, noise level 1.0000 to 0.8333, CFG 3.5, 1",
         "low noise: steps 3-4, noise level 0.8333 to 0.0000, CFG 1",
     ]
-
-
-def test_the_timing_has_both_experts_and_the_switch():
-    text = run()["timing"]
     for part in ("denoise", "high noise", "low noise", "switch", "load"):
-        assert part in text
+        assert part in result["timing"]
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"boundary": "1.5"}, "boundary: got '1.5'"),
-        ({"boundary": "-0.1"}, "boundary: got '-0.1'"),
         ({"boundary": "-1"}, "boundary: got '-1'"),
-        ({"boundary": "early"}, "boundary: got 'early'"),
         ({"boundary": "nan"}, "boundary: got 'nan'"),
         ({"cfg_high": "3.5;1"}, "cfg_high: got '3.5;1'; expected a number"),
-        ({"cfg_low": "1,,2"}, "cfg_low: got '1,,2'; expected a number"),
         ({"cfg_high": "1,2,3"}, "cfg_high: 3 values; expected 1, 2 for its steps or 4"),
         ({"cfg_low": "1,2,3,4,5"}, "cfg_low: 5 values; expected 1, 2 for its steps or 4"),
         ({"shift_high": "5,5,5"}, "shift_high: 3 values; expected 1 or 4"),
         ({"shift_high": "1,2,3,900"}, "shift_high: step 3 starts at noise level 0.9967; expected"),
         ({"shift_high": "0"}, "shift_high: got 0; expected a shift above 0"),
-        ({"shift_low": "-3"}, "shift_low: got -3; expected a shift above 0"),
         ({"shift_low": "90"}, "shift_low: step 2 starts at noise level 0.9890, not below"),
         ({"shift_low": "8"}, "shift_low: step 2 starts at noise level 0.8889, not below the bound"),
         ({"negative": None, "cfg_low": "2"}, "negative: not connected, but CFG 2 needs it"),
