@@ -378,7 +378,7 @@ def test_the_phase_of_a_model_is_saved(output):
         assert relative_error(sample(merged), expected) < ROUNDING
 
 
-def test_quantised_weights_are_not_saved(output):
+def test_quantised_weights_are_not_saved(inference, output):
     state = random_weights(KIND)
     patched = fast(load_model(KIND, fp8(state)), lora(0))
     with refused(r"cannot be saved with the model: \S+ is QuantizedTensor"):
