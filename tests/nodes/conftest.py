@@ -132,16 +132,12 @@ def server(start_server):
 @pytest.fixture(
     scope="session",
     params=[
-        pytest.param(None, id="cpu"),
         pytest.param([], id="DynamicVRAM", marks=pytest.mark.gpu),
         pytest.param(["--disable-dynamic-vram"], id="static", marks=pytest.mark.gpu),
     ],
 )
 def device_server(request, start_server):
-    """A server on the CPU; with a GPU also with ComfyUI's defaults and without DynamicVRAM."""
-    if request.param is None:
-        yield request.getfixturevalue("server")
-        return
+    """A server on a GPU, with ComfyUI's defaults and without DynamicVRAM."""
     if not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
     with start_server("--fp32-vae", *request.param, cpu=False) as server:

@@ -24,7 +24,6 @@ LATENT = {"samples": torch.zeros(1, 16, 1, 2, 2)}
     ("inputs", "message"),
     [
         ({"samples": [1, 2]}, "samples: got a list of 2; expected a LATENT"),
-        ({"samples": None}, "samples: got None; expected a LATENT"),
         ({"samples": {"x": 1}}, "samples: got a dict with 'x'; expected a LATENT"),
         ({"samples": {"samples": "zeros"}}, "samples: its 'samples' are 'zeros'; expected"),
         ({"chunk": 10**5000}, "chunk: got a number of 16610 bits; expected a whole number"),
@@ -77,14 +76,11 @@ def test_comfyui_exceptions_of_another_vae_pass_unchanged(comfyui, name):
     ("prefix", "windows", "reason"),
     [
         ("a\0b", False, "with a control character"),
-        ("a\nb", False, "with a control character"),
         ("\ud800", False, "with half a character"),
         ("x" * 300, False, "300 bytes long"),
-        ("x/" * 600, False, "1200 bytes long"),
         ("é" * 120, False, "240 bytes long"),
         ("../x", False, "which leads out of it"),
         ("a/../../x", False, "which leads out of it"),
-        ("/etc/x", False, "which leads out of it"),
         ("file/x", False, "with a file in place of a folder"),
         ("nul/x", True, "with a name that is reserved on Windows"),
         ("COM1.txt/x", True, "with a name that is reserved on Windows"),

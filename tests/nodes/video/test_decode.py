@@ -190,12 +190,9 @@ def test_frames_of_another_vae_are_written(stock, output, caplog):
         ({"codec": "prores", "bit_depth": "8"}, "codec: bit depth is 8; prores stores 10 bits"),
         ({"codec": "png", "audio": tone(1)}, "audio: png is a sequence of images"),
         ({"frames": "x"}, "frames is 'x'"),
-        ({"audio": {"waveform": torch.zeros(5), "sample_rate": 8000}}, "audio: "),
         ({"audio": tone(1, channels=3)}, "audio: .*3 channels"),
         ({"audio": [torch.zeros(1, 1, 5)]}, "audio: got a list of 1; expected an AUDIO"),
         ({"audio": {"waveform": None, "sample_rate": 8000}}, "audio: its waveform is None"),
-        ({"audio": {"sample_rate": 8000}}, "audio: got a dict.*expected an AUDIO"),
-        ({"filename_prefix": "a\0b"}, r"filename_prefix is 'a\\x00b'"),
         ({"filename_prefix": "../../x"}, "filename_prefix is '../../x'"),
     ],
 )
