@@ -37,19 +37,22 @@ def test_progress_counts_every_frame(fast, progress):
     assert progress[-1] == (3, 3)
 
 
-def test_a_preview_is_sent_if_previews_are_enabled(fast, monkeypatch):
+def test_a_preview_of_the_last_frame_is_sent_if_previews_are_enabled(fast, monkeypatch):
     import comfy.utils
     from comfy.cli_args import LatentPreviewMethod, args
 
     previews = []
     hook = lambda value, total, preview, node_id=None: previews.append(preview)  # noqa: E731
     monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", hook)
+    monkeypatch.setattr("fast_video_vae.nodes.host.progress._PREVIEW_SECONDS", 0)
     fast.decode(latents(2))
     assert not any(previews)
     monkeypatch.setattr(args, "preview_method", LatentPreviewMethod.Auto)
-    fast.decode(latents(2))
-    kind, picture, _ = next(preview for preview in previews if preview)
+    images = fast.decode(latents(2))
+    kind, picture, _ = previews[-1]
     assert (kind, picture.size) == ("JPEG", (72, 48))
+    shown = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8).view(48, 72, 3)
+    assert (shown - images[0, -1] * 255).abs().max() <= 1.01
 
 
 @pytest.mark.parametrize("tiled", [False, True])
