@@ -25,13 +25,10 @@ _TAKING = {"detach": "detached", "partially_unload": "unloaded"}
 class Cards:
     """The cards of a machine while `patch`, a pytest.MonkeyPatch, is in force.
 
-    Attributes:
-        devices: The cards.
-        dynamic: Whether DynamicVRAM is on.
-        events: What ComfyUI took from models that have a name, and which of them it loaded.
+    `events` are what ComfyUI took from models that have a name, and which of them it loaded.
     """
 
-    def __init__(self, patch, count=1, *, dynamic=True, total=24 * GB):
+    def __init__(self, patch, count=1, *, dynamic=True):
         import comfy.memory_management
         import comfy.model_management as management
         import comfy.model_patcher as patchers
@@ -41,8 +38,7 @@ class Cards:
         import folder_paths
 
         self.devices = [torch.device("cpu", index) for index in range(count)]
-        self.dynamic, self.events = dynamic, []
-        self._total = total
+        self.events, self._total = [], 24 * GB
         self._regions = []  # weak references, the one in use last at the end
         self._models = weakref.WeakSet()
         self._names = weakref.WeakKeyDictionary()
