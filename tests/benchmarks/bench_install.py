@@ -27,17 +27,17 @@ _HERE = Path(__file__).resolve().parent
 runpy.run_path(str(_HERE.parent / "conftest.py"))  # binds the checkout to its import name
 
 from fast_video_vae.tests.benchmarks import record  # noqa: E402
-from fast_video_vae.tests.nodes.checkout import find_comfyui, where_looked  # noqa: E402
-from fast_video_vae.tests.nodes.server import Server  # noqa: E402
-from fast_video_vae.tests.tools import fresh_install  # noqa: E402
-from fast_video_vae.tests.tools.publish import publish_zip  # noqa: E402
-from fast_video_vae.tests.tools.workflows.frontend import (  # noqa: E402
+from fast_video_vae.tests.nodes.browser import (  # noqa: E402
     LOAD,
     QUEUE,
     READY,
     find_browser,
     open_browser,
 )
+from fast_video_vae.tests.nodes.checkout import find_comfyui, where_looked  # noqa: E402
+from fast_video_vae.tests.nodes.server import Server  # noqa: E402
+from fast_video_vae.tests.tools import fresh_install  # noqa: E402
+from fast_video_vae.tests.tools.publish import publish_zip  # noqa: E402
 
 _TEMPLATE = "1 No download - encode and decode a clip"
 _VIDEO = "video/fast_vae_0*.mp4"  # what the template's Save Video writes, below `output`
