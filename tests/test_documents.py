@@ -5,19 +5,22 @@ from urllib.parse import unquote
 
 import pytest
 
-from fast_video_vae.tests.tools.figures.claims import README, TEXTS
-from fast_video_vae.tests.tools.figures.rows import ROOT
+from fast_video_vae.tests.tools import figures
 
+ROOT = figures.ROOT
+README = ROOT / "README.md"
 PAGES = [
-    *TEXTS,
-    ROOT / "vae/demo/README.md",
-    *sorted((ROOT / "tests/benchmarks").glob("*.md")),
+    *(README, ROOT / "CHANGELOG.md", ROOT / "vae/demo/README.md"),
+    *sorted(ROOT.glob("docs/*.md")),
+    *sorted(ROOT.glob("web/docs/*.md")),
+    *sorted(ROOT.glob("tests/benchmarks/*.md")),
 ]
 PICTURE_BYTES = 3_000_000
 
 # Where a new user decides: a screen.
 FIRST_SCREEN = 40
 
+NAMED_TEST = re.compile(r"\[(test_\w+)\]\(((?:\.\./)?tests/[^)]+)\)")
 TARGET = re.compile(r'\]\(([^)]+)\)|(?:href|src)="([^"]+)"')
 
 
@@ -42,7 +45,10 @@ def anchors(path):
     return {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+pages = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+
+
+@pages
 def test_every_link_leads_to_a_file_and_a_heading(path):
     for target in targets(path):
         name, _, anchor = target.partition("#")
@@ -50,6 +56,25 @@ def test_every_link_leads_to_a_file_and_a_heading(path):
         assert file.exists(), target
         if anchor:
             assert anchor in anchors(file), target
+
+
+@pages
+def test_every_test_that_a_page_names_exists(path):
+    for name, target in NAMED_TEST.findall(text_of(path)):
+        assert f"def {name}(" in text_of(path.parent / unquote(target)), name
+
+
+def test_every_unique_ability_names_its_test():
+    section = text_of(README).partition("\n## What nobody else does\n")[2]
+    claims = re.findall(r"^- .*$", section.partition("\n## ")[0], flags=re.MULTILINE)
+    assert claims
+    assert [claim for claim in claims if len(NAMED_TEST.findall(claim)) != 1] == []
+
+
+@pages
+def test_the_tables_have_the_figures_of_the_rows(path):
+    page = text_of(path)
+    assert page == figures.filled(page), "stale: python tests/tools/figures.py"
 
 
 def test_every_page_is_linked():
@@ -67,7 +92,8 @@ def test_every_page_is_linked():
 
 
 def test_the_readme_is_short():
-    assert 130 <= len(text_of(README).splitlines()) <= 170
+    shown = re.sub(r"<!-- rows.*?-->", "", text_of(README), flags=re.DOTALL)
+    assert 130 <= len(shown.splitlines()) <= 170
 
 
 def test_the_first_screen_shows_a_picture_the_installation_and_a_first_run():
