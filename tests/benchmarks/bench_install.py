@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import runpy
+import shutil
 import tempfile
 import time
 import urllib.parse
@@ -36,7 +37,7 @@ from fast_video_vae.tests.nodes.browser import (  # noqa: E402
 )
 from fast_video_vae.tests.nodes.checkout import find_comfyui, where_looked  # noqa: E402
 from fast_video_vae.tests.nodes.server import Server  # noqa: E402
-from fast_video_vae.tests.tools import fresh_install  # noqa: E402
+from fast_video_vae.tests.tools import environments  # noqa: E402
 from fast_video_vae.tests.tools.publish import publish_zip  # noqa: E402
 
 _TEMPLATE = "1 No download - encode and decode a clip"
@@ -68,7 +69,7 @@ def main() -> None:
             "pack_mib": round(_bytes_in(pack) / _MIB, 1),
         }
         cpu = not torch.cuda.is_available()
-        server = Server(base, python=python, pack=None, name=fresh_install.FOLDER, cpu=cpu)
+        server = Server(base, python=python, pack=None, name=environments.FOLDER, cpu=cpu)
         try:
             with _timed("boot_s", seconds):
                 server.start()
@@ -83,12 +84,14 @@ def main() -> None:
 def _install(folder: Path, archive: Path, seconds: dict[str, float]) -> tuple[Path, Path]:
     """Install everything below `folder`; return the Python and the folder of the pack."""
     with _timed("torch_s", seconds):
-        python = fresh_install.install_torch(folder / "venv")
+        python = environments.new_environment(folder / "venv")
+        environments.pip(python, f"torch=={torch.__version__.partition('+')[0]}")
     with _timed("comfyui_s", seconds):
-        fresh_install.install_comfyui(python)
+        environments.install_comfyui(python, find_comfyui())
     with _timed("pack_s", seconds):
-        pack = fresh_install.unpack(archive, folder / "base")
-        fresh_install.install_pack(python, pack)
+        pack = folder / "base" / "custom_nodes" / environments.FOLDER
+        shutil.unpack_archive(archive, pack)
+        environments.pip(python, "-r", pack / "requirements.txt")
     return python, pack
 
 
@@ -116,11 +119,11 @@ def _run_template(server: Server, profile: Path, seconds: dict[str, float]) -> N
 
 def _template(server: Server) -> Any:
     """Return the workflow from the address that the Templates dialog fetches it from."""
-    names = server.get("/api/workflow_templates")[fresh_install.FOLDER]
+    names = server.get("/api/workflow_templates")[environments.FOLDER]
     if _TEMPLATE not in names:
         raise ValueError(f"the server offers {names}; expected {_TEMPLATE!r} among them")
     name = urllib.parse.quote(f"{_TEMPLATE}.json")
-    return server.get(f"/api/workflow_templates/{fresh_install.FOLDER}/{name}")
+    return server.get(f"/api/workflow_templates/{environments.FOLDER}/{name}")
 
 
 def _wait_for_video(server: Server, before: Collection[str]) -> Path:

@@ -4,11 +4,12 @@ import re
 import shutil
 
 import pytest
+import torch
 
 from fast_video_vae.tests.nodes.checkout import find_comfyui, where_looked
 from fast_video_vae.tests.nodes.server import Server, Workflow
-from fast_video_vae.tests.tools import fresh_install
-from fast_video_vae.tests.tools.fresh_install import FOLDER, torch_of
+from fast_video_vae.tests.tools import environments
+from fast_video_vae.tests.tools.environments import FOLDER, torch_of
 from fast_video_vae.tests.tools.publish import publish_zip, published_files
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.nightly]
@@ -21,7 +22,7 @@ def base(tmp_path_factory):
         pytest.skip(where_looked())
     base = tmp_path_factory.mktemp("installation")
     publish_zip(base / "pack.zip")
-    fresh_install.unpack(base / "pack.zip", base)
+    shutil.unpack_archive(base / "pack.zip", base / "custom_nodes" / FOLDER)
     return base
 
 
@@ -29,10 +30,11 @@ def base(tmp_path_factory):
 def python(base):
     """A Python with torch, ComfyUI's requirements and then the pack's, as an installer does it."""
     folder = base / "venv"
-    python = fresh_install.install_torch(folder)
-    fresh_install.install_comfyui(python)
+    python = environments.new_environment(folder)
+    environments.pip(python, f"torch=={torch.__version__.partition('+')[0]}")
+    environments.install_comfyui(python, find_comfyui())
     before = torch_of(python)
-    fresh_install.install_pack(python, base / "custom_nodes" / FOLDER)
+    environments.pip(python, "-r", base / "custom_nodes" / FOLDER / "requirements.txt")
     assert torch_of(python) == before
     yield python
     shutil.rmtree(folder, ignore_errors=True)  # gigabytes

@@ -4,12 +4,11 @@ import re
 
 import pytest
 
-from fast_video_vae.tests.tools.locales import LOCALES, english, node_infos, written
+from fast_video_vae.tests.tools.locales import LOCALES, english, inputs, node_infos, written
 
 pytestmark = pytest.mark.comfyui
 
 TRANSLATIONS = sorted(path.name for path in LOCALES.iterdir() if path.name != "en")
-COMMAND = "python tests/tools/locales.py"
 
 # Letters that a text of this language has and an English one does not.
 LETTERS = {"zh": r"[\u4e00-\u9fff]"}
@@ -29,11 +28,6 @@ def infos(comfyui):
     return node_infos()
 
 
-@pytest.fixture(scope="module")
-def texts(infos):
-    return dict(leaves(english(infos)))
-
-
 def leaves(tree, path=()):
     """Every text of a tree with the keys that lead to it."""
     for key, value in tree.items():
@@ -43,70 +37,26 @@ def leaves(tree, path=()):
             yield from leaves(value, (*path, key))
 
 
-def inputs(infos):
-    """Node id, input id, type and options of every input."""
-    for info in infos:
-        for group in ("required", "optional"):
-            for name, (kind, *options) in info["input"].get(group, {}).items():
-                yield info["name"], name, kind, options[0] if options else {}
-
-
-def test_every_node_has_a_description_and_search_aliases(infos):
+def test_every_node_has_a_description_search_aliases_and_useful_tooltips(infos):
+    """A tooltip has the unit of a number, and the meanings of choices between words."""
     for info in infos:
         assert info["description"].endswith("."), info["name"]
         aliases = info["search_aliases"]
-        assert len(aliases) >= 3, info["name"]
+        assert len({*aliases}) == len(aliases) >= 3, info["name"]
         assert aliases == [alias for alias in aliases if alias.strip() and alias.islower()]
-        assert len(set(aliases)) == len(aliases)
-
-
-def test_a_tooltip_has_the_unit_of_a_number_and_the_meanings_of_choices(infos):
-    """For a choice between words, not between files; or it names the node that explains them."""
-    for node, name, kind, options in inputs(infos):
-        tooltip = options["tooltip"]
-        assert tooltip, (node, name)
-        is_seed = options.get("control_after_generate")  # any number is as good as another
-        if kind in ("INT", "FLOAT") and not is_seed:
-            assert UNIT.search(tooltip), (node, name)
-        choices = options.get("options", kind if isinstance(kind, list) else [])
-        if choices and not name.endswith("_name"):
-            assert any(str(each) in tooltip for each in [*choices, "(Fast)"]), (node, name)
+        for name, kind, options in inputs(info):
+            tooltip, where = options["tooltip"], (info["name"], name)
+            assert tooltip, where
+            is_seed = options.get("control_after_generate")  # any number is as good as another
+            if kind in ("INT", "FLOAT") and not is_seed:
+                assert UNIT.search(tooltip), where
+            choices = options.get("options", kind if isinstance(kind, list) else [])
+            if choices and not name.endswith("_name"):  # the choices of those are files
+                assert any(str(each) in tooltip for each in [*choices, "(Fast)"]), where
 
 
 def test_the_english_file_has_the_texts_of_the_schemas(infos):
-    assert written("en") == english(infos), f"stale: {COMMAND}"
-
-
-@pytest.mark.parametrize("language", TRANSLATIONS)
-def test_a_translation_is_complete(texts, language):
-    have = dict(leaves(written(language)))
-    missing = [".".join(path) for path in texts if path not in have]
-    assert missing == [], f"locales/{language}/nodeDefs.json lacks these"
-    assert [".".join(path) for path in have if path not in texts] == []
-
-
-@pytest.mark.parametrize("language", TRANSLATIONS)
-def test_a_translation_is_in_its_language(language):
-    for path, text in leaves(written(language)):
-        if path[-1] != "name":  # names such as VAE are the same everywhere
-            assert re.search(LETTERS[language], text), ".".join(path)
-        assert text == text.strip()
-
-
-@pytest.mark.parametrize("language", TRANSLATIONS)
-def test_a_translation_keeps_numbers_names_and_choices(infos, texts, language):
-    have = dict(leaves(written(language)))
-    choices = {
-        (node, "inputs", name, "tooltip"): {str(choice) for choice in options.get("options", [])}
-        for node, name, _, options in inputs(infos)
-    }
-    for path, text in texts.items():
-        if path[-1] == "name" or path not in have:
-            continue
-        words = set(re.findall(r"[\w.-]+", text))
-        kept = {singular(token) for token in TOKEN.findall(text)}
-        kept |= {word for word in words & choices.get(path, set()) if f"{word}:" in text}
-        assert [token for token in kept if token not in have[path]] == [], ".".join(path)
+    assert written("en") == english(infos), "stale: python tests/tools/locales.py"
 
 
 @pytest.mark.parametrize("language", ["en", *TRANSLATIONS])
@@ -114,6 +64,27 @@ def test_names_and_descriptions_are_no_message_patterns(language):
     for path, text in leaves(written(language)):
         if path[-1] != "tooltip":
             assert not PATTERN & set(text), ".".join(path)
+
+
+@pytest.mark.parametrize("language", TRANSLATIONS)
+def test_a_translation_is_complete_and_keeps_numbers_names_and_choices(infos, language):
+    texts, have = dict(leaves(english(infos))), dict(leaves(written(language)))
+    assert {".".join(path) for path in have} == {".".join(path) for path in texts}
+    choices = {
+        (info["name"], "inputs", name, "tooltip"): {str(each) for each in options["options"]}
+        for info in infos
+        for name, _, options in inputs(info)
+        if "options" in options
+    }
+    for path, text in texts.items():
+        assert have[path] == have[path].strip()
+        if path[-1] == "name":  # names such as VAE are the same everywhere
+            continue
+        assert re.search(LETTERS[language], have[path]), ".".join(path)
+        words = set(re.findall(r"[\w.-]+", text))
+        kept = {re.sub("(?<=[A-Z])s$", "", token) for token in TOKEN.findall(text)}  # LoRAs
+        kept |= {word for word in words & choices.get(path, set()) if f"{word}:" in text}
+        assert [token for token in kept if token not in have[path]] == [], ".".join(path)
 
 
 @pytest.mark.parametrize("language", TRANSLATIONS)
@@ -128,8 +99,3 @@ def test_the_server_offers_every_language(server):
     offered = server.get("/i18n")
     for language in ["en", *TRANSLATIONS]:
         assert offered[language]["nodeDefs"] == written(language)
-
-
-def singular(token):
-    """LoRAs are LoRA in a language without plurals."""
-    return token.removesuffix("s") if re.search("[A-Z]s$", token) else token
