@@ -39,11 +39,7 @@ _DIFFUSERS_RENAMES = (
 
 
 class Shapes(dict[str, tuple[int, ...]]):
-    """Name and shape of every tensor, in the order in which they are added.
-
-    Args:
-        taps: Frames that a convolution of a block of Wan sees.
-    """
+    """Name and shape of every tensor; a convolution of a block of Wan sees `taps` frames."""
 
     def __init__(self, taps: int = 3) -> None:
         super().__init__()
@@ -79,15 +75,9 @@ def wan_shapes(
 ) -> dict[str, tuple[int, ...]]:  # fmt: skip
     """Name and shape of every tensor, as in `Wan2.1_VAE.pth` (flat) and `Wan2.2_VAE.pth`.
 
-    Args:
-        encoder: Base width of the encoder: 96 in Wan 2.1, 160 in 2.2, 96 in Qwen-Image 2.1.
-        decoder: Base width of the decoder: 96, 256, 144.
-        latents: Channels of the latent: 16, 48, 64.
-        channels: Channels that the encoder sees of a frame: 3, 12 (patches of 3), 4.
-        out_channels: Channels that the decoder's last convolution gives.
-        multiples: Widths of the stages over the base width.
-        taps: Frames that a convolution sees: 3, 3, 1.
-        flat: Blocks are in one list, not in one of each stage; upsampling halves the channels.
+    Wan 2.1, 2.2 and Qwen-Image 2.1 have the base widths 96 and 96, 160 and 256, 96 and 144; 16, 48
+    and 64 latents; frames of 3, 12 (patches) and 4 channels; and convolutions of 3, 3 and 1 taps.
+    Where it is flat, blocks are in one list, and upsampling halves the channels.
     """
     shapes = Shapes(taps)
     conv, residual = shapes.conv, shapes.residual
@@ -192,12 +182,7 @@ def script_command(code: str, *arguments: object) -> list[str]:
 
 
 def installed_command(*arguments: str, first: str = "") -> list[str]:
-    """The command line of this checkout as an installed one starts: nothing is imported before.
-
-    Args:
-        arguments: Of the command line.
-        first: Code that runs before it.
-    """
+    """The command line of this checkout as an installed one starts: nothing is imported before."""
     root = _CONFTEST.parents[1] / "__init__.py"
     code = (
         "import importlib.util as util, sys\n"

@@ -29,11 +29,7 @@ def random_tiny(channels: int = 16, seed: int = 0, dtype: torch.dtype = torch.fl
 
 
 class TinyOracle(nn.Module):
-    """The decoder, all frames of a clip at once.
-
-    Args:
-        state: A state dict of a file.
-    """
+    """The decoder of a state dict, all frames of a clip at once."""
 
     def __init__(self, state: dict[str, Tensor]) -> None:
         super().__init__()

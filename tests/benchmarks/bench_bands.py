@@ -33,17 +33,10 @@ _TRIES = 4
 def in_pairs(
     vae: VideoVAE, direction: str, x: Tensor, devices: Sequence[str], rounds: int
 ) -> dict[str, list[float]]:
-    """Time one device and several in turn; logical devices of the CPU have a core each.
+    """Return the seconds of rounds of one device and several, in turn: "one" and "bands".
 
-    Args:
-        vae: The VAE, on the first of the devices.
-        direction: decode or encode.
-        x: Latent or frames.
-        devices: Names of the devices.
-        rounds: Rounds; one in which other processes took more than a tenth of a core is repeated.
-
-    Returns:
-        Seconds of the rounds, of "one" and "bands".
+    The VAE is on the first device; logical devices of the CPU have a core each. A round in which
+    other processes took more than a tenth of a core is repeated.
     """
     before, run = torch.get_num_threads(), getattr(vae, direction)
     results: dict[str, Tensor] = {}

@@ -53,19 +53,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"run-{time.time():.0f}"
         path.touch()
-        why = _watch([sys.executable, __file__, *sys.argv[1:], "--progress", str(path)], path)
+        command = [sys.executable, __file__, *sys.argv[1:], "--progress", str(path)]
+        why = _watch(command, path, _START_S * max(1, args.patience))
     print(f"rows: {args.out}", flush=True)
     sys.exit(why)
 
 
-def _watch(command: Sequence[str], progress: Path) -> str | None:
+def _watch(command: Sequence[str], progress: Path, start_s: float) -> str | None:
     """Run `command` until every case was begun; return why that is not possible."""
     ended: list[str] = []
     while True:
         before = len(_read(progress))
         # Its own group, so that the processes that it started end with it.
         worker = subprocess.Popen([*command, *ended], start_new_session=os.name == "posix")
-        until, status = time.time() + _START_S, None
+        until, status = time.time() + start_s, None
         try:
             while status is None and time.time() < until:
                 with contextlib.suppress(subprocess.TimeoutExpired):

@@ -68,9 +68,6 @@ def run(*cases: Case, holes: bool = False) -> list[dict[str, float]]:
 
     With `holes` glibc's heap keeps freed blocks below 32 MB, so the peak depends on earlier cases;
     otherwise freed memory is returned to the system at once.
-
-    Returns:
-        `peak_mib`, `estimate_mib` and `seconds` of each case.
     """
     command = [sys.executable, __file__, "--cases", json.dumps([asdict(case) for case in cases])]
     environment = {**os.environ} | ({} if holes else {"MALLOC_MMAP_THRESHOLD_": "65536"})

@@ -2,8 +2,7 @@
 
 `python tests/benchmarks/bench_seams.py` decodes a slowly moving smooth gradient, encoded by the
 bundled VAE, with and without tiles in this process. It reports the difference in 8-bit levels, and
-the largest step of brightness between two frames. Rows are appended to `results.jsonl`;
-`--picture media/seams.webp` draws the first setting as a moving picture (matplotlib, Pillow).
+the largest step of brightness between two frames. Rows are appended to `results.jsonl`.
 """
 
 import logging
@@ -15,7 +14,7 @@ from pathlib import Path
 _HERE = Path(__file__).resolve().parent
 runpy.run_path(str(_HERE.parent / "conftest.py"))  # binds the checkout to its import name
 
-from fast_video_vae.tests.benchmarks import record, seams, seams_picture  # noqa: E402
+from fast_video_vae.tests.benchmarks import record, seams  # noqa: E402
 from fast_video_vae.tests.nodes.checkout import import_comfyui, why_unavailable  # noqa: E402
 
 _SETTINGS = {
@@ -31,7 +30,6 @@ def main() -> None:
     """Run the settings that the command line names."""
     parser = record.parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=_SETTINGS, default=[*_SETTINGS])
-    parser.add_argument("--picture", type=Path, help="animated WebP of the first setting")
     args = parser.parse_args()
     reason = why_unavailable()
     if reason is not None:
@@ -39,13 +37,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         import_comfyui(Path(folder))
         logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
-        for count, name in enumerate(args.only):
-            setting = _SETTINGS[name]
-            decoded = seams.decoded(setting, Path(folder))
-            _report(setting, decoded, args.out)
-            if args.picture and not count:
-                size = seams_picture.save(setting, decoded, _version(), args.picture)
-                logging.info("%s: %d bytes", args.picture, size)
+        for name in args.only:
+            _report(_SETTINGS[name], seams.decoded(_SETTINGS[name], Path(folder)), args.out)
 
 
 def _report(setting: seams.Setting, decoded: seams.Decoded, out: Path) -> None:

@@ -6,7 +6,7 @@ after it. The convolutions are those of the library, then those of our own kerne
 tail where it is and adds, and applies a norm, while it writes. Then it prints the bytes of a decode
 of 81 frames by the plans for some free memory. The tensors are on the `meta` device, so it needs no
 memory and no GPU. The other ops are those of the CPU backend, one launch each and one for each
-parameter that it converts; `count_backends.py` counts those of the GPU backends.
+parameter that it converts; tests/kernels/test_launches.py counts those of the GPU backends.
 """
 
 import contextlib
@@ -149,13 +149,8 @@ def counted(
 ) -> Iterator[ByteCounter]:
     """Yield a counter of the ops in the `with` block.
 
-    Args:
-        own: The convolutions are those of our Triton kernel: its code runs up to the launch.
-        backend: Backend that runs all other ops; None: each op is one launch.
-        attends: It runs attention too. Otherwise that is PyTorch's fused kernel.
-
-    Yields:
-        The counter.
+    With `own` the convolutions are those of our Triton kernel, whose code runs up to the launch.
+    `backend` runs all other ops (None: each is one launch), and attention too if `attends`.
     """
     with contextlib.ExitStack() as stack:
         counter = stack.enter_context(ByteCounter())
@@ -234,19 +229,7 @@ def steady_step(
     limit_bytes: int,
     **options: Any,
 ) -> tuple[ByteCounter, int]:
-    """Count one step in the middle of a video in bfloat16: the second after the first frame.
-
-    Args:
-        config: Configuration of the VAE.
-        direction: `decode` or `encode`.
-        height: Height of the video in pixels.
-        width: Its width.
-        limit_bytes: Memory that the step may take.
-        **options: As for `counted`.
-
-    Returns:
-        The counter, and the latents per step.
-    """
+    """Count the second step after the first frame, in bfloat16; return its latents too."""
     network, step = meta_network(config, direction), config.spatial_compression
     size = 1, height // step, width // step
     job = StreamJob(network, size, torch.bfloat16, torch.device("meta"))
@@ -275,18 +258,7 @@ def whole_video(
     free_bytes: int,
     **options: Any,
 ) -> tuple[ByteCounter, Plan]:
-    """Count a whole video in bfloat16, by the plan for a device with so much free memory.
-
-    Args:
-        config: Configuration of the VAE.
-        direction: `decode` or `encode`.
-        size: Frames, height and width.
-        free_bytes: Free memory of the device.
-        **options: As for `counted`.
-
-    Returns:
-        The counter, and the plan.
-    """
+    """Count a video of `size` frames, height, width in bfloat16, by the plan for this memory."""
     frames, height, width = size
     network, device = meta_network(config, direction), torch.device("meta")
     x = torch.empty(1, frames, height, width, config.image_channels, device="meta").movedim(-1, 1)

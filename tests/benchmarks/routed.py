@@ -13,11 +13,7 @@ from fast_video_vae.vae.layers import conv
 
 @contextlib.contextmanager
 def routed(rows: Iterable[Mapping[str, Any]] = ()) -> Iterator[None]:
-    """Let rows decide, else the library and the order of backends.
-
-    Args:
-        rows: With `route`, a candidate, `ms`, and `taps` or `op`; those with terms are left out.
-    """
+    """Let the `ms` of rows with a `route` and no terms decide, else the library."""
     times: dict[Any, dict[str, float]] = {}
     for row in rows:
         if row.get("route") and row.get("terms", "bare") == "bare":

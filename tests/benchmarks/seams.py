@@ -79,13 +79,7 @@ def decoded(setting: Setting, folder: Path) -> Decoded:
 
 
 def error(whole: Tensor, tiled: Tensor) -> dict[str, float | None]:
-    """Return the error of a tiled IMAGE `[T, H, W, 3]` in 8-bit levels.
-
-    Returns:
-        `max_levels` and `mean_levels` of the difference; `psnr_db`, None for no difference;
-        `step_levels`, the largest step of mean brightness between two frames that the tiles add;
-        `relative`, the largest difference over the largest value.
-    """
+    """Return the error of a tiled IMAGE `[T, H, W, 3]` in 8-bit levels; None: no difference."""
     difference = (tiled - whole).double()
     squared = difference.square().mean().item()
     steps = difference.mean(dim=(1, 2, 3)).diff()

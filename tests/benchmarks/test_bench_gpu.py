@@ -33,7 +33,7 @@ def stuck(bench):
     yield "one", dict
     time.sleep(3600)
 
-PARTS = {"faults": (20, faults, ""), "stuck": (9, stuck, ""), "broken": (20, broken, "")}
+PARTS = {"faults": (60, faults, ""), "stuck": (9, stuck, ""), "broken": (20, broken, "")}
 """
 
 
@@ -47,7 +47,7 @@ def run(path, *arguments, **environment):
 
 @pytest.mark.slow
 def test_every_part_runs_without_a_gpu_and_without_a_peer(tmp_path):
-    output, rows = run(tmp_path / "rows.jsonl", "--patience", "9")
+    output, rows = run(tmp_path / "rows.jsonl", "--patience", "999")
     whys = {row["case"]: row["why"] for row in rows if "why" in row}
     assert {row["part"] for row in rows} == PARTS.keys() - {"peers"}
     refused = ("Refusal: the tensors", "PeerUnavailableError: no ComfyUI", "FileNotFoundError: ncu")

@@ -25,16 +25,9 @@ def in_turn(
     clock: Callable[[], float] = time.perf_counter,
     look: Callable[[str, Any], None] | None = None,
 ) -> dict[str, list[float]]:
-    """Time `runs` in turn for `rounds` rounds after a first one.
+    """Time `runs` in turn; return seconds by name, of a first round and then of `rounds` others.
 
-    Args:
-        runs: Functions by name.
-        rounds: Rounds after the first.
-        clock: Returns the time before and after a run.
-        look: Called with the name and the result of each run.
-
-    Returns:
-        Seconds by name; the first run's at index 0.
+    `look` gets the name and the result of each run.
     """
     device = best_device()
     seconds: dict[str, list[float]] = {name: [] for name in runs}
@@ -66,11 +59,7 @@ def append(
     width: int,
     versions: Mapping[str, str],
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Append a row to `path` for each implementation.
-
-    Returns:
-        Median seconds by name, and their ratios to "ours".
-    """
+    """Append a row for each implementation; return median seconds and their ratios to "ours"."""
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     ratios = {name: ratio(seconds, name, "ours") for name in seconds}
     for name, times in seconds.items():

@@ -17,13 +17,9 @@ def random_weights(
     decoder: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:
-    """Return random weights of `family`.
+    """Return random weights of a family, of these base widths or the published ones.
 
-    Args:
-        family: "wan2.1", "wan2.2" or "seedvr2".
-        width: Base width of the encoder; None: as published.
-        decoder: Base width of Wan 2.2's decoder; None: in the published proportion to `width`.
-        dtype: Dtype of Wan 2.2 and SeedVR2; Wan 2.1 is float32.
+    Wan 2.1 is float32 whatever the dtype.
     """
     if family == "wan2.1":
         return random_state_dict(width or WIDTHS[family])
@@ -35,18 +31,7 @@ def random_weights(
 
 
 def random_input(direction: str, family: str, frames: int, height: int, width: int) -> Tensor:
-    """Return frames to encode, or the latent of as many frames to decode, always the same.
-
-    Args:
-        direction: encode or decode.
-        family: "wan2.1", "wan2.2" or "seedvr2".
-        frames: Frames of the video.
-        height: Height of the frames.
-        width: Width of the frames.
-
-    Returns:
-        `[1, 3, T, H, W]` in -1 to 1, or `[1, C, T, H, W]`.
-    """
+    """Return frames `[1, 3, T, H, W]` in -1 to 1 to encode, or a latent of as many to decode."""
     generator = torch.Generator().manual_seed(0)
     if direction == "encode":
         return torch.rand(1, 3, frames, height, width, generator=generator) * 2 - 1

@@ -79,11 +79,7 @@ class StepError(Exception):
 
 
 def run(*command: object, folder: Path = ROOT, **variables: str) -> str:
-    """Run a command in a folder with these environment variables too; return its output.
-
-    Raises:
-        StepError: It failed.
-    """
+    """Run a command in a folder with these environment variables too; return its output."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     done = subprocess.run(
         [*map(str, command)], cwd=folder, env=kept | variables, stdin=subprocess.DEVNULL,
