@@ -28,12 +28,7 @@ def seedvr2_shapes(
     """Name and shape of every tensor, as in `ema_vae_fp16.safetensors`.
 
     Written from models/video_vae_v3/s8_c16_t4_inflation_sd3.yaml and attn_video_vae.py of SeedVR.
-
-    Args:
-        widths: Channels of the encoder's stages, full size first.
-        decoder_widths: Those of the decoder, full size first; None: the same.
-        latents: Channels of the latent.
-        channels: Channels of a frame.
+    Widths are those of the stages, full size first.
     """
     shapes = Shapes()
     conv = shapes.conv

@@ -1,7 +1,8 @@
-"""Seconds of one device, and of several that share the video in bands, on the same input in turn.
+"""Seconds of one device, and of several that share the video in bands or shards, in turn.
 
 `python tests/benchmarks/bench_bands.py` gives each of two logical devices of the CPU one core, and
-compares with one device on one core. `--devices cuda:0 cuda:1` compares with the first alone. It
+compares with one device on one core. `--devices cuda:0 cuda:1` compares with the first alone,
+`--ranks 2` times processes that share it in shards; those on GPUs are timed by `torchrun`. It
 prints the median seconds and the median of the rounds' ratios, and appends one JSON row per case to
 `results.jsonl`. Run it on an idle machine.
 """
@@ -23,6 +24,8 @@ runpy.run_path(str(_HERE.parent / "conftest.py"))  # binds the checkout to its i
 
 from fast_video_vae.tests.benchmarks import record, timing  # noqa: E402
 from fast_video_vae.tests.benchmarks.weights import WIDTHS, random_input, random_weights  # noqa: E402
+from fast_video_vae.tests.vae.sharding import tasks  # noqa: E402
+from fast_video_vae.tests.vae.sharding.pool import Pool  # noqa: E402
 from fast_video_vae.vae import VideoVAE, load_vae  # noqa: E402
 
 # Cores that other processes may take in a round, and tries for each round.
@@ -78,34 +81,37 @@ def _others_s() -> float:
 def main() -> None:
     """Run the cases that the command line names."""
     args = _arguments()
-    width = args.width or WIDTHS["wan2.1"]
-    dtype = getattr(torch, args.dtype)
-    vae = load_vae(random_weights("wan2.1", width), dtype=dtype, device=args.devices[0])
-    logging.info("%s", f"{'case':44}{'one s':>9}{'bands s':>9}{'x one':>8}")
+    width, many = args.width or WIDTHS["wan2.1"], "shards" if args.ranks else "bands"
+    if args.ranks:
+        pool = Pool(args.ranks)
+    else:
+        dtype = getattr(torch, args.dtype)
+        vae = load_vae(random_weights("wan2.1", width), dtype=dtype, device=args.devices[0])
+    logging.info("%s", f"{'case':44}{'one s':>9}{many + ' s':>10}{'x one':>8}")
     for direction in args.direction:
         x = random_input(direction, "wan2.1", *map(int, args.size.split("x")))
-        seconds = in_pairs(vae, direction, x.to(vae.device, dtype), args.devices, args.rounds)
-        ratios = [one / two for one, two in zip(seconds["one"], seconds["bands"], strict=True)]
-        medians = {name: statistics.median(each) for name, each in seconds.items()}
-        case = f"{direction} {args.size} {args.dtype}, {', '.join(args.devices)}"
-        record.append(
-            args.out,
-            "bench_bands",
-            case,
-            base_width=width,
-            devices=args.devices,
-            one_s=[round(each, 4) for each in seconds["one"]],
-            bands_s=[round(each, 4) for each in seconds["bands"]],
-            bands_are_faster_by=round(statistics.median(ratios), 3),
-        )
-        line = f"{case:44}{medians['one']:9.3f}{medians['bands']:9.3f}"
-        logging.info("%s", f"{line}{statistics.median(ratios):8.2f}")
+        if args.ranks:
+            options = {"family": "wan2.1", "width": width, "x": x, "rounds": args.rounds}
+            seconds, _ = pool.run(tasks.in_pairs, **options, encode=direction == "encode")[0]
+            case = f"{direction} {args.size}, {args.ranks} ranks"
+        else:
+            seconds = in_pairs(vae, direction, x.to(vae.device, dtype), args.devices, args.rounds)
+            case = f"{direction} {args.size} {args.dtype}, {', '.join(args.devices)}"
+        faster = timing.ratio(seconds, "one", many)
+        rounded = {f"{name}_s": [round(s, 4) for s in each] for name, each in seconds.items()}
+        rounded |= {f"{many}_are_faster_by": round(faster, 3)}
+        record.append(args.out, f"bench_{many}", case, base_width=width, **rounded)
+        medians = [statistics.median(seconds[name]) for name in ("one", many)]
+        logging.info("%-44s%9.3f%10.3f%8.2f", case, *medians, faster)
+    if args.ranks:
+        pool.close()
 
 
 def _arguments() -> argparse.Namespace:
     parser = record.parser(__doc__)
     add = parser.add_argument
     add("--devices", nargs="+", default=["cpu", "cpu"])
+    add("--ranks", type=int, help="shards in so many processes of the CPU instead, a core each")
     add("--direction", nargs="+", default=["decode", "encode"])
     add("--dtype", default="float32")
     add("--size", default="17x192x192", help="FRAMESxHEIGHTxWIDTH")

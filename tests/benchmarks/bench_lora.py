@@ -20,15 +20,100 @@ _CONFTEST = Path(__file__).resolve().parents[1] / "conftest.py"
 runpy.run_path(str(_CONFTEST))  # binds the checkout to its import name
 
 import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
 
-from fast_video_vae.tests.benchmarks import lora_ways, record, timing  # noqa: E402
+from fast_video_vae.lora.bank import Bank, load_bank  # noqa: E402
+from fast_video_vae.lora.blocks import parse_blocks  # noqa: E402
+from fast_video_vae.lora.keys import Targets  # noqa: E402
+from fast_video_vae.lora.schedule import parse_schedule  # noqa: E402
+from fast_video_vae.lora.session import Session  # noqa: E402
+from fast_video_vae.lora.strengths import Amounts, StackEntry  # noqa: E402
+from fast_video_vae.tests.benchmarks import record, timing  # noqa: E402
 from fast_video_vae.tests.lora import loading  # noqa: E402
 from fast_video_vae.tests.nodes import checkout  # noqa: E402
 from fast_video_vae.tests.nodes.lora import lora_errors  # noqa: E402
 
 # Deltas as parts of the weights.
 _WEAK = (0.01, 0.003, 0.001, 0.0003)
+
+
+WAYS = (
+    "no LoRA", "auto", "stream", "bypass", "two products, scaled, added", "merge per call",
+)  # fmt: skip
+
+
+class Layers(nn.Module):
+    """Linear layers in sequence, as the network of a model; `sizes` are (inputs, outputs)."""
+
+    def __init__(
+        self, sizes: list[tuple[int, int]], device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.diffusion_model = nn.ModuleList(
+            nn.Linear(inner, out, device=device, dtype=dtype) for inner, out in sizes
+        )
+        self.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply all layers to `x` `[..., in]`."""
+        for layer in self.diffusion_model:
+            x = layer(x)
+        return x
+
+
+def bank_of(model: Layers, rank: int, folder: Path) -> Bank:
+    """Return a bank with a random LoRA for all layers of `model`, written to `folder`."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for name, weight in model.named_parameters():
+        if weight.ndim == 2:
+            out, inner = weight.shape
+            stem = name.removesuffix(".weight")
+            down = torch.randn(rank, inner, generator=generator) / inner**0.5
+            tensors[f"{stem}.lora_down.weight"] = down.bfloat16()
+            tensors[f"{stem}.lora_up.weight"] = torch.randn(out, rank).bfloat16() * 0.01
+    path = folder / "random.safetensors"
+    save_file(tensors, path)
+    shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    dtype = next(model.parameters()).dtype
+    return load_bank([path], Targets(shapes), dtype).to(next(model.parameters()).device)
+
+
+def ways(model: Layers, x: Tensor, rank: int, folder: Path) -> dict[str, Callable[[], Tensor]]:
+    """Return calls on `x` `[1, tokens, in]` by name: without a LoRA, and with each method."""
+    bank = bank_of(model, rank, folder)
+    entry = StackEntry(bank.files[0].path, parse_schedule("1"), parse_blocks(""))
+    amounts = Amounts(bank, [entry])
+    amounts.set([0.8])
+
+    def session(mode: str) -> Callable[[], Tensor]:
+        ours = Session(bank, amounts, mode)  # type: ignore[arg-type]
+
+        def run() -> Tensor:
+            with ours.call(model, x.device):
+                return model(x)
+
+        return run
+
+    pairs = [layer.pairs(bank.flat) for layer in bank.layers.values()]
+
+    def naive() -> Tensor:
+        y = x
+        for layer, (down, up) in zip(model.diffusion_model, pairs, strict=True):
+            y = layer(y) + F.linear(F.linear(y, down), up) * 0.8
+        return y
+
+    def merged() -> Tensor:
+        y = x
+        for layer, (down, up) in zip(model.diffusion_model, pairs, strict=True):
+            delta = torch.mm(up, down) * 0.8
+            y = F.linear(y, layer.weight + delta, layer.bias)
+        return y
+
+    runs = [lambda: model(x), *map(session, ("auto", "stream", "bypass")), naive, merged]
+    return dict(zip(WAYS, runs, strict=True))
 
 
 def main() -> None:
@@ -60,11 +145,11 @@ def main() -> None:
         return
     dtype, out = getattr(torch, args.dtype), args.leave or args.width
     device = timing.best_device()
-    model = lora_ways.Layers([(args.width, out)], device, dtype)
+    model = Layers([(args.width, out)], device, dtype)
     for tokens in args.tokens:
         x = torch.randn(1, tokens, args.width, device=device).to(dtype)
         with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
-            runs = lora_ways.ways(model, x, args.rank, Path(folder))
+            runs = ways(model, x, args.rank, Path(folder))
             runs |= _bypass_of_comfyui(model, x, args.rank, Path(folder))
             taken = timing.in_turn(runs, args.rounds)
         seconds = {name: statistics.median(each[1:]) for name, each in taken.items()}
@@ -108,7 +193,7 @@ def _errors() -> tuple[str, dict[str, object]]:
 
 
 def _bypass_of_comfyui(
-    model: lora_ways.Layers, x: Tensor, rank: int, folder: Path
+    model: Layers, x: Tensor, rank: int, folder: Path
 ) -> dict[str, Callable[[], Tensor]]:
     """Return a call of ComfyUI's own bypass by name; without ComfyUI an empty dict."""
     if checkout.why_unavailable() is not None:
@@ -119,7 +204,7 @@ def _bypass_of_comfyui(
     from comfy.weight_adapter import bypass
     from comfy.weight_adapter.lora import LoRAAdapter
 
-    bank = lora_ways.bank_of(model, rank, folder)
+    bank = bank_of(model, rank, folder)
     manager = bypass.BypassInjectionManager()
     for layer in bank.layers.values():
         down, up = layer.pairs(bank.flat)
