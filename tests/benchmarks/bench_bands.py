@@ -8,6 +8,7 @@ prints the median seconds and the median of the rounds' ratios, and appends one 
 """
 
 import argparse
+import atexit
 import logging
 import runpy
 import statistics
@@ -84,6 +85,7 @@ def main() -> None:
     width, many = args.width or WIDTHS["wan2.1"], "shards" if args.ranks else "bands"
     if args.ranks:
         pool = Pool(args.ranks)
+        atexit.register(pool.close)
     else:
         dtype = getattr(torch, args.dtype)
         vae = load_vae(random_weights("wan2.1", width), dtype=dtype, device=args.devices[0])
@@ -103,8 +105,6 @@ def main() -> None:
         record.append(args.out, f"bench_{many}", case, base_width=width, **rounded)
         medians = [statistics.median(seconds[name]) for name in ("one", many)]
         logging.info("%-44s%9.3f%10.3f%8.2f", case, *medians, faster)
-    if args.ranks:
-        pool.close()
 
 
 def _arguments() -> argparse.Namespace:
