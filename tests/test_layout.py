@@ -28,6 +28,7 @@ nodes/vae nodes/lora nodes/text nodes/preview nodes/mlp
 nodes/video nodes/sampling nodes/benchmark nodes/wan_wrapper
 nodes
 __init__.py"""
+TOPS = ("kernels", "lora", "vae", "nodes")
 RANKS = {each: rank for rank, line in enumerate(FLOORS.splitlines()) for each in line.split()}
 DOORS = {"kernels", "lora", "vae", "vae/media", "vae/preview", "vae/bench"}  # seen from above
 COMFYUI = {
@@ -40,10 +41,7 @@ CONTRACT = "kernels/__init__.py"  # of any length
 
 def sources():
     """The text of each file of the product by its path."""
-    paths = [
-        ROOT / "__init__.py",
-        *(p for f in RANKS if "." not in f for p in ROOT.glob(f"{f}/**/*.py")),
-    ]
+    paths = [ROOT / "__init__.py", *(p for top in TOPS for p in ROOT.glob(f"{top}/**/*.py"))]
     return {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in sorted(paths)}
 
 
@@ -62,9 +60,8 @@ def imports(path, tree):
             base = folder[: len(folder) - node.level + 1] + (node.module or "").split(".")
             base = "/".join(filter(None, base))
             init = nodes_of(tree.get(f"{base}/__init__.py", ""))
-            taken = {
-                a.name for n in init if isinstance(n, ast.ImportFrom) and n.module for a in n.names
-            }
+            init = [each for each in init if isinstance(each, ast.ImportFrom) and each.module]
+            taken = {a.name for each in init for a in each.names}
             found = [[base] if a.name in taken else [f"{base}/{a.name}", base] for a in node.names]
         elif by_name and isinstance(node, ast.Constant) and isinstance(node.value, str):
             name = node.value.lstrip(".")
@@ -76,6 +73,9 @@ def imports(path, tree):
 
 
 def wrong_imports(tree):
+    def floor_of(path):
+        return max((each for each in RANKS if f"{path}/".startswith(f"{each}/")), key=len)
+
     for path, text in tree.items():
         top, floor = path.split("/")[0], floor_of(path)
         for target in imports(path, tree):
@@ -90,10 +90,6 @@ def wrong_imports(tree):
             for name in (each.split(".")[0] for each in names):
                 if name == "fast_video_vae" or (name in COMFYUI and top != "nodes"):
                     yield f"{path} imports {name}"
-
-
-def floor_of(path):
-    return max((each for each in RANKS if f"{path}/".startswith(f"{each}/")), key=len)
 
 
 def circles(tree):
@@ -125,7 +121,6 @@ def not_packaged(tree):
 RULES = [
     (wrong_imports, "vae/layers/conv.py", "from ..models import config\n"),
     (wrong_imports, "nodes/host/progress.py", 'x = Later("nodes.vae.comfy_vae")\n'),
-    (wrong_imports, "kernels/checks.py", "if TYPE_CHECKING:\n    from ..lora import Bank\n"),
     (wrong_imports, "nodes/vae/nodes.py", "from ...vae.model import VideoVAE\n"),
     (wrong_imports, "lora/keys.py", "def f():\n    import folder_paths\n"),
     (circles, "kernels/errors.py", 'import_module(".dispatch", __package__)\n'),
@@ -143,7 +138,5 @@ def test_the_sources_follow_a_rule_which_finds_a_violation(rule, path, text):
 
 
 def test_test_files_can_be_read_too():
-    lengths = {
-        path: len(path.read_text("utf-8").splitlines()) for path in ROOT.rglob("tests/**/*.py")
-    }
+    lengths = {path: path.read_text("utf-8").count("\n") for path in ROOT.glob("tests/**/*.py")}
     assert [path for path, length in lengths.items() if length > LONGEST_TEST_FILE] == []
