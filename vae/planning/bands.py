@@ -57,10 +57,6 @@ class Bands:
     latent_s: float  # predicted seconds per latent
     holds: bool  # the devices can hold every tensor
 
-    def bytes_on(self, device: torch.device) -> int:
-        """Return the estimated memory on `device`."""
-        return sum(band.peak_bytes for band in self.members if band.device == device)
-
     @property
     def spans(self) -> dict[int, Span]:
         """The bands by number of the device."""

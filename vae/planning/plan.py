@@ -87,11 +87,11 @@ def make_plan(
 
 def plan_of(job: StreamJob, bands: Bands) -> Plan:
     """Return the plan of `job`, on the first device, in `bands`."""
-    own = next(band for band in bands.members if band.device == job.device)
+    own = [band for band in bands.members if band.device == job.device]
     return Plan(
         bands.chunk,
-        own.part_bytes,
-        bands.bytes_on(job.device),
+        own[0].part_bytes,
+        sum(band.peak_bytes for band in own),
         pixels=job.pixels,
         latent_s=bands.latent_s,
         holds=bands.holds,

@@ -9,7 +9,7 @@ from ..planning.bands import Bands
 from ..planning.job import StreamJob
 from ..planning.plan import Plan, cut_tiles
 from .bands.banded_executor import BandedDecode, BandedEncode
-from .bands.banded_work import BandedWork
+from .bands.crew import BandedWork
 from .cache_offload import Parking
 from .executor import Executor
 from .output import Output

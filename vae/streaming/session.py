@@ -32,8 +32,7 @@ from ..planning.job import job_of
 from ..planning.plan import Plan, check_plan, make_plan, smaller_plan
 from ..validation import warn_dropped
 from . import cuda_graph
-from .bands.banded_work import BandedWork
-from .bands.crew import Team
+from .bands.crew import BandedWork, Team
 from .executor import Executor, rechunk
 from .executors import make_banded, make_executor
 from .options import StreamOptions

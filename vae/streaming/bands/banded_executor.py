@@ -26,7 +26,7 @@ from ..executor import Executor, Tails
 from ..output import TiledChunk
 from ..tiled_executor import TiledEncode, join_tails
 from .balance import Balance
-from .banded_work import BandedWork
+from .crew import BandedWork
 from .member import BandRelief, Member, unwrapped
 from .worker import share_cores
 

@@ -2,17 +2,19 @@
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from ....kernels import is_out_of_memory, log_once
+from ....kernels import Snapshot, is_out_of_memory, log_once
+from ...layers.oom import Relief
 from ...models.replicas import Replicas
 from ...planning.bands import BandPlanner
 from ...planning.job import StreamJob
 from ...planning.plan import Plan, plan_of
 from ..options import StreamOptions
+from ..output import Output
 from ..precision import check_computes
 
 _logger = logging.getLogger(__name__)
@@ -120,3 +122,21 @@ class Team:
         planner = BandPlanner(job, devices, first, limit, tile, chunk)
         bands = planner.plan(self.crew.speeds((job.spec.encodes, job.dtype)))
         return None if bands is None else (plan_of(job, bands), planner)
+
+
+@dataclass(frozen=True)
+class BandedWork:
+    """What the devices of a video have in common."""
+
+    planner: BandPlanner
+    team: Team
+    relief: Relief  # of the first device outside of its band
+    release: Callable[[torch.device], None] | None  # releases memory of the caller
+    known: bool  # the whole video is at hand, so a chunk can be taken from it again
+    output: Output | None  # of a decoder's frames; None: an encode
+    kernels: Callable[[torch.device], Snapshot]  # in addition to the library
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of work, for the speeds of the devices."""
+        return self.planner.job.spec.encodes, self.planner.job.dtype
