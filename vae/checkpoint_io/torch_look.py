@@ -11,7 +11,7 @@ import io
 import struct
 from math import prod
 from pickletools import genops
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, TypeGuard
 from zipfile import BadZipFile, ZipFile
 
 import torch
@@ -306,7 +306,9 @@ def _tensor(stored: object, offset: object, shape: object, stride: object, *more
     """Compare a tensor with its storage, which PyTorch would enlarge for it."""
     if not isinstance(stored, _Stored):
         return _Odd("has no storage")
-    if not _are_sizes((offset,)) or not _are_sizes(shape) or not _are_sizes(stride):
+    if not isinstance(offset, int) or not _are_sizes((offset,)):
+        return _Odd("has no valid offset")
+    if not _are_sizes(shape) or not _are_sizes(stride):
         return _Odd("has no valid shape")
     if len(shape) != len(stride):
         return _Odd(f"has {len(shape)} dimensions and {len(stride)} strides")
@@ -318,6 +320,6 @@ def _tensor(stored: object, offset: object, shape: object, stride: object, *more
     return None
 
 
-def _are_sizes(value: object) -> bool:
+def _are_sizes(value: object) -> TypeGuard[tuple[int, ...]]:
     """Return whether `value` is a tuple of integers in the range of sizes."""
     return isinstance(value, tuple) and all(type(v) is int and 0 <= v < 1 << 48 for v in value)

@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import re
 import signal
 import subprocess
 import textwrap
@@ -214,23 +213,6 @@ def works_in(place, folders):
         return str(place.readlink()).startswith(tuple(map(str, folders)))
     except OSError:
         return False
-
-
-@pytest.mark.slow
-def test_signals_after_the_first_are_ignored(tmp_path, files):
-    with start(arguments("decode", files, tmp_path, LONG)) as process:
-        wait_until(process, "midway", tmp_path)
-        process.send_signal(signal.SIGTERM)
-        for number in itertools.islice(itertools.cycle(SIGNALS), 50):
-            if process.poll() is None:
-                process.send_signal(number)
-                time.sleep(0.002)
-        _, stderr = process.communicate(timeout=30)
-    assert not list(tmp_path.iterdir())
-    # Two simultaneous signals arrive in any order. One can arrive at the exit of Python, when the
-    # previous handlers are restored.
-    assert process.returncode in [128 + number for number in SIGNALS] + [-n for n in SIGNALS]
-    assert re.match(f"fast-video-vae: ({'|'.join(SAID.values())})\n", stderr)
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import signal
 import subprocess
 import time
@@ -217,29 +216,3 @@ def test_a_killed_process_leaves_the_old_file_or_none(tmp_path):
     assert not new.exists()
     for path, codec in ((old, "h264"), (new, "ffv1")):  # leftover files do not block the next one
         assert len(stacked(write(path, moving_clip(3), codec=codec))) == 3
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_an_aborted_file_is_removed_without_moving_its_index(tmp_path, error):
-    # Moving the index of an mp4 to the front reads and writes all of it.
-    path, seen = tmp_path / "a.mp4", []
-    path.write_bytes(b"old")
-
-    def work():
-        with VideoWriter(path, 24) as writer:
-            writer.write(moving_clip(60))
-            close = writer._output[0].close
-            container = type("Container", (), {"close": lambda _: seen.append(parts())})
-            writer._output = container(), None
-            close()
-            raise error
-
-    def parts():
-        return list(tmp_path.iterdir())
-
-    with pytest.raises(error):
-        work()
-    if os.name == "posix":
-        assert seen == [[path]]
-    assert parts() == [path]
-    assert path.read_bytes() == b"old"
