@@ -91,10 +91,10 @@ class Model(nn.Module):
         return {key: tuple(value.shape) for key, value in self.state_dict().items()}
 
 
-def video(side=8, frames=2, batch=1, dtype=torch.float32):
+def video(side=8, frames=2, batch=1):
     """Return random videos `[batch, 4, frames, side, side]`: `frames * (side / 2) ** 2` tokens."""
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(batch, 4, frames, side, side, generator=generator).to(dtype)
+    return torch.randn(batch, 4, frames, side, side, generator=generator)
 
 
 def dense(model, changes):
@@ -164,8 +164,8 @@ class Stack:
             tensors[name] = 0.3 * torch.randn(self.shapes[key], generator=generator)
         return {key: tensors[name].double() for name, key in keys.items()}
 
-    def session(self, strengths, mode="auto", dtype=torch.float32, blocks="", **more):
-        bank = load_bank(self.paths, self.targets, dtype)
+    def session(self, strengths, mode="auto", blocks="", **more):
+        bank = load_bank(self.paths, self.targets)
         return session_of(bank, strengths, mode, blocks, **more)
 
     def oracle(self, model, strengths):
