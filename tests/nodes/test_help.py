@@ -41,10 +41,6 @@ def infos(comfyui):
     return node_infos()
 
 
-def page_of(info):
-    return (PACK / "web" / "docs" / f"{info['name']}.md").read_text(encoding="utf-8")
-
-
 def labelled(info):
     """Name, label, type and options of each input."""
     for name, kind, options in inputs(info):
@@ -101,7 +97,7 @@ def test_every_node_has_a_help_page(infos, server):
 def test_the_help_pages_agree_with_the_schemas(infos):
     wrong = []
     for info in infos:
-        page = page_of(info)
+        page = (PACK / "web" / "docs" / f"{info['name']}.md").read_text(encoding="utf-8")
         texts, everywhere = dict(reversed(rows(page))), {*NAME.findall(page), *BOLD.findall(page)}
         for name, label, kind, options in labelled(info):
             choices = [] if name in LISTS else [str(each) for each in options.get("options", [])]
