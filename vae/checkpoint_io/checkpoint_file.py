@@ -41,8 +41,7 @@ def read_file(path: Path) -> dict[object, object]:
             return _mapped(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY), header)
         if kind not in (ZIP, PICKLE):
             raise ValueError(f"it is {kind}, not a complete .safetensors or .pth file")
-        check = check_zip if kind == ZIP else check_pickles
-        check(file, size)
+        most = check_zip(file, size) if kind == ZIP else check_pickles(file, size)
         file.seek(0)
         # PyTorch maps files by path, and takes one of this suffix for a safetensors file.
         maps = kind == ZIP and path.suffix != ".safetensors"
@@ -50,9 +49,12 @@ def read_file(path: Path) -> dict[object, object]:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of pickle protocol 3, which PyTorch reads too
                 value = torch.load(path if maps else file, "cpu", weights_only=True, mmap=maps)
-        except pickle.UnpicklingError:
+        except pickle.UnpicklingError:  # whose text is advice to trust the file
             raise ValueError("its pickle is damaged") from None
-    return _state_dict(value, size)
+        except Exception as error:
+            reason = shown(str(error).partition("\n")[0])
+            raise ValueError(f"PyTorch cannot read it ({reason})") from None
+    return _state_dict(value, most)
 
 
 def _mapped(data: mmap.mmap, header: Header) -> dict[object, object]:
@@ -70,20 +72,36 @@ def _mapped(data: mmap.mmap, header: Header) -> dict[object, object]:
     return tensors
 
 
-def _state_dict(value: object, size: int) -> dict[object, object]:
-    """Return the state dict in the content of a file: the content itself, or one entry of it."""
+def _state_dict(value: object, most: int) -> dict[object, object]:
+    """Return the state dict in the content of a file with `most` bytes of storages.
+
+    It is the content itself, or one entry of it. PyTorch compares neither storages with the file,
+    nor tensors whose steps are 0 with their storages.
+    """
     for key in ("state_dict", "model", "vae"):
         if isinstance(value, dict) and isinstance(value.get(key), dict):
             value = value[key]
     if not isinstance(value, dict):
         raise ValueError(f"it holds a {type(value).__name__}; expected a state dict")
-    total = sum(each.numel() * each.itemsize for each in value.values() if isinstance(each, Tensor))
-    if total > size + _MAX_SHARED:
-        raise ValueError(f"its tensors need {total} bytes; the file has {size}")
-    return {
-        key: _aligned(Tensor.detach(each)) if isinstance(each, Tensor) else each
-        for key, each in value.items()
-    }
+    tensors = {key: Tensor.detach(each) for key, each in value.items() if isinstance(each, Tensor)}
+    stored: dict[int, int] = {}
+    for key, tensor in tensors.items():
+        storage = tensor.untyped_storage()
+        stored[storage.data_ptr()] = storage.nbytes()
+        if tensor.nbytes > storage.nbytes():
+            count = storage.nbytes() // tensor.itemsize
+            raise ValueError(
+                f"{shown(key)} is {list(tensor.shape)}; its storage has only {count} values"
+            )
+    for what, total, limit in (
+        ("storages", sum(stored.values()), most),
+        ("tensors", sum(tensor.nbytes for tensor in tensors.values()), most + _MAX_SHARED),
+    ):
+        if total > limit:
+            raise ValueError(f"its {what} need {total} bytes; the file has {most}")
+    read: dict[object, object] = dict(value)
+    read.update((key, _aligned(tensor)) for key, tensor in tensors.items())
+    return read
 
 
 def _aligned(tensor: Tensor) -> Tensor:
