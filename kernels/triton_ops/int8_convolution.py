@@ -42,7 +42,7 @@ class _Family(NamedTuple):
 # one program of 8 warps with all 192 takes 1.20 ms. At 96 channels, 480 x 832, 128 pixels take
 # 1.27 ms and 256 pixels with 8 warps 1.67 ms (Triton 3.6, 2026-11).
 #
-# Other chips were not timed. By `count_sass.py`, their tiles issue at most half as many
+# Other chips were not timed. Counted in SASS, their tiles issue at most half as many
 # instructions as their products take cycles at the rate of A100, so loads are the limit:
 # - Shared memory takes 4 cycles per load and serves 4 tensor cores. Warps own rows of both blocks
 #   of channels. 32 rows by 96 channels take 8 loads for 24 products of 8 cycles on A100 and 16 on
