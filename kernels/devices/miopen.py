@@ -1,9 +1,8 @@
 """Convolutions of MIOpen without its search.
 
-MIOpen, AMD's library, looks for an algorithm at the first call of each shape. PyTorch's switch
-`benchmark` makes it time all of them, which takes minutes for the shapes of a decode
-(ROCm/TheRock#2591); without it, MIOpen compiles and times some. In its immediate mode, which newer
-versions of PyTorch can ask for, it takes the best one that it knows.
+AMD's library looks for an algorithm at the first call of each shape. PyTorch's `benchmark` makes it
+time all of them, minutes for a decode (ROCm/TheRock#2591); without it, MIOpen compiles and times
+some. In its immediate mode, of newer versions of PyTorch, it takes the best one that it knows.
 """
 
 import threading

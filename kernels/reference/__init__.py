@@ -1,8 +1,7 @@
 """Every op in plain PyTorch: the backend that supports every call and defines the results.
 
-Formulas and arguments are those of `kernels/__init__.py`. The ops run over blocks that fit a core's
-cache, so that the passes of a formula read the cache instead of memory, and write into the caller's
-buffer, because fresh pages cost as much as the arithmetic.
+The ops run over blocks that fit a core's cache, so that the passes of a formula read it, and write
+into the caller's buffer, because fresh pages cost as much as the arithmetic.
 """
 
 from .attention import attention
