@@ -25,8 +25,12 @@ pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
 def test_an_interrupt_ends_the_work_at_the_next_block(family, encode):
     fast = family.fast
     network = fast.first_stage_model.encoder if encode else fast.first_stage_model.decoder
+    (*_, last), reached = network.layers(), []
+    handle = last.register_forward_hook(lambda *_: reached.append(1))
     with stopped_at(network.get_submodule(family.block)):
         fast.encode(clip(9, 32, 48)) if encode else fast.decode(latents(3, 4, 6))
+    handle.remove()
+    assert not reached
     assert fast.decode(latents(1)).shape[1] == 1
 
 
@@ -111,12 +115,17 @@ def test_the_first_error_is_raised_if_no_way_fits_and_others_at_once(fast, monke
     assert len(calls) == 1
 
 
-def test_an_encode_out_of_memory_is_retried_in_tiles(fast, monkeypatch):
-    pixels = clip(9, 96, 128)
+def test_an_encode_out_of_memory_is_retried_in_tiles_with_all_models_unloaded(fast, monkeypatch):
+    import comfy.model_management as management
+
+    pixels, unloads, unload = clip(9, 96, 128), [], management.unload_all_models
     expected = fast.encode(pixels)
     calls = out_of_memory(monkeypatch, fast, "encode_stream", 3)
+    noted = lambda: unloads.append(len(calls)) or unload()  # noqa: E731
+    monkeypatch.setattr(management, "unload_all_models", noted)
     assert relative_error(fast.encode(pixels), expected) <= 1e-5
     assert [options.tile for options in calls] == [None, None, (512, 512), (256, 256)]
+    assert unloads == [1, 2, 3]
 
 
 @pytest.mark.parametrize("encode", [False, True], ids=["decode", "encode"])
