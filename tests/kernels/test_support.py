@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from fast_video_vae import kernels
-from fast_video_vae.kernels import backends, modules, reference, use_backend
+from fast_video_vae.kernels import backends, reference, use_backend
 from fast_video_vae.kernels import support as matrix
-from fast_video_vae.kernels.errors import Refusal
 
 # Functions about the convolutions that are not ops.
 QUESTIONS = ("conv_route", "is_capturing", "prepare")
@@ -59,22 +58,6 @@ def test_a_refusal_has_a_reason_and_is_not_exact(entries):
         assert matrix.backend_matrix() == entries
         assert backends.forced() == "reference"
     assert backends.forced() is None
-
-
-def test_the_reason_is_the_text_of_the_refusal(monkeypatch):
-    from types import ModuleType
-
-    def refuses(*_, **__):
-        raise Refusal("the moon is not (yet) full")
-
-    module = ModuleType("moon")
-    module.fuses = refuses
-    for op in {each.op for each in matrix.backend_matrix()}:
-        setattr(module, op, refuses)
-    for backend in ("native", "aten"):
-        monkeypatch.setitem(modules._loaded, backend, module)
-    found = [each for each in matrix.backend_matrix() if each.backend in ("native", "aten")]
-    assert {each.reason for each in found} == {"the moon is not (yet) full"}
 
 
 def test_convolutions_run_on_the_cpu_on_three_candidates(entries):
