@@ -170,9 +170,8 @@ def counted(
             convolved = functools.partial(launched, counter)
             stack.enter_context(mock.patch.object(backends, "CONVOLUTION_ORDER", order))
             stack.enter_context(mock.patch.object(convolution, "launch", convolved))
-            for name in ("conv2d", "conv3d"):
-                op = getattr(convolution, name)  # without the check for a GPU
-                stack.enter_context(mock.patch.object(ops, name, op))
+            for name in ("conv2d", "conv3d"):  # without the check for a GPU
+                stack.enter_context(mock.patch.object(ops, name, convolution.conv3d))
         yield counter
 
 
