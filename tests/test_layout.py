@@ -31,11 +31,7 @@ __init__.py"""
 TOPS = ("kernels", "lora", "vae", "nodes")
 RANKS = {each: rank for rank, line in enumerate(FLOORS.splitlines()) for each in line.split()}
 DOORS = {"kernels", "lora", "vae", "vae/media", "vae/preview", "vae/bench"}  # seen from above
-COMFYUI = {
-    "comfy", "comfy_api", "comfy_api_nodes", "comfy_execution", "comfy_extras", "execution",
-    "folder_paths", "latent_preview", "node_helpers", "nodes", "server",
-}  # fmt: skip
-LONGEST_FILE, LONGEST_TEST_FILE, LONGEST_FUNCTION, MOST_FILES = 400, 500, 60, 16
+LONGEST_FILE, LONGEST_FUNCTION, MOST_FILES = 400, 60, 16
 CONTRACT = "kernels/__init__.py"  # of any length
 
 
@@ -76,7 +72,7 @@ def wrong_imports(tree):
     def floor_of(path):
         return max((each for each in RANKS if f"{path}/".startswith(f"{each}/")), key=len)
 
-    for path, text in tree.items():
+    for path in tree:
         top, floor = path.split("/")[0], floor_of(path)
         for target in imports(path, tree):
             other, above = target.split("/")[0], floor_of(target)
@@ -84,12 +80,6 @@ def wrong_imports(tree):
                 yield f"{path} imports {target}"
             if top != other and other in DOORS and target.removesuffix("/__init__.py") not in DOORS:
                 yield f"{path} enters {other}/ through {target}"
-        for node in nodes_of(text):
-            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
-            for name in (each.split(".")[0] for each in names):
-                if name == "fast_video_vae" or (name in COMFYUI and top != "nodes"):
-                    yield f"{path} imports {name}"
 
 
 def circles(tree):
@@ -122,7 +112,6 @@ RULES = [
     (wrong_imports, "vae/layers/conv.py", "from ..models import config\n"),
     (wrong_imports, "nodes/host/progress.py", 'x = Later("nodes.vae.comfy_vae")\n'),
     (wrong_imports, "nodes/vae/nodes.py", "from ...vae.model import VideoVAE\n"),
-    (wrong_imports, "lora/keys.py", "def f():\n    import folder_paths\n"),
     (circles, "kernels/errors.py", 'import_module(".dispatch", __package__)\n'),
     (too_large, "lora/keys.py", "def long():\n" + "    pass\n" * LONGEST_FUNCTION),
     (too_large, "lora/keys.py", "#\n" * LONGEST_FILE),
@@ -135,8 +124,3 @@ def test_the_sources_follow_a_rule_which_finds_a_violation(rule, path, text):
     tree = sources()
     assert [*rule(tree)] == []
     assert [*rule(tree | {path: tree.get(path, "") + text})]
-
-
-def test_test_files_can_be_read_too():
-    lengths = {path: path.read_text("utf-8").count("\n") for path in ROOT.glob("tests/**/*.py")}
-    assert [path for path, length in lengths.items() if length > LONGEST_TEST_FILE] == []
