@@ -346,6 +346,8 @@ def clips(*ways: str, only: int | None = None) -> Callable[[Bench], Cases]:
                 modes.enter_context(routed(bench.found("attention", "ops", "convolutions")))
                 modes.enter_context(mock.patch.object(vae, "graphs", way == "with graphs"))
             values = _timed(bench, call_vae, thread)
+        if thread is not None:
+            thread.join()  # Triton's interpreter serves one thread at a time
         if hasattr(vae, "plan"):
             plan = vae.plan(height, width, encode=direction == "encode", single_frame=frames == 1)
             values["planned_gib"] = plan.peak_bytes / 2**30
