@@ -223,6 +223,7 @@ def functions_of(kind):
         "Event": Event,
         "Stream": Stream,
         "current_device": lambda: 0,
+        "device_count": lambda: 1,
         "current_stream": Stream,
         "device": lambda _: contextlib.nullcontext(),
         "get_device_capability": lambda *_: (8, 9) if kind == "nvidia" else (11, 0),
