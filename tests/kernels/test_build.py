@@ -3,6 +3,7 @@
 A loaded library stays in its process, so these tests use subprocesses in which none was loaded.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -143,7 +145,10 @@ def test_two_processes_build_at_once_in_place_of_a_broken_library(library, tmp_p
     while not list(tmp_path.glob("native/building-*")):
         assert time.monotonic() < deadline, "the build did not start"
         time.sleep(0.05)
-    os.killpg(first.pid, signal.SIGKILL)
+    process = psutil.Process(first.pid)
+    for each in (process, *process.children(recursive=True)):  # compilers would write on
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
     first.communicate()
     assert libraries(tmp_path) == []
     for path in tmp_path.glob("native/building-*"):
