@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from .errors import is_out_of_memory
+from .errors import first_line, is_out_of_memory
 
 # Characters of a message about a file; with a prefix such as "vae_name: " it has at most 160.
 LINE = 145
@@ -57,8 +57,7 @@ def guarded(name: str, keep: tuple[type[ValueError], ...] = ()) -> Iterator[None
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        first = str(error).partition("\n")[0]
-        why = f"it is damaged ({type(error).__name__}: {first})"
+        why = f"it is damaged ({type(error).__name__}: {first_line(error)})"
         raise ValueError(line(name, why)) from None
 
 

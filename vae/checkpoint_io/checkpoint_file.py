@@ -14,7 +14,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...kernels import PICKLE, SAFETENSORS, ZIP, Header, kind_of, read_header, shown
+from ...kernels import (
+    PICKLE,
+    SAFETENSORS,
+    ZIP,
+    Header,
+    first_line,
+    kind_of,
+    read_header,
+    shown,
+)
 from .torch_look import check_pickles, check_zip
 
 _EXPECTED = "expected a .safetensors or .pth file"
@@ -51,9 +60,8 @@ def read_file(path: Path) -> dict[object, object]:
                 value = torch.load(path if maps else file, "cpu", weights_only=True, mmap=maps)
         except pickle.UnpicklingError:  # whose text is advice to trust the file
             raise ValueError("its pickle is damaged") from None
-        except Exception as error:
-            reason = shown(str(error).partition("\n")[0])
-            raise ValueError(f"PyTorch cannot read it ({reason})") from None
+        except Exception as error:  # a lack of memory too: the sizes are those of the file
+            raise ValueError(f"PyTorch cannot read it ({shown(first_line(error))})") from None
     return _state_dict(value, most)
 
 

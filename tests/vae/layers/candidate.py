@@ -1,4 +1,4 @@
-"""A candidate for convolutions that fuses what it is told to, in plain PyTorch."""
+"""A candidate for convolutions that fuses a chosen set of terms, in plain PyTorch."""
 
 from types import SimpleNamespace
 
