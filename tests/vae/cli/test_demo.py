@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+import time
 from fractions import Fraction
 from pathlib import Path
 
@@ -125,7 +126,10 @@ def test_only_the_bundled_vae_is_marked_as_small(tmp_path, run, vae_path):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a POSIX shell")
 def test_a_kernel_build_is_reported_separately(tmp_path, vae_path):
-    """The seconds of encode and decode exclude the build; a second run builds nothing."""
+    """The seconds of encode and decode exclude the build; a second run builds nothing.
+
+    Parts of one run that do not overlap take at most its time, however loaded the machine is.
+    """
     source = write_clip(tmp_path / "a.mp4", 25)
     # Drop -O3, because optimisation takes most of the build time.
     compiler = tmp_path / "compiler"
@@ -137,15 +141,16 @@ def test_a_kernel_build_is_reported_separately(tmp_path, vae_path):
         MODULE, "demo", str(source), "--vae", str(vae_path), "--out", str(tmp_path)
     )
     settings = {"CXX": str(compiler), "FAST_VIDEO_VAE_CACHE": str(tmp_path / "cache")}
-    said = []
+    said, took = [], []
     for _ in range(2):
+        start = time.monotonic()
         done = succeeded(command, env={**os.environ, **settings})
+        took.append(time.monotonic() - start)
         said.append(done.stdout)
     if "no native CPU kernels" in done.stderr:
         pytest.skip(done.stderr)
-    built = re.search(r"^kernels built in ([\d.]+) s, once$", said[0], re.MULTILINE)
-    assert float(built[1]) > 1
-    for kind in ("encode", "decode"):
-        seconds = float(re.search(rf"^{kind} +([\d.]+) s", said[0], re.MULTILINE)[1])
-        assert seconds < float(built[1]) / 2
+    patterns = (r"kernels built in", "encode", "decode")
+    parts = [float(re.search(rf"^{each} +([\d.]+) s", said[0], re.M)[1]) for each in patterns]
+    assert parts[0] > 1
+    assert sum(parts) < took[0]
     assert "kernels built" not in said[1]
