@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .adapters import Adapter
+from .keys import Offset
 
 ApplyMode = Literal["auto", "stream", "bypass"]
 
@@ -37,7 +38,7 @@ class JoinedPairs:
     down: Tensor
     up: Tensor
     amounts: Tensor  # `[rank]` in float32: scale times strength of each row
-    part: tuple[int, int, int] | None = None
+    part: Offset | None = None  # what it changes; None: the whole weight
 
     def into_weight(self, weight: Tensor, *, owned: bool) -> Tensor:
         """Return `weight + up @ diag(amounts) @ down`, rounded once, in its memory if `owned`."""
@@ -81,7 +82,7 @@ class ScaledAdapter:
 
     adapter: Adapter
     strength: float
-    part: tuple[int, int, int] | None = None
+    part: Offset | None = None  # what it changes; None: the whole weight
 
     def into_weight(self, weight: Tensor, *, owned: bool = False) -> Tensor:
         """Return `weight` `[out, in, ...]` with the change; a new tensor, whatever `owned` is."""

@@ -29,7 +29,7 @@ def available_devices() -> list[str]:
 
 
 def checked_device(name: object) -> torch.device:
-    """Return the device of a name; as the CPU always "cpu", PyTorch treats "cpu:0" as another."""
+    """Return the device of a name; the CPU is "cpu", because PyTorch takes "cpu:0" for another."""
     there = available_devices()
     try:
         device = torch.device(name)  # type: ignore[arg-type], checked here

@@ -27,7 +27,7 @@ def tensor_limit(device: torch.device, itemsize: int) -> int:
 
 
 def memory_bytes(device: torch.device) -> tuple[int, int] | None:
-    """Return the bytes that tensors can take on a GPU, and all that this process may use."""
+    """Return the bytes that tensors can take on a GPU, and all of this process; None: unknown."""
     try:
         kind = device_kind(device)
         if kind == "apple":

@@ -62,7 +62,7 @@ class Hadamard(Additive):
 
     kind: ClassVar[str] = "loha"
 
-    w1: tuple[Tensor, ...]  # one product: whole, `a, b` or, with a Tucker core, `a, b, t`
+    w1: tuple[Tensor, ...]  # one product: `a, b` or, with a Tucker core, `a, b, t`
     w2: tuple[Tensor, ...]
 
     @property
@@ -83,8 +83,8 @@ class Kronecker(Additive):
 
     kind: ClassVar[str] = "lokr"
 
-    w1: tuple[Tensor, ...]
-    w2: tuple[Tensor, ...]
+    w1: tuple[Tensor, ...]  # whole, or its factors `a, b`
+    w2: tuple[Tensor, ...]  # whole, or its factors `a, b` or `a, b, t`
 
     @property
     def _delta_shape(self) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from comfy_api.latest import io, ui
 
 from ..host.input_checks import checked
 from ..host.lazy import Later
-from ..host.widgets import AUTO, CATEGORY, DTYPES, dtype_input
+from ..host.widgets import AUTO, CATEGORY, DTYPES, PRECISIONS, dtype_input
 
 run, progress = Later("nodes.benchmark.run"), Later("nodes.host.progress")
 bench = Later("vae.bench")
@@ -68,7 +68,7 @@ class Benchmark(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "precision",
-                    options=[AUTO, "int8"],
+                    options=list(PRECISIONS),
                     default=AUTO,
                     optional=True,
                     advanced=True,

@@ -36,13 +36,13 @@ from ...vae.bench import (
 )
 from ..host.error_text import about
 from ..host.oom import give_back
+from ..host.widgets import INT8
 from ..vae.accelerate import Choice, accelerate, accelerated, patches_of, weights_of
 from ..vae.comfy_vae import FastVAE, one_video
 from ..vae.pieces import load, release
 
 _logger = logging.getLogger(__name__)
 
-INT8 = "int8"
 
 # Latents whose precision is measured: the first, and two steps with a past. All frames of the
 # three decodes are on the host at once.

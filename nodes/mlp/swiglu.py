@@ -51,7 +51,8 @@ _CHANNELS = 1024
 class Wiring:
     """How a module is a gated MLP: `down(silu(parts[gate]) * parts[1 - gate])`."""
 
-    projections: tuple[str, ...]  # children that take the input; one, or none: halves of it
+    # Children that take the input: two, or one for halves of its result; none: halves of the input.
+    projections: tuple[str, ...]
     gate: int  # the part that passes SiLU: 0 or 1
     down: str | None  # the child that takes the product; None: there is none
     saturates: frozenset[torch.dtype] = frozenset()  # where `saturated` is used

@@ -45,7 +45,7 @@ def with_parts(module: nn.Module, parts: dict[str, nn.Module | None]) -> nn.Modu
 def ready(
     encoder: SDClipModel, dtype: torch.dtype | None, compiled: bool
 ) -> tuple[SDClipModel, bool]:
-    """Return an encoder with dtype and compilation, and whether it has compiled blocks."""
+    """Return an encoder in `dtype` (None: ComfyUI's), and whether it has compiled blocks."""
     transformer = encoder.transformer
     if compiled and _compiling["works"]:
         blocks = _blocks(transformer)

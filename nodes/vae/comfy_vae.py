@@ -89,7 +89,10 @@ class FastVAE(comfy.sd.VAE):
         overlap_t: int | None = None,
         **newer: object,
     ) -> Tensor:
-        """Decode in exact tiles, given in latents; the result is that of `decode`."""
+        """Decode in exact tiles, given in latents; the result is that of `decode`.
+
+        Overlaps and `tile_t` are ignored: a tile has the halo that it needs.
+        """
         if newer:
             return super().decode_tiled(
                 samples, tile_x, tile_y, overlap, tile_t, overlap_t, **newer

@@ -73,7 +73,7 @@ class FastVideoVAE(VideoVAE):
         tile_t: int | None = None,
         overlap_t: int | None = None,
     ) -> Tensor:
-        """Decode in exact tiles, given in latents, one latent per step."""
+        """Decode in exact tiles, given in latents, one latent per step; overlaps are ignored."""
         single_frame = self.video_shape(latent.shape)[2:3] == (1,)
         step = self.config.spatial_compression * self.config.output_scale
         tile = tile_size(tile_x, tile_y)
@@ -115,7 +115,10 @@ class FastVideoVAE(VideoVAE):
     def tile_limit(
         self, tile: tuple[int, int] | None, *, encode: bool = False, single_frame: bool = False
     ) -> int | None:
-        """Return the bytes of the shortest steps on a tile in latents; None: it can be tiled."""
+        """Return the bytes of the shortest steps on a tile in latents.
+
+        None: there is no tile, or the VAE can be tiled.
+        """
         if tile is None or not self.is_seedvr2:
             return None
         height, width = (max(1, side) * self.config.spatial_compression for side in tile)

@@ -42,7 +42,7 @@ def decode_pieces(
     tile: tuple[int, int] | None = None,
     deep: bool = False,
 ) -> Iterator[Tensor]:
-    """Decode `[B, C_latent, t, h, w]` and yield frames, or images, as soon as they are done."""
+    """Decode `[B, C_latent, t, h, w]` into `images` or `out`, if given, and yield each part."""
     model = vae.first_stage_model
     count = model.config.frames(latent.shape[2])
     wanted = range(count) if frames is None else frames

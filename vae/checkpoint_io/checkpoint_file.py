@@ -1,8 +1,8 @@
 """Read the tensors of a file, or report in one line what the file is instead.
 
-The kind of a file is read from its first bytes, not from its name. Sizes are compared with the file
-before anything is mapped or read, so reading needs no more memory than the file has, and nothing in
-it is executed.
+The kind of a file is read from its first bytes, not from its name. The sizes in a safetensors file
+are compared with the file before it is mapped. A PyTorch file is looked at first (`torch_look.py`),
+and its tensors are compared with the file once PyTorch has read them. Nothing in it is executed.
 """
 
 import mmap

@@ -50,6 +50,8 @@ class CausalConv3d(Conv, CausalLayer):
     With `replicate` the video is padded with copies of its first frame, as in SeedVR2
     (models/video_vae_v3/modules/causal_inflation_lib.py): the first frame runs as a 2D convolution
     with the sum of the temporal taps.
+
+    `kernel` is (time, height, width), the last two equal and odd.
     """
 
     norm_before: Norm | None  # The norm that writes the input, if this convolution can read codes

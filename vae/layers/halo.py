@@ -102,7 +102,10 @@ class Halo(NamedTuple):
 
 
 def halo_of(cache: TemporalCache, size: int) -> Halo | None:
-    """Return the layout of a layer that sees `size` lines a side; None: of whole frames, or 0."""
+    """Return the layout of a layer that sees `size` lines a side.
+
+    None: frames are whole, or `size` is 0.
+    """
     shard = cache.shard
     if shard is None or not size:
         return None

@@ -21,7 +21,10 @@ from .temporal_cache import TemporalCache
 def convolve(
     conv: SplitConv, held: list[Tensor], cache: TemporalCache, write: Write, terms: Terms
 ) -> Tensor:
-    """Convolve `write(x)` causally; `x`, taken out of `held`, is freed early. None: a copy."""
+    """Convolve `write(x)` causally; `x`, taken out of `held`, is freed early.
+
+    Without `write` it is copied.
+    """
     x = held[0]
     halo = halo_of(cache, conv.padding)
     if halo is None or cache.shard is None:

@@ -27,7 +27,7 @@ class UpsampleConv2d(Conv):
     ) -> Tensor:
         """Upsample, convolve, and add `source` `[B, C, T / times, H, W]` as in `merge_phases`.
 
-        `x` is not in scratch memory if it is a part of its frames, of which others have the rest.
+        With a shard, `x` is not in scratch memory.
         """
         batch, _, frames, height, width = x.shape
         pads = (1, 1)

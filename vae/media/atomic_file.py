@@ -33,7 +33,7 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextmanager
 def whole_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a new folder, which takes the name `path`, free or of an empty one, when complete."""
+    """Yield a new folder, which takes the name `path` when complete; an empty one may be there."""
     path = Path(path)
     final = path.resolve()
     with _appearing(path, final) as part:

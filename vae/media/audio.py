@@ -63,7 +63,7 @@ def read_audio(path: Path, start: Fraction | float = 0) -> Audio:
         if not streams:
             raise ValueError(f"{path} has no audio; expected a file with an audio stream")
         channels, rate = streams[0].codec_context.channels, streams[0].codec_context.sample_rate
-        layout = LAYOUTS.get(channels, "stereo")
+        layout = LAYOUTS.get(channels, "stereo")  # other layouts are mixed down
         resampler = av.AudioResampler(format="fltp", layout=layout, rate=rate)
         frames = itertools.chain(container.decode(streams[0]), [None])
         for out in itertools.chain.from_iterable(map(resampler.resample, frames)):

@@ -67,3 +67,8 @@ def in_order(*parts: nn.Module) -> list[CausalLayer]:
         layer for part in parts for layer in (part if isinstance(part, nn.ModuleList) else (part,))
     ]
     return cast(list[CausalLayer], layers)
+
+
+def unwrapped(network: Network) -> Network:
+    """Return `network` without the module that `torch.compile` puts around it."""
+    return getattr(network, "_orig_mod", network)

@@ -158,7 +158,7 @@ def read_configs(shapes: Shapes) -> list[VAEConfig]:
     """Return the configurations that the shapes of a state dict allow, the likeliest first.
 
     That is with the standard multiples of the base width, then with each stage's own width. The
-    loader selects the one that fits every tensor.
+    loader selects the configuration that fits every tensor.
     """
     if SEEDVR2_KEY in shapes:
         return [_read_seedvr2(shapes)]

@@ -30,7 +30,10 @@ def latents_before(decoder: Network) -> int:
 
 
 def frames_before(layers: Sequence[CausalLayer]) -> int:
-    """Return the input frames before a run that it depends on; it starts between merged frames."""
+    """Return the number of input frames before a run that its results depend on.
+
+    The run starts where frames are not merged with those before it.
+    """
     frames = 0
     for layer in reversed(layers):
         for taps, stride in reversed(causal_taps(layer)):

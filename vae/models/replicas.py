@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..layers.conv import Conv
 from ..layers.conv_weights import marks_of, stamp_of
-from .base import Network
+from .base import Network, unwrapped
 
 _Attempt = Callable[[Callable[[], Tensor]], Tensor]
 
@@ -47,8 +47,7 @@ class Replicas:
         attempt: _Attempt = lambda do: do(),
     ) -> Network:
         """Return the network itself or its copy on a device, made or refreshed if necessary."""
-        # `torch.compile` wraps a module.
-        network = getattr(network, "_orig_mod", network)
+        network = unwrapped(network)
         sources = _tensors(network)
         if sources[0].device == device:
             return network

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import cast
 
-from ..models.base import Network
+from ..models.base import Network, unwrapped
 from ..models.receptive_field import Size, Span
 from .cost import StepCost, StreamCost, tiled_cost, whole_cost
 from .job import StreamJob
@@ -118,7 +118,7 @@ def kept_candidates(
 ) -> Candidates:
     """Return the `Candidates`, whose estimates stay with the network of `job`."""
     # They take 8 to 150 ms, and depend on no memory, which is looked up for each video.
-    network = getattr(job.network, "_orig_mod", job.network)  # of `torch.compile`
+    network = unwrapped(job.network)
     size = job.latent_size, job.pixels, job.ranks, tile and tuple(tile), chunk, cuts
     key = *size, job.dtype, job.device, job.coded, job.setting
 

@@ -29,7 +29,7 @@ _TIMEOUT = datetime.timedelta(days=7)
 def connected(
     device: torch.device, group: dist.ProcessGroup | None = None, axis: str | None = None
 ) -> ShardGroup:
-    """Connect the processes of a group, which call this within `WAIT_S`; None: all of them."""
+    """Connect the processes of `group` (None: all), which call this within `WAIT_S`."""
     unknown = None
     if axis is not None and axis not in AXES:
         unknown = ValueError(f"axis is {axis!r}; expected 'rows', 'columns' or None")

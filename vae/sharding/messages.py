@@ -2,7 +2,7 @@
 
 An operation waits for a rank that never takes part, for as long as its time-out. So each rank
 listens to every other one on a connection of its own, which breaks at once if a process is killed.
-All ranks then name the one that ended, and not a neighbour that ended because of it.
+All ranks then name the rank that ended, and not a neighbour that ended because of it.
 """
 
 import atexit

@@ -56,8 +56,9 @@ class Shard:
     def exchange(
         self, first: Tensor | None, last: Tensor | None, attempt: Attempt = at_once
     ) -> Lines:
-        """Send `first` and `last` lines to the neighbours before and after; return theirs."""
-        # `[B, C, T, n, W]` or `[B, C, T, H, n]`; a neighbour sends as many as its other one needs.
+        """Send `first` and `last` lines to the neighbours before and after, and return theirs."""
+        # `[B, C, T, n, W]` or `[B, C, T, H, n]`. Lines before are received if `last` is given, and
+        # as many; lines after if `first` is.
         rank = self.ranks.rank
         ends = [None if x is None else attempt(functools.partial(_dense, x)) for x in (first, last)]
         got: list[Tensor | None] = [None, None]

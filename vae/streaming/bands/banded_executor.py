@@ -27,7 +27,7 @@ from ..output import TiledChunk
 from ..tiled_executor import TiledEncode, join_tails
 from .balance import Balance
 from .crew import BandedWork
-from .member import BandRelief, Member, unwrapped
+from .member import BandRelief, Member
 from .worker import share_cores
 
 _logger = logging.getLogger(__name__)
@@ -161,8 +161,11 @@ class BandedExecutor(Executor):
                 return failures
         return {}
 
-    def _written(self, target: Any, x: Tensor) -> _Task:  # noqa: ANN401, as of the two executors
-        """Return the work of a device for `x` `[B, C, T, H, W]`; the result goes to `target`."""
+    def _written(self, target: Any, x: Tensor) -> _Task:  # noqa: ANN401, a chunk or a tensor
+        """Return the work of a device for `x` `[B, C, T, H, W]`; the result goes to `target`.
+
+        None: it is dropped.
+        """
         raise NotImplementedError
 
     def _each(self, task: _Task) -> dict[int, BaseException]:
@@ -232,8 +235,7 @@ class BandedExecutor(Executor):
     def _member(self, number: int, device: torch.device) -> Member:
         job, work = self._planner.job, self._work
         name, what = ("encoder", "an encode") if job.spec.encodes else ("decoder", "a decode")
-        network = unwrapped(job.network)
-        network = work.team.replicas.on(device, name, network, work.relief.attempt)
+        network = work.team.replicas.on(device, name, job.network, work.relief.attempt)
         relief = BandRelief(device, what, None if work.release is None else self._release)
         relief.stopped = self._stopped
         return Member(number, job, network, relief, work.kernels(device))

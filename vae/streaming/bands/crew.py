@@ -1,4 +1,4 @@
-"""The devices of a VAE: which ones take part in a video, and how fast they are."""
+"""The devices of a VAE: which ones take part in a video, how fast they are, and what they share."""
 
 import logging
 import threading

@@ -14,7 +14,7 @@ from ....kernels import Snapshot, seeing, synchronize
 from ...layers.oom import Relief
 from ...layers.temporal_cache import TemporalCache
 from ...layers.workspace import Workspace, canonical
-from ...models.base import Network
+from ...models.base import Network, unwrapped
 from ...planning.bands import Band, Bands, cut_band
 from ...planning.job import StreamJob
 from ..cache_offload import Parking
@@ -178,8 +178,3 @@ class Member:
 
     def _park(self) -> bool:
         return self.executor.park()
-
-
-def unwrapped(network: Network) -> Network:
-    """Return `network` without the module that `torch.compile` puts around it."""
-    return getattr(network, "_orig_mod", network)

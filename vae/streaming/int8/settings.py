@@ -1,4 +1,4 @@
-"""The precision of a VAE, as its attributes: which convolutions of a decode run in int8.
+"""The precision of a VAE, as its attribute: which convolutions of a decode run in int8.
 
 Encodes never do: a latent in int8 is another start of a sampling, which turns a small difference
 into another picture.
@@ -17,10 +17,9 @@ from ....kernels import Job, default_device, int8_lacks, log_once, submit
 from ...layers.conv import PointwiseConv
 from ...layers.inputs.coding import Coding
 from ...layers.oom import Relief
-from ...models.base import Network
+from ...models.base import Network, unwrapped
 from ...models.config import VAEConfig
 from ..bands.crew import Team
-from ..bands.member import unwrapped
 from ..options import AUTOMATIC, StreamOptions
 from ..precision import decode_dtype
 from .layers import Choice, Int8Choices, Int8Layers, probe
