@@ -65,7 +65,7 @@ def test_every_test_that_a_page_names_exists(path):
 
 
 def test_every_unique_ability_names_its_test():
-    section = text_of(README).partition("\n## What nobody else does\n")[2]
+    section = text_of(README).partition("\n## What no other pack does\n")[2]
     claims = re.findall(r"^- .*$", section.partition("\n## ")[0], flags=re.MULTILINE)
     assert claims
     assert [claim for claim in claims if len(NAMED_TEST.findall(claim)) != 1] == []

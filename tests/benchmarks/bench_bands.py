@@ -94,7 +94,7 @@ def main() -> None:
         x = random_input(direction, "wan2.1", *map(int, args.size.split("x")))
         if args.ranks:
             options = {"family": "wan2.1", "width": width, "x": x, "rounds": args.rounds}
-            seconds, _ = pool.run(tasks.in_pairs, **options, encode=direction == "encode")[0]
+            seconds = pool.run(tasks.in_pairs, **options, encode=direction == "encode")[0]
             case = f"{direction} {args.size}, {args.ranks} ranks"
         else:
             seconds = in_pairs(vae, direction, x.to(vae.device, dtype), args.devices, args.rounds)
@@ -111,7 +111,7 @@ def _arguments() -> argparse.Namespace:
     parser = record.parser(__doc__)
     add = parser.add_argument
     add("--devices", nargs="+", default=["cpu", "cpu"])
-    add("--ranks", type=int, help="shards in so many processes of the CPU instead, a core each")
+    add("--ranks", type=int, help="processes of the CPU, a core each, in place of devices")
     add("--direction", nargs="+", default=["decode", "encode"])
     add("--dtype", default="float32")
     add("--size", default="17x192x192", help="FRAMESxHEIGHTxWIDTH")

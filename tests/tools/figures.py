@@ -69,7 +69,7 @@ def lines_of(bench: str, pattern: str) -> list[Fields]:
     """Return the fields of each line of a table."""
     newest: dict[tuple[str, str], tuple[dict[str, Any], dict[str, str]]] = {}
     for text in RESULTS.read_text(encoding="utf-8").splitlines():
-        row = json.loads(text.replace('"beside": ', '"bypass": '))  # its name before 2026-11-23
+        row = json.loads(text)
         found = row["bench"] == bench and re.fullmatch(pattern, row["case"])
         if found and not row["commit"].endswith("dirty"):
             groups = found.groupdict()
