@@ -78,6 +78,7 @@ def wan_shapes(
     Wan 2.1, 2.2 and Qwen-Image 2.1 have the base widths 96 and 96, 160 and 256, 96 and 144; 16, 48
     and 64 latents; frames of 3, 12 (patches) and 4 channels; and convolutions of 3, 3 and 1 taps.
     Where it is flat, blocks are in one list, and upsampling halves the channels.
+    `multiples` are the widths of the stages over the base width.
     """
     shapes = Shapes(taps)
     conv, residual = shapes.conv, shapes.residual
@@ -182,7 +183,7 @@ def script_command(code: str, *arguments: object) -> list[str]:
 
 
 def installed_command(*arguments: str, first: str = "") -> list[str]:
-    """The command line of this checkout as an installed one starts: nothing is imported before."""
+    """The command line of this checkout as an installed one starts, after the code `first`."""
     root = _CONFTEST.parents[1] / "__init__.py"
     code = (
         "import importlib.util as util, sys\n"

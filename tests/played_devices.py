@@ -39,7 +39,6 @@ class Played(torch.Tensor):
     is_cpu = False
     is_cuda = property(lambda _: _playing.device.type == "cuda")
     is_mps = property(lambda _: _playing.device.type == "mps")
-    is_xpu = False
 
     def record_stream(self, stream):
         """The memory of a CPU is not reused before its time."""
@@ -80,10 +79,11 @@ class Device(TorchFunctionMode):
         super().__init__()
         self.kind, self.device = kind, torch.device(TYPES[kind], 0)
         self.macos, self.conv3d_narrow = macos, conv3d_narrow
-        self.calls = []  # the convolutions so far
+        self.calls = []  # the convolutions: address and shape of the weight, shape of x, options
         self.faults = []  # what a real device would not have survived, or not have done in time
         self.jobs = []  # what the background thread would build
-        self.ran_out, self.left = False, None  # allocations before the one that fails
+        self.left = None  # allocations before the one that fails; None: none fails
+        self.ran_out = False  # one has failed
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.device:
@@ -212,12 +212,17 @@ def _placed(result, placed):
 
 def functions_of(kind):
     """Return the functions of the runtime of a kind by name."""
-    found = {"empty_cache": lambda: None, "is_available": lambda: True}
-    found["synchronize"] = lambda *_: None
+    found = {
+        "empty_cache": lambda: None,
+        "is_available": lambda: True,
+        "synchronize": lambda *_: None,
+    }
     if kind == "apple":
-        sizes = {"recommended_max": 8, "current_allocated": 1, "driver_allocated": 2}
-        more = {f"{name}_memory": lambda n=n: n * _GIB for name, n in sizes.items()}
-        return found | more
+        return found | {
+            "recommended_max_memory": lambda: 8 * _GIB,
+            "current_allocated_memory": lambda: _GIB,
+            "driver_allocated_memory": lambda: 2 * _GIB,
+        }
     properties = {"total_memory": 8 * _GIB, "gcnArchName": "gfx1100"}
     return found | {
         "Event": Event,

@@ -15,8 +15,6 @@ from fast_video_vae.tests.builders import Shapes, spread
 WIDTHS = (128, 256, 512, 512)
 NARROW = (32, 64, 96, 96)
 
-SCALE = 0.9152
-
 
 def seedvr2_shapes(
     widths: Sequence[int] = WIDTHS,
@@ -28,7 +26,7 @@ def seedvr2_shapes(
     """Name and shape of every tensor, as in `ema_vae_fp16.safetensors`.
 
     Written from models/video_vae_v3/s8_c16_t4_inflation_sd3.yaml and attn_video_vae.py of SeedVR.
-    Widths are those of the stages, full size first.
+    Widths are those of the stages, full size first; `decoder_widths` None: the same.
     """
     shapes = Shapes()
     conv = shapes.conv

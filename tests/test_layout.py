@@ -11,7 +11,7 @@ from fast_video_vae.tests.builders import pyproject
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# From the bottom: a file imports from its own floor and from those in lines below.
+# The lowest floor first: a file imports from its own floor and from those in the lines before.
 FLOORS = """kernels
 lora vae/layers vae/checkpoint_io vae/demo vae/pinned_memory.py
 vae/models vae/background_writer.py

@@ -6,7 +6,7 @@ after it. The convolutions are those of the library, then those of our own kerne
 tail where it is and adds, and applies a norm, while it writes. Then it prints the bytes of a decode
 of 81 frames by the plans for some free memory. The tensors are on the `meta` device, so it needs no
 memory and no GPU. The other ops are those of the CPU backend, one launch each and one for each
-parameter that it converts; tests/kernels/test_launches.py counts those of the GPU backends.
+parameter that it converts.
 """
 
 import contextlib
@@ -30,11 +30,10 @@ if __name__ == "__main__":
     runpy.run_path(str(Path(__file__).resolve().parents[1] / "conftest.py"))
 
 
-from fast_video_vae.kernels import Snapshot, backends, dispatch
+from fast_video_vae.kernels import Snapshot, backends
 from fast_video_vae.kernels.triton_ops import convolution, ops
 from fast_video_vae.tests.benchmarks import record
 from fast_video_vae.tests.builders import random_state_dict
-from fast_video_vae.tests.kernels import launches
 from fast_video_vae.tests.seedvr2 import random_seedvr2
 from fast_video_vae.vae import Relief, StreamOptions, read_checkpoint
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
@@ -144,27 +143,14 @@ class FusedAttention(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def counted(
-    *, own: bool = False, backend: str | None = None, attends: bool = False
-) -> Iterator[ByteCounter]:
+def counted(*, own: bool = False) -> Iterator[ByteCounter]:
     """Yield a counter of the ops in the `with` block.
 
     With `own` the convolutions are those of our Triton kernel, whose code runs up to the launch.
-    `backend` runs all other ops (None: each is one launch), and attention too if `attends`.
     """
     with contextlib.ExitStack() as stack:
         counter = stack.enter_context(ByteCounter())
         stack.enter_context(FusedAttention(counter))
-        if backend is not None:
-            order = functools.partial(_order, backend, attends)
-            stack.enter_context(mock.patch.object(dispatch, "_order", order))
-        if backend in launches.DESCRIBED:
-            described = launches.DESCRIBED[backend]
-
-            def launch(*args: Any, **kwargs: Any) -> None:
-                counter.count(*described(*args, **kwargs))
-
-            stack.enter_context(launches.recorded(backend, launch))
         if own:
             order = "triton:0", *backends.CONVOLUTION_ORDER
             convolved = functools.partial(launched, counter)
@@ -173,13 +159,6 @@ def counted(
             for name in ("conv2d", "conv3d"):  # without the check for a GPU
                 stack.enter_context(mock.patch.object(ops, name, convolution.conv3d))
         yield counter
-
-
-def _order(
-    backend: str, attends: bool, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[str, ...]:
-    """Return the backend that runs an op; a refusal is an error."""
-    return ("reference",) if op == "attention" and not attends else (backend,)
 
 
 def launched(

@@ -60,11 +60,8 @@ def _mark_most(items, mark):
 @pytest.fixture(params=ORDER)
 def backend(request):
     """Run the test with each backend; skip the backends that this machine cannot run."""
-    reason = missing(request.param)
-    if reason:
-        pytest.skip(reason)
-    with use_backend(request.param), place(request.param):
-        yield request.param
+    with use_backend(request.param):
+        yield from _placed(request.param)
 
 
 @pytest.fixture(params=[*ORDER, "any"])
@@ -96,7 +93,7 @@ def _placed(backend):
     if reason := missing(backend):
         pytest.skip(reason)
     with place(backend):
-        yield
+        yield backend
 
 
 @pytest.fixture

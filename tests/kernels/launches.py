@@ -156,6 +156,3 @@ _TRITON: dict[str, Callable[[Any], Traffic]] = {
     "_average_down": _triton_average,
     "_flash": lambda a: Traffic("attention", _nbytes(a.q, a.k, a.v), _nbytes(a.out)),
 }
-
-
-DESCRIBED: dict[str, Callable[..., Traffic]] = {"triton": of_triton}

@@ -69,11 +69,11 @@ def _more(source, constants):
     ]
 
 
-def first_decode(family="wan2.1", dtype=torch.bfloat16):
+def first_decode(family):
     """Return the sources with the constants of the binaries that a first decode needs."""
     from fast_video_vae.tests.kernels.meta_gpu import Machine, new_vae, stream
 
-    vae = new_vae(family, dtype)
+    vae = new_vae(family, torch.bfloat16)
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         machine = Machine("cuda", patch, folder)
         vae.prepare()

@@ -69,7 +69,6 @@ def playing(monkeypatch, tmp_path, chip=CHIP, table=None):
         monkeypatch.setitem(modules._loaded, "triton", own)
         monkeypatch.setattr(routes, "TILES", {CHIP: {CUBE: 0}} if table is None else table)
         monkeypatch.setattr(variants, "_ELEMENTS", 1 << 12)  # of a check: less time
-        device.folder = tmp_path
         yield device, own
     facts.of_kernels.cache_clear()
 

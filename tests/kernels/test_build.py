@@ -29,12 +29,10 @@ posix = pytest.mark.skipif(
 
 # Import the checkout as a package and define `call`: refusal, log lines and correctness of an op.
 PRELUDE = f"""
-import json, logging, os, runpy, sys
+import json, logging, runpy, sys
 runpy.run_path({str(CONFTEST)!r})
 import torch
 from fast_video_vae import kernels
-from fast_video_vae.kernels import errors
-from fast_video_vae.kernels.native_ops.library import CPU
 
 class Lines(logging.Handler):
     def emit(self, record):
@@ -64,9 +62,9 @@ print(json.dumps(result))
 """
 
 
-def start(code, *arguments, **settings):
+def start(code, **settings):
     return subprocess.Popen(
-        [sys.executable, "-c", PRELUDE + code, *arguments],
+        [sys.executable, "-c", PRELUDE + code],
         env={**os.environ, **settings},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -1,11 +1,9 @@
 """The CUDA C++ kernels: memory, long rows, large offsets, several items per block, refusals.
 
 `test_ops.py` and its neighbours compare all ops with the formulas, on machines without a GPU in the
-emulator of `emulator/`. `test_cuda_compile.py` checks the output of NVRTC, `test_cuda_runtime.py`
+emulator of `emulator/`. `test_compile.py` checks the output of NVRTC, `test_cuda_runtime.py`
 the way from the sources to a launch.
 """
-
-import shutil
 
 import pytest
 import torch
@@ -21,11 +19,9 @@ from fast_video_vae.tests.kernels.cases import (
     each_dtype,
     has,
     inputs,
-    missing,
     random,
     video,
 )
-from fast_video_vae.tests.kernels.emulator import library as emulator
 
 MINE = [op for op in OPS if has("cuda", op)]
 NARROW = (torch.bfloat16, torch.float16)
@@ -33,12 +29,6 @@ EMULATED = not torch.cuda.is_available()
 
 
 pytestmark = pytest.mark.usefixtures("on_cuda")
-
-
-def test_the_emulator_runs_where_there_is_a_compiler():
-    """Otherwise the tests of the ops would skip it silently."""
-    if EMULATED and shutil.which(emulator.compiler()[0]):
-        assert missing("cuda") is None
 
 
 @each_dtype

@@ -8,6 +8,8 @@ import errno
 import json
 import logging
 import os
+import shutil
+import sys
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,8 +28,14 @@ from fast_video_vae.tests.kernels import formulas
 from fast_video_vae.tests.kernels.cases import missing, random, video
 from fast_video_vae.tests.kernels.emulator import library as emulator
 
-CONFTEST = Path(__file__).resolve().parents[1] / "conftest.py"
 GPU = torch.device("cuda", 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the threads of the emulator need Linux")
+def test_the_emulator_runs_where_there_is_a_compiler():
+    """Otherwise the tests of the ops would skip it silently."""
+    if shutil.which(emulator.compiler()[0]) and not torch.cuda.is_available():
+        assert missing("cuda") is None
 
 
 class StandIn:

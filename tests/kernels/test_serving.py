@@ -24,8 +24,8 @@ from fast_video_vae.vae.streaming.prepared import preparation
 __all__ = ["gpu"]
 SIZE = 16
 
-# What is known of int8, by the dtype of the other layers and the direction: a decode of a VAE whose
-# dtype was not chosen computes in float16 next to it.
+# What is known of int8, by the dtype of the other layers: a decode of a VAE without a chosen dtype
+# computes in float16 next to it.
 NAMES = defaultdict(frozenset, {torch.float16: frozenset("a")})
 
 
@@ -110,7 +110,9 @@ def test_the_next_process_checks_nothing_and_has_the_same_bits(gpu, vae, monkeyp
 
 
 @pytest.mark.parametrize("fault", ["wrong", "fails"])
-def test_a_broken_kernel_is_replaced_by_the_library_in_one_line(gpu, monkeypatch, caplog, fault):
+def test_a_broken_kernel_is_replaced_by_the_library_in_one_line(
+    gpu, monkeypatch, caplog, tmp_path, fault
+):
     """And a folder that cannot be written costs one line too."""
     device, own = gpu
     monkeypatch.setattr(errors, "_logged", set())
@@ -124,8 +126,8 @@ def test_a_broken_kernel_is_replaced_by_the_library_in_one_line(gpu, monkeypatch
         return y
 
     own.change = change
-    (device.folder / "file").write_text("")
-    monkeypatch.setenv("FAST_VIDEO_VAE_CACHE", str(device.folder / "file"))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FAST_VIDEO_VAE_CACHE", str(tmp_path / "file"))
     restart(monkeypatch)
     x, gamma = torch.randn(1, 2, 5, 5, 64).movedim(-1, 1).to("cuda"), torch.ones(64).to("cuda")
 

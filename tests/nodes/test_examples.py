@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 
 from fast_video_vae.tests.nodes.checkout import PACK
+from fast_video_vae.tests.tools.locales import inputs
 
 FILES = sorted((PACK / "example_workflows").glob("*.json"))
 NO_DOWNLOAD = 2  # the first files, which need no models
@@ -53,21 +54,21 @@ def wrong_nodes(workflow, definitions):
         if kind not in definitions:
             yield f"{kind} is no node"
             continue
-        given = definitions[kind]["input"]
-        entries = given.get("required", {}) | given.get("optional", {})
+        required = definitions[kind]["input"].get("required", {})
+        entries = {name: entry for name, *entry in inputs(definitions[kind])}
         saved = {key: value for key, value in named(node).items() if key not in ADDED}
         linked = {each["name"].partition(".")[0] for each in node["inputs"] if each["link"]}
         models = {model["name"] for model in node["properties"].get("models", [])}
-        for name in given.get("required", {}).keys() - saved.keys() - linked:
+        for name in required.keys() - saved.keys() - linked:
             yield f"{kind}.{name} has no value"
         for name in ({each["name"] for each in node["inputs"]} - ADDED) | saved.keys():
             if name.partition(".")[0] not in entries:
                 yield f"{kind}.{name} is no input"
         for name in saved.keys() & entries.keys():
-            if not fits(entries[name], saved[name], models | INPUT_FILES):
+            if not fits(*entries[name], saved[name], models | INPUT_FILES):
                 yield f"{kind}.{name} is {saved[name]!r}"
         # The frontend reads the values by position, so widgets may only be appended.
-        widgets = [name for name, entry in entries.items() if has_widget(entry)]
+        widgets = [name for name, entry in entries.items() if has_widget(*entry)]
         order = [name for name in saved if "." not in name]
         if order != widgets[: len(order)]:
             yield f"{kind} has the widgets {order}; expected {widgets}"
@@ -76,15 +77,13 @@ def wrong_nodes(workflow, definitions):
                 yield f"{kind} gives {each['type']}; expected {output}"
 
 
-def has_widget(entry):
-    kind, options = entry[0], entry[1] if len(entry) > 1 else {}
+def has_widget(kind, options):
     widgets = {"COMBO", "INT", "FLOAT", "STRING", "BOOLEAN", "COMFY_DYNAMICCOMBO_V3"}
     return isinstance(kind, list) or (kind in widgets and not options.get("forceInput"))
 
 
-def fits(entry, value, files):
+def fits(kind, options, value, files):
     """Whether a widget of this definition accepts a value; `files` are in the user's folders."""
-    kind, options = entry[0], entry[1] if len(entry) > 1 else {}
     if kind == "COMFY_DYNAMICCOMBO_V3":
         return value in [each["key"] for each in options["options"]]
     if kind == "COMBO" or isinstance(kind, list):

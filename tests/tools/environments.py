@@ -97,9 +97,9 @@ def new_environment(folder: Path, python: str = sys.executable) -> Path:
     return folder / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
 
 
-def pip(python: Path, *arguments: object) -> str:
-    """Install packages; return pip's output."""
-    return run(python, "-m", "pip", "install", "--progress-bar", "off", *arguments)
+def pip(python: Path, *arguments: object) -> None:
+    """Install packages."""
+    run(python, "-m", "pip", "install", "--progress-bar", "off", *arguments)
 
 
 def interpreter(version: str) -> str | None:
@@ -176,7 +176,7 @@ def _row(torch: str, python: str | None, tests: Sequence[str], folder: Path) -> 
     if python is None:
         return {"result": "not to be had: no such Python on this machine"}
     inside, tree = new_environment(folder / "venv", python), folder / "tree"
-    pins = next((pins for name, pins in WITH.items() if torch.startswith(f"{name}.")), [])
+    pins = WITH.get(torch.rpartition(".")[0], [])
     first = [f"torch=={torch}", "setuptools>=77", *pins]
     pip(inside, *first)
     copy_tree(tree)

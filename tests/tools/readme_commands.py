@@ -16,10 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests/tools"))
-
-from environments import StepError, interpreter, new_environment, pip, run  # noqa: E402
+from environments import ROOT, StepError, interpreter, new_environment, pip, run
 
 # The extra that each command installs.
 EXTRAS = {"demo": "cli", "test": "test"}

@@ -120,6 +120,9 @@ def test_wrong_videos_are_refused(vae, kind):
         if kind != "an array":  # an iterable, too
             with refused(re.escape(message)):
                 stream(change(given))  # before the first piece is requested
+
+
+def test_a_list_is_refused_as_a_whole_video(vae):
     for run in (vae.decode, vae.encode):
         with refused(r"is a list; expected a tensor \["):
             run([[0.0]])

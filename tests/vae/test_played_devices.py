@@ -49,15 +49,14 @@ def near(actual, expected, share=1e-5):
 
 
 # By default a tiled video and an image of each kind, and the video of another network.
-QUICK = {("wan2.1", 9): (32, 16), ("qwen-image-2.1", 1): None, ("seedvr2", 9): None}
 CASES = [
-    *((*case, tile) for case, tile in QUICK.items()),
-    *(
-        pytest.param(family, 9, None if family in ("wan2.1", "seedvr2") else (32, 16),
-                     marks=pytest.mark.slow)
-        for family in STATES
-    ),
-]  # fmt: skip
+    ("wan2.1", 9, (32, 16)),
+    ("qwen-image-2.1", 1, None),
+    ("seedvr2", 9, None),
+    pytest.param("wan2.1", 9, None, marks=pytest.mark.slow),
+    pytest.param("wan2.2", 9, (32, 16), marks=pytest.mark.slow),
+    pytest.param("qwen-image-2.1", 9, (32, 16), marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(("family", "frames", "tile"), CASES)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -175,17 +176,10 @@ def test_both_networks_use_the_chosen_dtype(state, tmp_path):
     assert results(exact)["fast"]["psnr_db"] > results(content)["fast"]["psnr_db"]
 
 
-def failing(error):
-    def fails(*_, **__):
-        raise error
-
-    return fails
-
-
 def test_a_contestant_out_of_memory_is_in_the_table_and_other_errors_are_not(state):
     stock = stock_vae(state)
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
-    stock.first_stage_model.decode = failing(error)  # tiles call the same method
+    stock.first_stage_model.decode = Mock(side_effect=error)  # tiles call the same method
     chart, table, content = run(stock)
     stock_result, fast = results(content).values()
     assert stock_result["failure"] == "out of memory"
@@ -195,7 +189,7 @@ def test_a_contestant_out_of_memory_is_in_the_table_and_other_errors_are_not(sta
     assert fast["psnr_db"] is None
     assert table.count("out of memory") == 1
     assert chart.shape == (1, 640, 1024, 3)
-    stock.first_stage_model.decode = failing(RuntimeError("a shape is wrong"))
+    stock.first_stage_model.decode = Mock(side_effect=RuntimeError("a shape is wrong"))
     with pytest.raises(RuntimeError, match="a shape is wrong"):
         run(stock)
 

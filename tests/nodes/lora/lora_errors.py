@@ -43,18 +43,17 @@ def fp8_errors():
     file = fp8({key: value.bfloat16() for key, value in state.items()})
     errors = {"stream": [], "bypass": [], "core": []}
     generator = torch.Generator().manual_seed(0)
-    for mode in ("stream", "bypass"):
-        for call, layer, theirs, delta in _layers(state, file, 0.01, mode):
-            x = torch.randn(64, layer.in_features, generator=generator).bfloat16()
-            expected, own = x.double() @ delta.T, _used(layer, x)
-            with call:
-                if mode == "bypass":
-                    errors[mode].append(_error(_added(layer, x), expected))
-                    continue
-                effect = x.double() @ (_used(layer, x) - own).T
-            errors[mode].append(_error(effect, expected))
-            effect = x.double() @ (_used(theirs, x) - own).T
-            errors["core"].append(_error(effect, expected))
+    for mode, call, layer, theirs, delta in _layers(state, file, 0.01, "stream", "bypass"):
+        x = torch.randn(64, layer.in_features, generator=generator).bfloat16()
+        expected, own = x.double() @ delta.T, _used(layer, x)
+        with call:
+            if mode == "bypass":
+                errors[mode].append(_error(_added(layer, x), expected))
+                continue
+            effect = x.double() @ (_used(layer, x) - own).T
+        errors[mode].append(_error(effect, expected))
+        effect = x.double() @ (_used(theirs, x) - own).T
+        errors["core"].append(_error(effect, expected))
     return errors
 
 
@@ -63,7 +62,7 @@ def weak_shares(amount):
     state = random_weights(KIND)
     file = {key: value.bfloat16() for key, value in state.items()}
     shares = {"stream": [], "core": []}
-    for call, layer, theirs, delta in _layers(state, file, amount, "stream"):
+    for _, call, layer, theirs, delta in _layers(state, file, amount, "stream"):
         x = torch.zeros(1, layer.in_features, dtype=torch.bfloat16)
         own = _used(layer, x)
         with call:
@@ -72,8 +71,8 @@ def weak_shares(amount):
     return shares
 
 
-def _layers(state, file, amount, mode):
-    """Yield of each linear layer of the blocks: a call of ours, it, that of core, and the delta."""
+def _layers(state, file, amount, *modes):
+    """Yield a mode, a call of ours, a linear layer of the blocks, that of core, and the delta."""
     import comfy.model_management
 
     tensors = lora_for(state, parts=("pairs",), amount=amount)
@@ -83,15 +82,20 @@ def _layers(state, file, amount, mode):
         each.model.manual_cast_dtype = torch.bfloat16  # as on a GPU
     merged = core(other, lora)
     comfy.model_management.load_models_gpu([merged])
-    patched = fast(model, lora, 1.0, mode)
-    sample(patched)
-    session = session_of(patched)
-    assert session.bank.flat.dtype == torch.bfloat16
-    for name, layer in model.model.named_modules():
-        if ".blocks." in name and hasattr(layer, "in_features"):
+    layers = [
+        (name, layer)
+        for name, layer in model.model.named_modules()
+        if ".blocks." in name and hasattr(layer, "in_features")
+    ]
+    for mode in modes:
+        patched = fast(model, lora, 1.0, mode)
+        sample(patched)
+        session = session_of(patched)
+        assert session.bank.flat.dtype == torch.bfloat16
+        for name, layer in layers:
             up, down = (tensors[f"{name}.lora_{part}.weight"].double() for part in ("up", "down"))
             call = session.call(model.model, torch.device("cpu"))
-            yield call, layer, other.model.get_submodule(name), up @ down / 2
+            yield mode, call, layer, other.model.get_submodule(name), up @ down / 2
 
 
 def _used(layer, x):

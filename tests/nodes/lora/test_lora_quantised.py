@@ -232,11 +232,6 @@ FORMS = {
 }
 READ = "ffn.2"  # the layers whose int8 weight is read without a call
 
-SKIPS = {
-    name: getattr(step_caches, name)
-    for name in ("easy_cache", "skip_layer", "lazy_cache", "nothing")
-}
-
 
 def in_blocks(key):
     return key.startswith("blocks.")
@@ -335,7 +330,7 @@ def test_quantised_layers_that_are_skipped_get_the_lora(form, layers, mode, skip
     full, form = "full" in form, form.removeprefix("full ")
     if form == "fp8" and not full:  # ComfyUI does not multiply in fp8 on a CPU
         monkeypatch.setattr(comfy.model_management, "SUPPORT_FP8_OPS", True)
-    cache = SKIPS[skip]
+    cache = getattr(step_caches, skip)
     pair = Pair(FORMS[form] | ({"full_precision_matrix_mult": True} if full else {}), layers)
     model, lora = pair.model, pair.lora
     if layers is read_only:  # a LoRA of these alone must have its whole effect

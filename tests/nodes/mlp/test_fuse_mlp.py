@@ -360,7 +360,7 @@ def layers():
     return {"device": "meta", "operations": comfy.ops.disable_weight_init}
 
 
-# File of comfy.ldm, class, arguments and wiring; test_fuse_mlp.py has those of whole models.
+# File of comfy.ldm, class, arguments and wiring; those of whole models are tested above.
 CORE = [
     ("ace.ace_step15", "MLP", (8, 16), (("gate_proj", "up_proj"), 0, "down_proj")),
     ("audio.dit", "GLU", (8, 16, nn.SiLU()), (("proj",), 1, None)),

@@ -127,10 +127,3 @@ def clip(frames=3, side=8):
 
 def sampled(**given):
     return run(steps=STEPS, **({"latent_image": clip()} | given))
-
-
-def failing(error):
-    def fails(*given, **options):
-        raise error
-
-    return fails

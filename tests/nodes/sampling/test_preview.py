@@ -2,12 +2,13 @@
 
 import functools
 import threading
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from fast_video_vae.tests.nodes.sampling.sampler_models import STEPS, clip, expert, failing, sampled
+from fast_video_vae.tests.nodes.sampling.sampler_models import STEPS, clip, expert, sampled
 from fast_video_vae.tests.tiny import TinyOracle, random_tiny
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("comfyui")]
@@ -109,13 +110,13 @@ def test_a_preview_that_fails_does_not_end_the_run(
     save_file(random_tiny(16), approx / "taew2_1.safetensors")
     method("none")
     expected = sampled()["LATENT"]["samples"]
-    monkeypatch.setattr(TinyDecoder, "decode_stream", failing(kind("planted")))
+    monkeypatch.setattr(TinyDecoder, "decode_stream", Mock(side_effect=kind("planted")))
     method("taesd")
     bars.clear()
     assert torch.equal(sampled()["LATENT"]["samples"], expected)
     assert caplog.text.count("making a preview failed; using latent2rgb: planted") == 1
     assert {preview[1].size for _, preview in bars} == {(8, 8)}
-    monkeypatch.setattr(live, "color", failing(kind("planted too")))
+    monkeypatch.setattr(live, "color", Mock(side_effect=kind("planted too")))
     bars.clear()
     method("auto")
     assert torch.equal(sampled()["LATENT"]["samples"], expected)
@@ -128,7 +129,7 @@ def test_a_stop_while_pictures_are_made_ends_the_run(queue, method, monkeypatch)
 
     from fast_video_vae.nodes.preview import live
 
-    monkeypatch.setattr(live, "color", failing(InterruptProcessingException()))
+    monkeypatch.setattr(live, "color", Mock(side_effect=InterruptProcessingException()))
     method("auto")
     with pytest.raises(InterruptProcessingException):
         sampled()
@@ -169,7 +170,7 @@ def test_the_preview_of_another_pack_is_used(queue, bars, method, monkeypatch, o
 
 
 def test_the_thread_ends_with_the_server(queue, bars, method, monkeypatch):
-    monkeypatch.setattr(queue, "send_sync", failing(RuntimeError("Event loop is closed")))
+    monkeypatch.setattr(queue, "send_sync", Mock(side_effect=RuntimeError("Event loop is closed")))
     method("auto")
     sampled()
     assert [value for value, _ in bars] == list(range(1, STEPS + 1))

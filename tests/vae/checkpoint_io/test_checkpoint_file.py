@@ -133,7 +133,7 @@ def test_the_dtype_of_a_file_is_kept(tmp_path, save, dtype):
 
 
 @pytest.mark.parametrize("protocol", [2, 3])
-def test_tied_weights_load_from_every_pickle_protocol(tmp_path, protocol):
+def test_tied_weights_load_from_pickle_protocols_2_and_3(tmp_path, protocol):
     small = random_state_dict(2)
     small["decoder.middle.2.residual.2.weight"] = small["decoder.middle.0.residual.2.weight"]
     torch.save(small, tmp_path / "vae.pth", pickle_protocol=protocol)

@@ -13,9 +13,6 @@ from fast_video_vae.tests.hostile_files import (
     CASES,
     CHECKPOINTS,
     STATES,
-    TOUCH,
-    call,
-    name,
     program,
 )
 
@@ -59,7 +56,6 @@ def test_a_hostile_file_is_one_line_and_takes_little_memory(outcomes, kind, case
 
 def test_the_code_in_the_files_would_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert STATES["system"][0] == call(name("os", "system"), TOUCH)
     assert b"touch canary" in CHECKPOINTS["system zip"][0]
     pickle.loads(program(STATES["system"][0]))
     assert (tmp_path / CANARY).exists()

@@ -48,10 +48,8 @@ def network(request, vae):
     return vae.encoder if request.param == "encode" else vae.decoder
 
 
-def work_of(
-    network, height=90, width=160, dtype=torch.bfloat16, device=CPU, single_frame=False, batch=1
-):
-    return StreamJob(network, (batch, height, width), dtype, device, single_frame)
+def work_of(network, height=90, width=160, device=CPU, single_frame=False):
+    return StreamJob(network, (1, height, width), torch.bfloat16, device, single_frame)
 
 
 CASES = [

@@ -46,11 +46,11 @@ def no_thread_is_left():
     assert "fast-video-vae-writer" not in {thread.name for thread in threading.enumerate()}
 
 
-def target_of(vae, latent, dtype, *, images):
+def target_of(vae, latent, *, images):
     batch, channels, frames, height, width = vae.config.decoded_shape(latent.shape)
     if images:
-        return torch.full((batch, frames, height, width, channels), 77, dtype=dtype)
-    return torch.full((batch, channels, frames, height, width), 77, dtype=dtype)
+        return torch.full((batch, frames, height, width, channels), 77.0)
+    return torch.full((batch, channels, frames, height, width), 77.0)
 
 
 def test_a_piece_is_complete_when_it_arrives(wan, writers, monkeypatch):
@@ -63,7 +63,7 @@ def test_a_piece_is_complete_when_it_arrives(wan, writers, monkeypatch):
 
     monkeypatch.setattr(output, "_fill", slow)
     latent = latent_for(wan, 4, 64, 64)
-    images = target_of(wan, latent, torch.float32, images=True)
+    images = target_of(wan, latent, images=True)
     for index, piece in enumerate(wan.decode_stream(latent, StreamOptions(1), images=images)):
         assert (piece <= 1).all()
         assert writers[0].queued > min(index + 1, 3) or index == 3
@@ -72,7 +72,7 @@ def test_a_piece_is_complete_when_it_arrives(wan, writers, monkeypatch):
 def test_latents_of_an_iterable_are_requested_after_the_frames_before(wan, writers):
     """The next latent may be made from them."""
     latent, order = latent_for(wan, 4, 64, 64), []
-    images = target_of(wan, latent, torch.float32, images=True)
+    images = target_of(wan, latent, images=True)
 
     def latents():
         for part in latent.split(1, dim=2):
@@ -103,7 +103,7 @@ def test_nothing_behind_the_wanted_frames_is_decoded(wan, writers, monkeypatch, 
 
 def test_an_abandoned_stream_ends_its_thread(wan, writers):
     latent = latent_for(wan, 4, 64, 64)
-    images = target_of(wan, latent, torch.float32, images=True)
+    images = target_of(wan, latent, images=True)
     stream = wan.decode_stream(latent, StreamOptions(1), images=images)
     next(stream)
     stream.close()
@@ -118,7 +118,7 @@ def test_an_error_of_the_thread_is_raised_in_the_stream(wan, writers, monkeypatc
 
     monkeypatch.setattr(output, "_fill", full)
     latent = latent_for(wan, 4, 64, 64)
-    images = target_of(wan, latent, torch.float32, images=True)
+    images = target_of(wan, latent, images=True)
     with pytest.raises(OSError, match="no space"):
         list(wan.decode_stream(latent, StreamOptions(1), images=images))
 
@@ -126,7 +126,7 @@ def test_an_error_of_the_thread_is_raised_in_the_stream(wan, writers, monkeypatc
 def test_frames_that_arrived_before_an_error_are_complete(wan, writers, monkeypatch):
     """So a decode can continue after the last piece that was yielded."""
     latent = latent_for(wan, 4, 64, 64)
-    images = target_of(wan, latent, torch.float32, images=True)
+    images = target_of(wan, latent, images=True)
     put = BackgroundWriter.put
 
     def failing(writer, *arguments, **options):
@@ -145,7 +145,7 @@ def test_frames_that_arrived_before_an_error_are_complete(wan, writers, monkeypa
     rest = range(at, images.shape[1])
     for _ in wan.decode_stream(latent, StreamOptions(1), images=images[:, at:], frames=rest):
         pass
-    expected = target_of(wan, latent, torch.float32, images=True)
+    expected = target_of(wan, latent, images=True)
     for _ in wan.decode_stream(latent, images=expected):
         pass
     torch.testing.assert_close(images, expected, rtol=1e-4, atol=1e-4)
@@ -191,7 +191,7 @@ class Copied:
 def shared(wan, writers, steady):
     """A decode of three devices to memory of the host, and its result on one."""
     latent = latent_for(wan, 6, 32, 96)
-    out = target_of(wan, latent, torch.float32, images=False)
+    out = target_of(wan, latent, images=False)
     expected = wan.decode(latent, 1)
     wan.devices = ["cpu"] * 3
     return wan, latent, out, expected
@@ -242,7 +242,7 @@ def test_the_first_device_that_is_lost_during_a_copy_ends_the_video(shared, monk
 
 def test_a_device_that_is_lost_during_a_copy_ends_a_video_on_one_device(wan, writers, monkeypatch):
     latent = latent_for(wan, 6, 32, 96)
-    out = target_of(wan, latent, torch.float32, images=False)
+    out = target_of(wan, latent, images=False)
     Loss(monkeypatch).limit[threading.current_thread().name] = 3
     with pytest.raises(RuntimeError, match="fell off the bus"):
         list(wan.decode_stream(latent, StreamOptions(1), out=out))
