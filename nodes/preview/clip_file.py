@@ -5,13 +5,14 @@ most that of 320 pictures of 512 x 512, 240 MiB.
 """
 
 import itertools
-from pathlib import Path
 
 import comfy.model_management
-import folder_paths
 from comfy_api.latest import io, ui
 from PIL import Image
 from torch import Tensor
+
+from ...vae.media import whole_file
+from ..host.numbering import saved, unused_names
 
 SIDE = 512
 _MOST_PICTURES = 320
@@ -34,17 +35,13 @@ def save_animation(images: Tensor, fps: float) -> ui.SavedImages:
     ends = [round(1000 * min(at + step, count) / fps) for at in range(0, count, step)]
     durations = [max(1, end - start) for start, end in itertools.pairwise([0, *ends])]
     width, height = pictures[0].size
-    folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(
-        _PREFIX, folder_paths.get_temp_directory(), width, height
-    )
-    file = f"{name}_{counter:05}_.webp"
     animated = len(pictures) > 1
     options = {"save_all": True, "append_images": pictures[1:], "duration": durations, "loop": 0}
-    pictures[0].save(
-        Path(folder) / file, quality=_QUALITY, method=_METHOD, **(options if animated else {})
-    )
-    saved = ui.SavedResult(file, subfolder, io.FolderType.temp)
-    return ui.SavedImages([saved], is_animated=animated)
+    options = options if animated else {}
+    names = unused_names(_PREFIX, io.FolderType.temp, ".webp", height, width)
+    with whole_file(next(names), others=names) as draft:
+        pictures[0].save(draft.part, format="WEBP", quality=_QUALITY, method=_METHOD, **options)
+    return ui.SavedImages([saved(draft.path, io.FolderType.temp)], is_animated=animated)
 
 
 def _picture(image: Tensor) -> Image.Image:

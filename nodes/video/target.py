@@ -11,10 +11,9 @@ from contextlib import closing
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import folder_paths
 import torch
 from comfy.cli_args import args
 from comfy.model_management import throw_exception_if_processing_interrupted
@@ -25,6 +24,7 @@ from torch import Tensor
 from ... import vae as library
 from ...vae import media
 from ..host.error_text import about
+from ..host.numbering import saved, unused_names
 
 if TYPE_CHECKING:
     from ...vae.media import Audio, VideoWriter
@@ -51,7 +51,7 @@ class VideoTarget:
     @cached_property
     def _model(self) -> "VideoWriter":
         """A writer that writes nothing and knows the form of the pictures."""
-        return self._writer(Path(self._name("x")))
+        return self._writer(Path("x" + media.codec_named(self.codec).suffix))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -89,21 +89,24 @@ class VideoTarget:
     ) -> tuple[Path, ui.SavedResult]:
         """Write pictures `[n, H, W, C]` to a file, and return its path and frontend entry."""
         with closing(pieces):
-            path, result = self._new_file(height, width)
-            with self._writer(path, audio, tags) as writer:
+            kind, suffix = io.FolderType(self.folder), media.codec_named(self.codec).suffix
+            names = unused_names(self.prefix, kind, suffix, height, width)
+            path = next(names)
+            with self._writer(path, audio, tags, names) as writer:
                 relief = library.Relief(torch.device("cpu"), "a decode")
                 with media.BackgroundWriter(writer.write, dtype=self.dtype) as background:
                     for pictures in pieces:
                         relief.finish(functools.partial(background.put, pictures))
                 throw_exception_if_processing_interrupted()
-        if writer.codec.is_sequence:
-            first = min(writer.path.iterdir())
-            folder = str(PurePosixPath(result.subfolder, writer.path.name))
-            result = ui.SavedResult(first.name, folder, io.FolderType(self.folder))
-        return writer.path, result
+        shown = min(writer.path.iterdir()) if writer.codec.is_sequence else writer.path
+        return writer.path, saved(shown, kind)
 
     def _writer(
-        self, path: Path, audio: "Audio | None" = None, tags: dict[str, str] | None = None
+        self,
+        path: Path,
+        audio: "Audio | None" = None,
+        tags: dict[str, str] | None = None,
+        others: Iterator[Path] | None = None,
     ) -> "VideoWriter":
         return media.VideoWriter(
             path,
@@ -116,26 +119,8 @@ class VideoTarget:
             bit_depth=self.bit_depth,
             dither=self.dither,
             alpha=self.alpha,
+            others=others,
         )
-
-    def _name(self, stem: str) -> str:
-        return stem + media.codec_named(self.codec).suffix
-
-    def _new_file(self, height: int, width: int) -> tuple[Path, ui.SavedResult]:
-        """Return an unused name by ComfyUI's numbering."""
-        directory = folder_paths.get_directory_by_type(self.folder)
-        try:
-            folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(
-                self.prefix, directory, width, height
-            )
-        except OSError:
-            raise
-        except Exception as error:  # ComfyUI's error has no class of its own
-            raise ValueError(
-                f"filename_prefix is {self.prefix!r}; expected a name within the folder"
-            ) from error
-        file = self._name(f"{name}_{counter:05}_")
-        return Path(folder) / file, ui.SavedResult(file, subfolder, io.FolderType(self.folder))
 
 
 def frame_range(text: str, count: int | None) -> range:

@@ -41,7 +41,8 @@ def encode(args: argparse.Namespace, say: Say) -> str:
     video = read_video(args.video)
     stretch = stretch_named(args)
     expected = estimated(video, stretch)
-    with whole_file(args.output) if leads(args) else nullcontext() as part:
+    new = whole_file(args.output, overwrite=args.overwrite)
+    with new if leads(args) else nullcontext() as draft:
         vae = load_named(args, args.vae, say)
         config = vae.config
         if config.encoder_width is None:
@@ -59,11 +60,11 @@ def encode(args: argparse.Namespace, say: Say) -> str:
         latent = Relief(vae.device, "an encode").finish(lambda: torch.cat(parts, dim=2))
         frames = config.frames(latent.shape[2])
         fps, step = args.fps or video.fps, config.spatial_compression
-        if part is not None:
+        if draft is not None:
             given = {"family": config.family, "fps": fps, "frames": frames, "compression": step}
-            save_latent(part, latent, **given)
+            save_latent(draft.part, latent, **given)
     made = f"{list(latent.shape)} for {frames_label(frames)} at {fps_label(fps)} fps"
-    return f"wrote {args.output}: {made}"
+    return f"wrote {draft.path}: {made}" if draft else ""
 
 
 def decode(args: argparse.Namespace, say: Say) -> str:
@@ -124,6 +125,7 @@ def _writer(args: argparse.Namespace, fps: Fraction) -> VideoWriter:
         bit_depth=args.bit_depth,
         dither=args.dither,
         alpha=args.alpha,
+        overwrite=args.overwrite,
     )
 
 
@@ -134,7 +136,7 @@ def bench(args: argparse.Namespace, say: Say) -> str:
     path = args.vae or VAE_PATH
     with ExitStack() as stack:
         chart, text = (
-            stack.enter_context(whole_file(each)) if each else None
+            stack.enter_context(whole_file(each, overwrite=args.overwrite)) if each else None
             for each in (args.output, args.json)
         )
         vae = load_named(args, path)
@@ -148,11 +150,11 @@ def bench(args: argparse.Namespace, say: Say) -> str:
 
             done = race(vae, tasks_of(args.task), clip, args.rounds, args.chunk, began)
         if chart:
-            draw_chart(done).save(chart, format="PNG")
+            draw_chart(done).save(chart.part, format="PNG")
         if text:
-            text.write_text(done.as_json(), encoding="utf-8")
+            text.part.write_text(done.as_json(), encoding="utf-8")
     say(f"{path.name}: {done.table()}\n")
-    for each in (args.output, args.json):
-        if each:
-            say(f"wrote {each}")
+    for draft in (chart, text):
+        if draft:
+            say(f"wrote {draft.path}")
     return done.summary()

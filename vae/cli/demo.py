@@ -1,15 +1,12 @@
 """`fast-video-vae demo`: encode and decode a video, and compare the result with the source."""
 
 import argparse
-import hashlib
 import itertools
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from PIL.PngImagePlugin import PngInfo
 
 from ...kernels import runtime
 from ..demo import CLIP_PATH, VAE_PATH
@@ -29,11 +26,6 @@ TOY = (
 )
 MIB = 2**20
 
-# Key in a picture's metadata for the digest of the path of its video.
-_KEY = "fast-video-vae demo of"
-# A PNG file starts with its metadata.
-_HEAD_BYTES = 4096
-
 
 def demo(args: argparse.Namespace, say: Say) -> str:
     """Encode and decode a video; write the result and a contact sheet."""
@@ -41,12 +33,12 @@ def demo(args: argparse.Namespace, say: Say) -> str:
     if args.out.exists() and not args.out.is_dir():
         raise ValueError(f"{args.out} is a file; expected a folder to write to")
     args.out.mkdir(parents=True, exist_ok=True)
-    outputs = outputs_of(args.out, video.path)
+    movie, picture = _outputs(args.out, video.path.stem, overwrite=args.overwrite)
     fps = args.fps or video.fps
     # Both outputs are opened first, so that a folder that is not writable fails early.
     with ExitStack() as stack:
-        part = stack.enter_context(whole_file(outputs.picture))
-        writer = stack.enter_context(VideoWriter(outputs.movie, fps))
+        drawn = stack.enter_context(whole_file(picture, overwrite=args.overwrite))
+        writer = stack.enter_context(VideoWriter(movie, fps, overwrite=args.overwrite))
         vae = load_named(args, args.vae or VAE_PATH, say)
         if not args.vae:
             say(f"note: {TOY}")
@@ -70,43 +62,23 @@ def demo(args: argparse.Namespace, say: Say) -> str:
                 progress.update(len(result))
         verdict = f"PSNR {trip.psnr:.2f} dB"
         title = f"{video.path.name}   {frames_label(trip.frames)}   {width} x {height}   "
-        picture = sheet.draw(f"{title}{fps_label(fps)} fps", verdict, "" if args.vae else TOY)
-        picture.save(part, format="PNG", pnginfo=outputs.tags)
+        image = sheet.draw(f"{title}{fps_label(fps)} fps", verdict, "" if args.vae else TOY)
+        image.save(drawn.part, format="PNG")
     for name, seconds in (("encode", trip.encode_seconds), ("decode", trip.decode_seconds)):
         say(f"{name}  {seconds:8.2f} s  {trip.frames / seconds:8.2f} frames/s")
     if before is not None:
         peak = _peak_bytes(vae.device) or before
         say(f"peak memory {peak / MIB:.0f} MiB, of which {before / MIB:.0f} MiB before the start")
-    say(f"wrote {outputs.movie}")
-    say(f"wrote {outputs.picture}")
+    say(f"wrote {writer.path}")
+    say(f"wrote {drawn.path}")
     return verdict
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """The output files of one video, and the tag that marks the picture as its own."""
-
-    movie: Path
-    picture: Path
-    tags: PngInfo
-
-
-def outputs_of(folder: Path, video: Path) -> Outputs:
-    """Choose file names: those of an earlier run on the same path, else the first free ones.
-
-    They are `x_decoded.mp4` and `x_sheet.png` for `x.mp4`, or `x_2_decoded.mp4` and so on if those
-    belong to another video called x.
-    """
-    digest = hashlib.sha256(str(video.resolve()).encode("utf-8", "surrogatepass")).hexdigest()[:32]
-    for number in itertools.count(1):
-        stem = video.stem if number == 1 else f"{video.stem}_{number}"
-        movie, picture = folder / f"{stem}_decoded.mp4", folder / f"{stem}_sheet.png"
-        free = not (movie.exists() or picture.exists())
-        if free or _tagged(picture, digest):
-            break
-    tags = PngInfo()
-    tags.add_text(_KEY, digest)
-    return Outputs(movie, picture, tags)
+def _outputs(folder: Path, stem: str, *, overwrite: bool) -> tuple[Path, Path]:
+    """Return `x_decoded.mp4` and `x_sheet.png` for `x.mp4`, or the first free `x_2_decoded.mp4`."""
+    stems = itertools.chain([stem], (f"{stem}_{number}" for number in itertools.count(2)))
+    pairs = ((folder / f"{each}_decoded.mp4", folder / f"{each}_sheet.png") for each in stems)
+    return next(pair for pair in pairs if overwrite or not any(each.exists() for each in pair))
 
 
 def _peak_bytes(device: torch.device) -> int | None:
@@ -123,12 +95,3 @@ def _peak_bytes(device: torch.device) -> int | None:
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _tagged(picture: Path, digest: str) -> bool:
-    try:
-        with picture.open("rb") as file:
-            head = file.read(_HEAD_BYTES)
-    except OSError:
-        return False
-    return f"{_KEY}\0{digest}".encode() in head

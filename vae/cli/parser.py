@@ -77,10 +77,11 @@ def _demo(add: Add) -> None:
     add("video", nargs="?", type=Path, metavar="VIDEO", help="a video; default: the bundled clip")
     add("--vae", type=Path, metavar="FILE", help="the VAE; default: the small bundled one")
     text = (
-        "folder of NAME_decoded.mp4 and NAME_sheet.png for a video NAME.mp4; default: %(default)s. "
-        "The same video replaces them; another of that name gets NAME_2_decoded.mp4 and so on"
+        "folder of NAME_decoded.mp4 and NAME_sheet.png for a video NAME.mp4, or of "
+        "NAME_2_decoded.mp4 and so on if they exist; default: %(default)s"
     )
     add("--out", type=Path, default=DEMO_FOLDER, metavar="DIR", help=text)
+    _add_overwrite(add)
     _add_stretch(add)
     _add_tile(add)
     _add_precision(add, f"{_INT8}; the encode is not affected")
@@ -90,6 +91,7 @@ def _encode(add: Add) -> None:
     add("video", type=Path, metavar="VIDEO", help="a video in any format that FFmpeg reads")
     add("--vae", type=Path, required=True, metavar="FILE", help="the VAE")
     add("-o", "--output", type=Path, required=True, metavar="LATENTS", help="x.safetensors")
+    _add_overwrite(add)
     _add_stretch(add)
     _add_tile(add)
     _add_precision(add, argparse.SUPPRESS)  # of older scripts, without an effect
@@ -102,6 +104,7 @@ def _decode(add: Add) -> None:
     add("--vae", type=Path, required=True, metavar="FILE", help="the VAE")
     text = "x.mp4, .webm, .mkv, .mov; x.png or .exr: a new folder x with an image per frame"
     add("-o", "--output", type=Path, required=True, metavar="VIDEO", help=text)
+    _add_overwrite(add)
     add("--fps", type=_fps, help="such as 24 or 30000/1001; default: the video's, or 16")
     text = "range of frames of the video, counted from 0; default: all"
     add("--frames", type=_frame_range, metavar="40-80", help=text)
@@ -131,6 +134,7 @@ def _bench(add: Add) -> None:
     add("--task", choices=TASKS, default="decode", help="default: %(default)s")
     add("-o", "--output", type=Path, metavar="CHART", help="a bar chart, x.png")
     add("--json", type=Path, metavar="FILE", help="all figures, including each round")
+    _add_overwrite(add)
 
 
 def _info(add: Add) -> None:
@@ -143,6 +147,11 @@ def _info(add: Add) -> None:
     _add_devices(add)
     text = "int8: measure what a decode with int8 loses, in all and by layer; default: auto"
     _add_precision(add, text)
+
+
+def _add_overwrite(add: Add) -> None:
+    text = "replace files that exist; default: never. Folders of images must be new"
+    add("--overwrite", action="store_true", help=text)
 
 
 def _add_stretch(add: Add) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ..background_writer import BackgroundWriter
+    from .atomic_file import whole_file
     from .audio import Audio, read_audio
     from .av_input import open_media
     from .codecs import (
@@ -42,6 +43,7 @@ _HOMES = {
     "read_audio": "audio",
     "read_video": "video_reader",
     "save_latent": "latent_file",
+    "whole_file": "atomic_file",
     "with_channels": "pictures",
 }
 

@@ -1,12 +1,19 @@
-"""Files and folders that appear only when complete, and the removal of partial ones by a signal."""
+"""Files and folders that appear only when complete, and the removal of partial ones by a signal.
+
+A name that exists is not replaced unless the caller asks for it: a name is taken by a step that
+fails if it exists (a hard link, an exclusive creation, the renaming of a folder), on network disks
+too. So several processes and machines can write to one folder.
+"""
 
 import errno
+import itertools
 import os
 import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 # The errors of a write without room (disk, quota, file size limit), where Python names no file.
@@ -18,46 +25,68 @@ unfinished: set[Path] = set()
 before_naming: list[Callable[[], None]] = []
 
 
+@dataclass
+class Draft:
+    """A file or folder in the making: `part` until the body is complete, then `path`."""
+
+    part: Path
+    path: Path
+
+
 @contextmanager
-def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield an empty file in the same folder, which replaces `path` when the body is complete."""
+def whole_file(
+    path: str | os.PathLike[str], *, overwrite: bool = False, others: Iterator[Path] | None = None
+) -> Iterator[Draft]:
+    """Yield an empty file in the same folder, which gets the name `path` when it is complete.
+
+    If that is taken by then, it gets the next free one of `others` in this folder, by default
+    `x_2.mp4` and so on; `overwrite` replaces the older file instead.
+    """
     path = Path(path)
-    with _appearing(path, path.resolve()) as part:
+    with _appearing(path, others, overwrite=overwrite) as draft:
         _check_replaceable(path)
-        # Not tempfile: its files are private to the user, and this one follows the umask.
-        os.close(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-        yield part
-        with part.open("rb+") as file:
+        if others is None and not overwrite and path.exists():
+            raise ValueError(f"{path} exists already; expected a new name, or to overwrite it")
+        _create(draft.part)
+        yield draft
+        with draft.part.open("rb+") as file:
             os.fsync(file.fileno())  # some disks report only here that they are full
 
 
 @contextmanager
-def whole_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a new folder, which takes the name `path` when complete; an empty one may be there."""
+def whole_folder(
+    path: str | os.PathLike[str], *, others: Iterator[Path] | None = None
+) -> Iterator[Draft]:
+    """Yield a new folder, which takes its name as a file does; an empty one may be there."""
     path = Path(path)
-    final = path.resolve()
-    with _appearing(path, final) as part:
-        if final.exists() and not (final.is_dir() and not any(final.iterdir())):
+    with _appearing(path, others) as draft:
+        if others is None and path.exists() and not (path.is_dir() and not any(path.iterdir())):
             raise ValueError(f"{path} exists already; expected the name of a new folder")
-        part.mkdir()
-        yield part
-        with suppress(FileNotFoundError):
-            final.rmdir()  # Windows does not replace a folder
+        draft.part.mkdir()
+        yield draft
 
 
 @contextmanager
-def _appearing(path: Path, final: Path) -> Iterator[Path]:
-    """Give what the body makes the name `final`, or remove it after an error.
+def _appearing(
+    path: Path, others: Iterator[Path] | None, *, overwrite: bool = False
+) -> Iterator[Draft]:
+    """Give what the body makes the first free name, or remove it after an error.
 
-    A symbolic link `path` is kept, and what it points to is replaced.
+    A symbolic link `path` is kept, and the name is that of what it points to.
     """
+    final = path.resolve()
     part = final.with_name(f".{final.name[:40]}.{secrets.token_hex(4)}.part")
+    draft = Draft(part, path)
     unfinished.add(part)  # a signal may arrive while it is created or removed
     try:
-        yield part
+        yield draft
         for finish in before_naming:
             finish()
-        part.replace(final)
+        if overwrite:
+            part.replace(final)
+        else:
+            names = itertools.chain([path], others or _numbered(path))
+            draft.path = next(name for name in names if _takes(part, name.resolve()))
         unfinished.discard(part)
     except BaseException as error:
         with suppress(OSError):  # the first error is the one to raise
@@ -69,6 +98,56 @@ def _appearing(path: Path, final: Path) -> Iterator[Path]:
             if unnamed or named:
                 raise OSError(error.errno, error.strerror, str(path)) from error
         raise
+
+
+def _numbered(path: Path) -> Iterator[Path]:
+    return (path.with_stem(f"{path.stem}_{number}") for number in itertools.count(2))
+
+
+def _takes(part: Path, final: Path) -> bool:
+    """Give `part` the name `final` unless that is taken; return whether it did."""
+    if part.is_dir():
+        try:
+            with suppress(OSError):
+                final.rmdir()  # an empty one, which Windows does not replace
+            part.rename(final)
+        except OSError:
+            if not final.exists():
+                raise
+            return False
+        return True
+    try:
+        os.link(part, final)
+    except FileExistsError:
+        # A network disk may repeat a request that succeeded.
+        if not (final.exists() and part.samefile(final)):
+            return False
+    except FileNotFoundError:
+        raise
+    except OSError:
+        return _takes_without_links(part, final)
+    part.unlink()
+    return True
+
+
+def _takes_without_links(part: Path, final: Path) -> bool:
+    """Do the same on a disk without links, such as exFAT; for a moment the file is empty."""
+    try:
+        _create(final)
+    except FileExistsError:
+        return False
+    try:
+        part.replace(final)
+    except OSError:
+        final.unlink()
+        raise
+    return True
+
+
+def _create(path: Path) -> None:
+    """Create an empty file, which fails if there is one."""
+    # Not tempfile: its files are private to the user, and this one follows the umask.
+    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
 
 
 def remove_unfinished() -> None:

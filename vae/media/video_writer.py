@@ -21,7 +21,7 @@ from av.video.stream import VideoStream
 from torch import Tensor
 
 from ...kernels import frames_to_images
-from .atomic_file import whole_file, whole_folder
+from .atomic_file import Draft, whole_file, whole_folder
 from .audio import Audio, SoundTrack
 from .av_input import reason
 from .codecs import (
@@ -49,8 +49,9 @@ X265_DELAY = 2
 class VideoWriter:
     """Writes frames to a video file, which appears under its final name only when it is complete.
 
-    Use it as a context manager; entering it checks that the path is writable. If the body raises,
-    nothing is left behind and an older file is kept.
+    Use it as a context manager; entering it checks that the path is writable and free. If the body
+    raises, nothing is left behind. A file that appears at `path` meanwhile is kept: this one gets
+    the next free of `others`, by default `x_2.mp4` and so on. `path` is its name afterwards.
 
     With a codec of images, `x.png` or `x.exr` stands for a new folder `x` with an image per frame,
     such as `x/frame_00000.png`; `path` is that folder then.
@@ -69,11 +70,14 @@ class VideoWriter:
         bit_depth: int | None = None,
         dither: bool | None = None,
         alpha: bool | None = None,
+        overwrite: bool = False,
+        others: Iterator[Path] | None = None,
     ) -> None:
         """Check what can be checked; no file is created yet.
 
         None: `quality` 70; `bit_depth` 8 for uint8, else the codec's; `dither` if the codec is
         lossy; `alpha` if the codec has one. The audio is cut to the length of the video.
+        `overwrite` replaces an older file, but no folder of images.
         """
         self.path, self.fps, self.codec = Path(path), checked_rate(fps), codec_named(codec)
         self._format = container_of(self.codec, self.path)
@@ -92,9 +96,13 @@ class VideoWriter:
         self.metadata = dict(metadata or {})
         if self.codec.is_sequence:
             self.path = self.path.with_suffix("")
+            folders = (each.with_suffix("") for each in others) if others else None
+            self._new = whole_folder(self.path, others=folders)
+        else:
+            self._new = whole_file(self.path, overwrite=overwrite, others=others)
         self.frames = 0
         self._stack = ExitStack()
-        self._part = self.path
+        self._draft = Draft(self.path, self.path)
         self._output: tuple[OutputContainer, VideoStream] | None = None
         self._sound: SoundTrack | None = None
         self._maker: FrameMaker | None = None
@@ -105,15 +113,15 @@ class VideoWriter:
         return picture_dtype(self.encoding.pixel_format, self.encoding.bit_depth, self._dither)
 
     def __enter__(self) -> "VideoWriter":
-        whole = whole_folder if self.codec.is_sequence else whole_file
         with ExitStack() as stack:
-            self._part = stack.enter_context(whole(self.path))
+            self._draft = stack.enter_context(self._new)
             stack.push(self._close)
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *error: Any) -> None:  # noqa: ANN401, as ExitStack takes them
         self._stack.__exit__(*error)
+        self.path = self._draft.path
 
     def check(self, height: int, width: int, channels: int = 3) -> None:
         """Check before any work that frames can be stored, with alpha if `channels` is 4."""
@@ -221,9 +229,9 @@ class VideoWriter:
 
     def _container(self) -> OutputContainer:
         if self.codec.is_sequence:
-            images = ImageFolder(self._part, self.codec.suffix, self.metadata)
+            images = ImageFolder(self._draft.part, self.codec.suffix, self.metadata)
             return cast(OutputContainer, images)
-        return av.open(f"file:{self._part}", "w", format=self._format, options=self._flags())
+        return av.open(f"file:{self._draft.part}", "w", format=self._format, options=self._flags())
 
     def _flags(self) -> dict[str, str]:
         if self._format not in ("mp4", "mov"):
@@ -239,7 +247,7 @@ class VideoWriter:
                 # Closing copies the whole file to move the index to the front, unless the name is
                 # gone. Windows keeps the name of an open file.
                 with suppress(OSError):
-                    self._part.unlink()
+                    self._draft.part.unlink()
                 with suppress(FFmpegError):
                     # Another error is being raised; this one repeats it for the same disk.
                     self._output[0].close()

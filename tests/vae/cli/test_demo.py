@@ -87,14 +87,12 @@ def test_videos_of_the_same_name_keep_separate_results(tmp_path, done):
     ]
     out = tmp_path / "out"
 
-    def frames_of_results():
-        for source in sources:
-            done("demo", source, "--out", out)
-        names = ("a_decoded.mp4", "a_2_decoded.mp4", "a_3_decoded.mp4")
-        return [read_video(out / name).estimated_frames for name in names]
-
-    assert frames_of_results() == [1, 5, 9]
-    assert frames_of_results() == [1, 5, 9]  # a second run replaces its files
+    for source in sources:
+        done("demo", source, "--out", out)
+    names = ("a_decoded.mp4", "a_2_decoded.mp4", "a_3_decoded.mp4")
+    assert [read_video(out / name).estimated_frames for name in names] == [1, 5, 9]
+    done("demo", sources[2], "--out", out, "--overwrite")
+    assert read_video(out / "a_decoded.mp4").estimated_frames == 9
     assert len(list(out.iterdir())) == 6
 
 
@@ -113,7 +111,9 @@ def test_only_the_bundled_vae_is_marked_as_small(tmp_path, run, vae_path):
 
     sizes = []
     for given in ([], ["--vae", vae_path]):
-        code, lines, _ = run("demo", "--out", tmp_path, "--frames-limit", "1", *given)
+        code, lines, _ = run(
+            "demo", "--out", tmp_path, "--overwrite", "--frames-limit", "1", *given
+        )
         assert code == 0
         assert any("small and blurs" in line and "--vae FILE" in line for line in lines) == (
             not given

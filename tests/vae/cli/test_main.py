@@ -305,7 +305,7 @@ def test_tiles_do_not_change_the_result(tmp_path, run, video, out_channels):
     frames, latent = {}, {}
     for tile in ([], ["--tile", "16x32"]):
         name = f"{len(tile)}.mkv"  # lossless
-        assert run("encode", video, "-o", latents, *common, *tile)[0] == 0
+        assert run("encode", video, "-o", latents, "--overwrite", *common, *tile)[0] == 0
         assert run("decode", latents, "-o", tmp_path / name, *common, *tile)[0] == 0
         with safe_open(latents, framework="pt") as file:
             latent[name] = file.get_tensor("latent")

@@ -289,8 +289,8 @@ def test_only_the_first_signal_is_raised(as_in_a_terminal, number):
 
 def test_a_signal_after_the_work_is_ignored(as_in_a_terminal, tmp_path):
     with Signals():
-        with whole_file(tmp_path / "a") as part:
-            part.write_bytes(b"done")
+        with whole_file(tmp_path / "a") as draft:
+            draft.part.write_bytes(b"done")
         signal.raise_signal(signal.SIGTERM)
     assert content(tmp_path) == {"a": b"done"}
 

@@ -1,24 +1,119 @@
-"""A file or folder appears under its name only when it is complete."""
+"""A file or folder appears under its name only when it is complete, and replaces none."""
 
+import errno
 import itertools
 import os
+import random
 import stat
+import subprocess
+import sys
 import threading
+import time
 from contextlib import suppress
 
 import pytest
 
+from fast_video_vae.vae.media import atomic_file
 from fast_video_vae.vae.media.atomic_file import remove_unfinished, whole_file, whole_folder
 
 
 def test_a_complete_file_gets_its_name(tmp_path):
     path = tmp_path / "a.txt"
-    with whole_file(path) as part:
-        part.write_text("new")
+    with whole_file(path) as draft:
+        draft.part.write_text("new")
         assert not path.exists()
-        assert part.parent == path.parent  # the same folder, so the last step is a rename
+        assert draft.part.parent == path.parent  # the same folder, so the last step is a rename
+    assert draft.path == path
     assert path.read_text() == "new"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.fixture(params=["links", "no links"])
+def disk(request, monkeypatch):
+    """Some disks, such as exFAT, have no hard links."""
+
+    def link(*_):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    if request.param == "no links":
+        monkeypatch.setattr(os, "link", link)
+
+
+def make(whole, path, text, **options):
+    """Write `text` to a new file or folder `path` while another one takes that name."""
+    with whole(path, **options) as draft:
+        with whole(path, **options) as first:
+            write(first.part, "first")
+        assert first.path == path
+        write(draft.part, text)
+    return draft.path
+
+
+def write(part, text):
+    (part / "0" if part.is_dir() else part).write_text(text)
+
+
+@pytest.mark.usefixtures("disk")
+@pytest.mark.parametrize("whole", [whole_file, whole_folder])
+def test_a_name_that_is_taken_meanwhile_is_kept(tmp_path, whole):
+    path = tmp_path / "a.b"
+    (tmp_path / "a_2.b").write_text("older")
+    found = make(whole, path, "second")
+    assert found.name == "a_3.b"
+    names = (tmp_path / f"x{number}.b" for number in itertools.count())
+    (tmp_path / "x0.b").write_text("older")
+    assert make(whole, tmp_path / "y.b", "second", others=names).name == "x1.b"
+    texts = {p.name: (p / "0" if p.is_dir() else p).read_text() for p in tmp_path.iterdir()}
+    assert texts == {
+        "a.b": "first", "a_2.b": "older", "a_3.b": "second",
+        "y.b": "first", "x0.b": "older", "x1.b": "second",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("whole", [whole_file, whole_folder])
+def test_a_name_that_exists_is_refused_before_any_work(tmp_path, whole):
+    (tmp_path / "a").write_text("older")
+    with pytest.raises(ValueError, match="a exists already; expected"), whole(tmp_path / "a"):
+        pytest.fail("work began")
+    with whole_file(tmp_path / "a", overwrite=True) as draft:
+        draft.part.write_text("newer")
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("a", "newer")]
+
+
+# A process that writes files or folders of one name, and reports each that is there.
+WRITER = """
+import itertools, os, runpy, sys
+from pathlib import Path
+files = runpy.run_path(sys.argv[1])
+for number in itertools.count():
+    whole, name = (files["whole_file"], "a.x") if number % 2 else (files["whole_folder"], "b")
+    others = (Path(sys.argv[2], f"{name}_{n:05}") for n in itertools.count(1))
+    with whole(Path(sys.argv[2], name), others=others) as draft:
+        part = draft.part / "0" if number % 2 == 0 else draft.part
+        part.write_text(f"{os.getpid()} {number} " * 1000)
+    print(os.getpid(), number, draft.path.name, flush=True)
+"""
+
+
+def test_no_writer_of_several_loses_a_file_when_some_are_killed(tmp_path):
+    writers, lines, clock = [], [], time.monotonic
+    for seed in range(6):
+        command = [sys.executable, "-c", WRITER, atomic_file.__file__, str(tmp_path)]
+        writers.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        end = clock() + random.Random(seed).uniform(0.2, 0.6)
+        if seed >= 2:
+            time.sleep(max(0, end - clock()))
+            writers[seed - 2].kill()
+    for writer in writers:
+        writer.kill()
+        output, _ = writer.communicate()
+        lines += [line for line in output.splitlines(keepends=True) if line.endswith("\n")]
+    assert len(lines) > 20
+    for line in lines:
+        pid, number, name = line.split()
+        path = tmp_path / name / "0" if int(number) % 2 == 0 else tmp_path / name
+        assert path.read_text() == f"{pid} {number} " * 1000
+    assert len({line.split()[2] for line in lines}) == len(lines)
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), OSError("x"), KeyboardInterrupt()])
@@ -27,8 +122,8 @@ def test_a_failure_leaves_the_old_file(tmp_path, error):
     path.write_text("old")
 
     def work():
-        with whole_file(path) as part:
-            part.write_text("ne")
+        with whole_file(path, overwrite=True) as draft:
+            draft.part.write_text("ne")
             raise error
 
     with pytest.raises(type(error)):
@@ -44,8 +139,8 @@ def test_links_and_permissions_are_kept(tmp_path):
     link.symlink_to(target)
     before = os.umask(0o027)
     try:
-        with whole_file(link) as part:
-            part.write_text("new")
+        with whole_file(link, overwrite=True) as draft:
+            draft.part.write_text("new")
     finally:
         os.umask(before)
     assert link.is_symlink()
@@ -73,9 +168,9 @@ def test_a_folder_that_a_thread_fills_is_removed(tmp_path):
     started = threading.Event()
 
     def fill():
-        with suppress(OSError), whole_folder(tmp_path / "a") as part:
+        with suppress(OSError), whole_folder(tmp_path / "a") as draft:
             for number in itertools.count():
-                (part / str(number)).touch()
+                (draft.part / str(number)).touch()
                 started.set()
 
     for _ in range(5):
