@@ -102,8 +102,8 @@ def write_planes(path, codec, pix_fmt, pictures, options=None, prepare=None, ful
 
 
 def write(path, frames, fps=24, **options):
-    """Write `[T, H, W, 3]` with `VideoWriter`."""
-    with VideoWriter(path, fps, **options) as writer:
+    """Write `[T, H, W, 3]` with `VideoWriter`, in place of an older file."""
+    with VideoWriter(path, fps, overwrite=True, **options) as writer:
         writer.write(frames)
     return path
 

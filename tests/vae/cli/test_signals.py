@@ -64,7 +64,7 @@ def arguments(command, files, out, frames):
         "encode": (files / f"{frames}.mp4", "-o", out / "l.safetensors"),
         "decode": (files / f"{frames}.safetensors", "-o", out / "d.mp4"),
     }
-    return command, *given[command], "--vae", files / "vae.safetensors"
+    return command, *given[command], "--overwrite", "--vae", files / "vae.safetensors"
 
 
 def start(given, *, ignored=(), terminal=subprocess.PIPE, **settings):
@@ -162,7 +162,6 @@ def test_a_signal_leaves_the_old_file(tmp_path, files, command, number, moment):
     out = tmp_path / "out"
     out.mkdir()
     frames = SHORT if moment == "closing" else LONG
-    # The file of the result; the demo chooses another name if it did not write this one.
     target = {"encode": "l.safetensors", "decode": "d.mp4", "demo": f"{frames}_decoded.mp4"}
     (out / target[command]).write_bytes(b"old")
     before = content(out)

@@ -89,7 +89,7 @@ def read(path):
 def written(tmp_path, codec, pictures, **options):
     """The path of a file of decoded frames, through the conversion and the writer of a decode."""
     path = tmp_path / f"a{codec_named(codec).suffix}"
-    with VideoWriter(path, 24, codec=codec, **options) as writer:
+    with VideoWriter(path, 24, codec=codec, overwrite=True, **options) as writer:
         for piece in torch.from_numpy(pictures.copy()).split(4):
             writer.write(writer.pictures(decoder_output(piece.numpy())))
     return path

@@ -178,7 +178,7 @@ from fast_video_vae.vae.media import BackgroundWriter, VideoWriter, read_video
 side, *lengths = map(int, sys.argv[3:])
 picture = moving_clip(1, side, side)
 for frames in lengths:
-    with VideoWriter(sys.argv[1], 24, codec=sys.argv[2]) as writer:
+    with VideoWriter(sys.argv[1], 24, codec=sys.argv[2], overwrite=True) as writer:
         with BackgroundWriter(writer.write) as background:
             for shift in range(frames):
                 background.put(picture.roll(shift, 2))

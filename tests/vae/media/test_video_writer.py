@@ -91,7 +91,7 @@ def test_a_full_disk_leaves_only_the_old_file(
 
     def work():
         with (
-            VideoWriter(path, 24, codec=codec) as writer,
+            VideoWriter(path, 24, codec=codec, overwrite=True) as writer,
             BackgroundWriter(writer.write) if threaded else nullcontext() as thread,
         ):
             for piece in noise.split(4):
@@ -194,7 +194,10 @@ KILLED = """
 import sys, torch
 from fast_video_vae.vae.media import VideoWriter
 noise = torch.randint(256, (8, 64, 64, 3), dtype=torch.uint8)
-with VideoWriter(sys.argv[1], 24) as one, VideoWriter(sys.argv[2], 24, codec="ffv1") as two:
+with (
+    VideoWriter(sys.argv[1], 24, overwrite=True) as one,
+    VideoWriter(sys.argv[2], 24, codec="ffv1") as two,
+):
     while True:
         one.write(noise)
         two.write(noise)
