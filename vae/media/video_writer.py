@@ -5,6 +5,7 @@
 A file or a folder of images appears under its final name only when it is complete (`whole_file`).
 """
 
+import functools
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -36,6 +37,7 @@ from .codecs import (
 from .encoder_options import options_of
 from .image_folder import ImageFolder
 from .pictures import WHITE, FrameMaker, picture_dtype, tags_of
+from .segments import SegmentEncoder
 from .timestamps import checked_rate
 
 LOG = logging.getLogger(__name__)
@@ -103,7 +105,7 @@ class VideoWriter:
         self.frames = 0
         self._stack = ExitStack()
         self._draft = Draft(self.path, self.path)
-        self._output: tuple[OutputContainer, VideoStream] | None = None
+        self._output: tuple[OutputContainer, VideoStream | SegmentEncoder] | None = None
         self._sound: SoundTrack | None = None
         self._maker: FrameMaker | None = None
 
@@ -174,7 +176,7 @@ class VideoWriter:
             hardware=hardware and self._hardware,
         )
 
-    def _opened(self, dtype: torch.dtype) -> tuple[OutputContainer, VideoStream]:
+    def _opened(self, dtype: torch.dtype) -> tuple[OutputContainer, VideoStream | SegmentEncoder]:
         """Open the encoder and the file with all of its streams."""
         depth = self._bit_depth
         if depth is None and dtype == torch.uint8 and 8 in self.codec.formats:
@@ -193,11 +195,10 @@ class VideoWriter:
             self.encoding = software
             return self._opened_with(is_deep=dtype != torch.uint8)
 
-    def _opened_with(self, *, is_deep: bool) -> tuple[OutputContainer, VideoStream]:
+    def _opened_with(
+        self, *, is_deep: bool
+    ) -> tuple[OutputContainer, VideoStream | SegmentEncoder]:
         encoder, pixels = self.encoding.encoder, self.encoding.pixel_format
-        if encoder == "libsvtav1":
-            # SVT-AV1 logs its settings to stderr, controlled only by this variable; 1: errors only.
-            os.environ.setdefault("SVT_LOG", "1")
         self._maker = FrameMaker(
             self.codec.name, pixels, self.encoding.bit_depth, self._dither, self.fps
         )
@@ -206,26 +207,56 @@ class VideoWriter:
             stack.callback(container.close)
             is_dithered = self._dither and self.encoding.bit_depth == 8 and is_deep
             options = options_of(encoder, self.quality, pixels, dithered=is_dithered)
-            added = container.add_stream(encoder, rate=self.fps, options=options)
-            stream = cast(VideoStream, added)
-            stream.height, stream.width = self._shape[:2]
-            stream.pix_fmt = pixels
-            # An image sequence has the encoder itself as its stream.
-            context = cast(av.VideoCodecContext, getattr(stream, "codec_context", stream))
-            if self.codec.name == "hevc" and self._format in ("mp4", "mov"):
-                context.codec_tag = "hvc1"  # required by Apple's players
-            if encoder.startswith("prores"):
-                # The next frame is converted while one is encoded.
-                context.thread_type, context.thread_count = "FRAME", PRORES_THREADS
-            for name, value in tags_of(self.codec.name, pixels).items():
-                setattr(context, name, value)
-            context.open()
-            if self.audio:
-                self._sound = SoundTrack(self.audio, container, self._sound_encoder)
             if not self.codec.is_sequence:
                 container.metadata.update(self.metadata)
+            begin = functools.partial(self._add_sound, container)
+            stream: VideoStream | SegmentEncoder
+            if SegmentEncoder.serves(encoder):
+                stream = SegmentEncoder(self._settings(options), container, begin)
+            else:
+                stream = self._stream(container, options)
+                begin()
             stack.pop_all()
         return container, stream
+
+    def _settings(self, options: dict[str, str]) -> dict[str, Any]:
+        """Return the settings of an encoder in another process."""
+        encoder, pixels, (height, width, _) = (
+            self.encoding.encoder,
+            self.encoding.pixel_format,
+            self._shape,
+        )
+        return {
+            "encoder": encoder,
+            "options": options,
+            "rate": self.fps,
+            "size": (width, height),
+            "pixels": pixels,
+            "tags": {key: int(value) for key, value in tags_of(self.codec.name, pixels).items()},
+        }
+
+    def _stream(self, container: OutputContainer, options: dict[str, str]) -> VideoStream:
+        """Add a stream whose encoder is in this process, and open it."""
+        encoder, pixels = self.encoding.encoder, self.encoding.pixel_format
+        stream = cast(VideoStream, container.add_stream(encoder, rate=self.fps, options=options))
+        stream.height, stream.width = self._shape[:2]
+        stream.pix_fmt = pixels
+        # An image sequence has the encoder itself as its stream.
+        context = cast(av.VideoCodecContext, getattr(stream, "codec_context", stream))
+        if self.codec.name == "hevc" and self._format in ("mp4", "mov"):
+            context.codec_tag = "hvc1"  # required by Apple's players
+        if encoder.startswith("prores"):
+            # The next frame is converted while one is encoded.
+            context.thread_type, context.thread_count = "FRAME", PRORES_THREADS
+        for name, value in tags_of(self.codec.name, pixels).items():
+            setattr(context, name, value)
+        context.open()
+        return stream
+
+    def _add_sound(self, container: OutputContainer) -> None:
+        """Add the audio, after the stream of the frames."""
+        if self.audio:
+            self._sound = SoundTrack(self.audio, container, self._sound_encoder)
 
     def _container(self) -> OutputContainer:
         if self.codec.is_sequence:
@@ -242,6 +273,13 @@ class VideoWriter:
 
     def _close(self, kind: type[BaseException] | None, *_: object) -> None:
         """Finish or discard the file; runs before `whole_file` renames or removes it."""
+        try:
+            self._finish(kind)
+        finally:
+            if self._output is not None and isinstance(self._output[1], SegmentEncoder):
+                self._output[1].close()
+
+    def _finish(self, kind: type[BaseException] | None) -> None:
         if kind is not None:
             if self._output is not None:
                 # Closing copies the whole file to move the index to the front, unless the name is
@@ -262,6 +300,7 @@ class VideoWriter:
                     packet.dts = packet.pts
             container.mux(last)
             if self._sound:
+                self._sound.write_until(self.frames / self.fps)
                 self._sound.close()
 
 

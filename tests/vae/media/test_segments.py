@@ -1,0 +1,126 @@
+"""An encoder in a process of its own that hangs or crashes loses no frame."""
+
+import logging
+import signal
+import subprocess
+import time
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import pytest
+import torch
+
+from fast_video_vae.tests.builders import refused, script_command
+from fast_video_vae.tests.videos import moving_clip, stacked, write
+from fast_video_vae.vae.media import Audio, segments
+
+pytestmark = pytest.mark.skipif(
+    not segments.SegmentEncoder.serves("libsvtav1") or "libsvtav1" not in av.codecs_available,
+    reason="this build of PyAV has no SVT-AV1",
+)
+LENGTH = segments._LEAST_FRAMES
+
+# The process of an encoder with faults: each start takes one from a file, with a number of frames.
+FAULTY = """
+import os, runpy, time
+faults = {faults!r}
+with open(faults) as file:
+    first, *rest = file.read().split() or ["none@0"]
+with open(faults, "w") as file:
+    file.write(" ".join(rest))
+kind, count = first.split("@")
+main = runpy.run_path({real!r})["main"]
+encoded, seen = main.__globals__["encoded"], []
+def faulty(settings, receive, report):
+    def received():
+        seen.append(receive())
+        if len(seen) == int(count):
+            os.abort() if kind == "crash" else time.sleep(1000)
+        return seen[-1]
+    return encoded(settings, received, report)
+main.__globals__["encoded"] = faulty
+main()
+"""
+
+
+@pytest.fixture
+def faults(tmp_path, monkeypatch):
+    """Plants faults: `hang@5` or `crash@5` for each start, at the fifth message."""
+    path, script = tmp_path / "faults", tmp_path / "process.py"
+    script.write_text(FAULTY.format(faults=str(path), real=str(segments._SCRIPT)))
+    path.touch()
+    monkeypatch.setattr(segments, "_SCRIPT", script)
+    monkeypatch.setattr(segments, "PATIENCE_S", (1.5, 2.0, 2.5))
+    return lambda *given: path.write_text(" ".join(given))
+
+
+def test_frames_sound_and_times_pass_the_borders_of_segments(tmp_path):
+    clip, fps = moving_clip(2 * LENGTH + 1, 64, 66), Fraction(12)
+    sound = Audio(torch.sin(torch.arange(15 * 8000) / 9)[None] / 2, 8000)
+    for suffix in (".mp4", ".webm", ".mkv"):
+        path = write(tmp_path / f"a{suffix}", clip, fps, codec="av1", audio=sound)
+        difference = stacked(path).float() - clip.float()
+        assert 10 * torch.log10(255**2 / difference.square().mean((1, 2, 3))).min() > 38
+        with av.open(str(path)) as container:
+            frames = list(container.decode(video=0))
+            assert [n for n, frame in enumerate(frames) if frame.key_frame] == [
+                0,
+                LENGTH,
+                2 * LENGTH,
+            ]
+            times = [frame.time for frame in frames]
+            assert times == pytest.approx([n / 12 for n in range(len(clip))], abs=1e-3)
+            assert container.streams.video[0].average_rate == fps
+        with av.open(str(path)) as container:
+            heard = sum(frame.samples / frame.rate for frame in container.decode(audio=0))
+            assert heard == pytest.approx(len(clip) / 12, abs=0.2)
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [["hang@1"], ["hang@30"], [f"hang@{LENGTH + 2}"], ["hang@90"], ["crash@9", "hang@70"]],
+)
+def test_a_segment_whose_encoder_hangs_is_encoded_again(tmp_path, faults, caplog, planted):
+    clip = moving_clip(2 * LENGTH + 5, 64, 64)
+    expected = stacked(write(tmp_path / "whole.mp4", clip, codec="av1"))
+    faults(*planted)
+    with caplog.at_level(logging.INFO):
+        found = write(tmp_path / "a.mp4", clip, codec="av1")
+    assert torch.equal(stacked(found), expected)
+    lines = [line for line in caplog.messages if "libsvtav1" in line]
+    assert len(lines) == len(planted)
+    assert "libsvtav1 crashed or made no progress for 1.5 s at frames " in lines[0]
+
+
+def test_an_encoder_that_always_hangs_is_a_line_of_error(tmp_path, faults):
+    faults(*["hang@3"] * 4)
+    with refused(r"a\.mp4 cannot be encoded \(libsvtav1 failed 3 times at frames 0-2"):
+        write(tmp_path / "a.mp4", moving_clip(5, 64, 64), codec="av1")
+    assert not list(tmp_path.glob("*.mp4"))
+
+
+KILLED = """
+import sys
+from fast_video_vae.tests.videos import moving_clip
+from fast_video_vae.vae.media import VideoWriter, segments
+segments._SCRIPT = sys.argv[2]
+with VideoWriter(sys.argv[1], 24, codec="av1") as writer:
+    writer.write(moving_clip(1, 64, 64))
+    print(writer._output[1]._process.pid, flush=True)
+    writer.write(moving_clip(9, 64, 64))
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="signals of POSIX")
+def test_the_process_ends_with_its_caller(tmp_path, faults):
+    faults("hang@9")
+    command = script_command(KILLED, tmp_path / "a.mp4", segments._SCRIPT)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        pid = int(process.stdout.readline())
+        time.sleep(0.5)  # it hangs
+        process.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

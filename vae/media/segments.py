@@ -1,0 +1,155 @@
+"""Encoding of a video in a process of its own, one closed segment at a time.
+
+SVT-AV1 4.1 can wait for itself for ever, and the thread of an encoder cannot be ended. A process
+can: a segment in which it makes no progress is encoded again by a new one, from frames that are
+kept until their segment is complete.
+"""
+
+import io
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import av
+from av.container import OutputContainer
+from av.error import FFmpegError
+from av.packet import Packet
+from av.video.stream import VideoStream
+
+LOG = logging.getLogger(__name__)
+
+# Encoders that are known to hang.
+ENCODERS = ("libsvtav1",)
+# Seconds without progress after which an encoder counts as hanging, by the attempt.
+PATIENCE_S = (60.0, 120.0, 240.0)
+# A segment has the seconds between key frames of SVT-AV1, and the least frames, unless they take
+# more than the most bytes.
+_SECONDS, _LEAST_FRAMES, _MOST_BYTES = 5, 65, 256 << 20
+
+_SCRIPT = Path(__file__).with_name("encoder_process.py")
+# As `python FILE` the modules next to it would hide those of Python.
+_COMMAND = (
+    "import runpy, sys; sys.path[0] = sys.argv[2]; runpy.run_path(sys.argv[1], None, '__main__')"
+)
+
+
+class SegmentEncoder:
+    """Encodes frames as a video stream of PyAV does, by a process with settings for it."""
+
+    def __init__(
+        self, settings: dict[str, Any], container: OutputContainer, begin: Callable[[], None]
+    ) -> None:
+        """Prepare; `begin` is called when the stream has been added to `container`."""
+        self._settings, self._container, self._begin = settings, container, begin
+        self._kept: list[list[bytes]] = []  # the frames of a segment
+        self._sent, self._done = 0, 0  # of them, frames that the process has; frames before them
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stream: VideoStream | None = None
+
+    @staticmethod
+    def serves(encoder: str) -> bool:
+        """Return whether `encoder`, FFmpeg's name, needs a process, and one can be started."""
+        return encoder in ENCODERS and "python" in Path(sys.executable or "").name.lower()
+
+    def encode(self, frame: av.VideoFrame | None) -> list[Packet]:
+        """Take a frame, or None at the end; return the packets of a segment that is complete."""
+        if frame is not None:
+            self._kept.append([bytes(cast(Any, plane)) for plane in frame.planes])
+            least = max(_LEAST_FRAMES, round(_SECONDS * self._settings["rate"]))
+            most = max(1, _MOST_BYTES // sum(map(len, self._kept[0])))
+            if len(self._kept) < min(least, most):
+                self._send(end=False)
+                return []
+        packets = self._packets(self._send(end=True)) if self._kept else []
+        if frame is None:
+            self.close()
+        return packets
+
+    def close(self) -> None:
+        """End the process, whatever it does."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+        self._process, self._sent = None, 0
+
+    def _send(self, *, end: bool) -> bytes:
+        """Send the kept frames, and return the segment at its `end`, in several attempts."""
+        frames = f"frames {self._done}-{self._done + len(self._kept) - 1}"
+        name = self._settings["encoder"]
+        for patience in PATIENCE_S:
+            try:
+                self._process = self._process or _started()
+                for planes in self._kept[self._sent :]:
+                    given = [planes] if self._sent else [self._settings, planes]
+                    self._ask(self._process, given, patience)
+                    self._sent += 1
+                reply = self._ask(self._process, [None], patience) if end else None
+                while end and reply is None:
+                    reply = self._ask(self._process, [], patience)
+                return reply or b""
+            except (OSError, EOFError, pickle.UnpicklingError):
+                self.close()
+                LOG.info(
+                    "Fast Video VAE: %s crashed or made no progress for %g s at %s; they are "
+                    "encoded again", name, patience, frames,
+                )  # fmt: skip
+        raise FFmpegError(0, f"{name} failed {len(PATIENCE_S)} times at {frames}")
+
+    def _ask(
+        self, process: "subprocess.Popen[bytes]", given: list[Any], patience: float
+    ) -> bytes | None:
+        """Return the reply to what is `given`; the process is ended after some seconds."""
+        requests, replies = cast(Any, process.stdin), cast(Any, process.stdout)
+        timer = threading.Timer(patience, process.kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            for each in given:
+                pickle.dump(each, requests)
+            requests.flush()
+            reply = pickle.load(replies)
+        finally:
+            timer.cancel()
+        if isinstance(reply, tuple):
+            raise FFmpegError(*reply)
+        return reply
+
+    def _packets(self, segment: bytes) -> list[Packet]:
+        """Return the packets of a segment, with the times of the video."""
+        packets = []
+        rate = self._settings["rate"]
+        with av.open(io.BytesIO(segment)) as file:
+            own = file.streams.video[0]
+            if self._stream is None:
+                self._stream = self._container.add_stream_from_template(own, opaque=True)
+                cast(Any, self._stream.codec_context).framerate = rate
+                self._stream.time_base = 1 / rate
+                self._begin()
+            for packet in file.demux(own):
+                if packet.size:
+                    packet.pts = packet.dts = self._done + len(packets)
+                    packet.time_base, packet.duration = 1 / rate, 1
+                    packet.stream = self._stream
+                    packets.append(packet)
+        self._done, self._sent = self._done + len(packets), 0
+        self._kept.clear()
+        return packets
+
+
+def _started() -> "subprocess.Popen[bytes]":
+    home = str(Path(av.__file__).parents[1])
+    return subprocess.Popen(
+        [sys.executable, "-c", _COMMAND, str(_SCRIPT), home],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        # Without it SVT-AV1 logs its settings; 1: errors only.
+        env={**os.environ, "SVT_LOG": "1"},
+        creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
+    )
