@@ -12,24 +12,46 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from fractions import Fraction
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import av
+from av.container import OutputContainer
+
+
+class Settings(NamedTuple):
+    """Settings of an encoder."""
+
+    encoder: str  # FFmpeg's name
+    options: dict[str, str]
+    rate: Fraction  # frames per second
+    size: tuple[int, int]  # width and height
+    pixels: str  # FFmpeg's name of the pixel format
+    context: dict[str, Any]  # other attributes of PyAV's codec context
+
+
+def add_stream(container: OutputContainer, settings: tuple[Any, ...]) -> Any:  # noqa: ANN401
+    """Add a stream for frames to a file, and open its encoder."""
+    encoder, options, rate, (width, height), pixels, more = settings
+    stream: Any = container.add_stream(encoder, rate=rate, options=options)
+    stream.width, stream.height, stream.pix_fmt = width, height, pixels
+    # An image sequence has the encoder itself as its stream.
+    context = getattr(stream, "codec_context", stream)
+    for name, value in more.items():
+        setattr(context, name, value)
+    context.open()
+    return stream
 
 
 def encoded(
-    settings: dict[str, Any], receive: Callable[[], Any], report: Callable[[], None]
+    settings: tuple[Any, ...], receive: Callable[[], Any], report: Callable[[], None]
 ) -> bytes:
     """Encode frames from `receive`, until it returns None, to a segment that needs no other."""
     file = io.BytesIO()
-    size, pixels, rate = settings["size"], settings["pixels"], settings["rate"]
+    _, _, rate, size, pixels, _ = settings
     with av.open(file, "w", format="mp4") as container:
-        encoder, options = settings["encoder"], settings["options"]
-        stream: Any = container.add_stream(encoder, rate=rate, options=options)
-        (stream.width, stream.height), stream.pix_fmt = size, pixels
-        for name, value in settings["tags"].items():
-            setattr(stream.codec_context, name, value)
+        stream = add_stream(container, settings)
         for index, planes in enumerate(iter(receive, None)):
             frame = av.VideoFrame(*size, pixels)
             for plane, data in zip(frame.planes, planes, strict=True):

@@ -22,6 +22,8 @@ from av.error import FFmpegError
 from av.packet import Packet
 from av.video.stream import VideoStream
 
+from .encoder_process import Settings
+
 LOG = logging.getLogger(__name__)
 
 # Encoders that are known to hang.
@@ -43,7 +45,7 @@ class SegmentEncoder:
     """Encodes frames as a video stream of PyAV does, by a process with settings for it."""
 
     def __init__(
-        self, settings: dict[str, Any], container: OutputContainer, begin: Callable[[], None]
+        self, settings: Settings, container: OutputContainer, begin: Callable[[], None]
     ) -> None:
         """Prepare; `begin` is called when the stream has been added to `container`."""
         self._settings, self._container, self._begin = settings, container, begin
@@ -61,7 +63,7 @@ class SegmentEncoder:
         """Take a frame, or None at the end; return the packets of a segment that is complete."""
         if frame is not None:
             self._kept.append([bytes(cast(Any, plane)) for plane in frame.planes])
-            least = max(_LEAST_FRAMES, round(_SECONDS * self._settings["rate"]))
+            least = max(_LEAST_FRAMES, round(_SECONDS * self._settings.rate))
             most = max(1, _MOST_BYTES // sum(map(len, self._kept[0])))
             if len(self._kept) < min(least, most):
                 self._send(end=False)
@@ -81,12 +83,12 @@ class SegmentEncoder:
     def _send(self, *, end: bool) -> bytes:
         """Send the kept frames, and return the segment at its `end`, in several attempts."""
         frames = f"frames {self._done}-{self._done + len(self._kept) - 1}"
-        name = self._settings["encoder"]
+        name = self._settings.encoder
         for patience in PATIENCE_S:
             try:
                 self._process = self._process or _started()
                 for planes in self._kept[self._sent :]:
-                    given = [planes] if self._sent else [self._settings, planes]
+                    given = [planes] if self._sent else [tuple(self._settings), planes]
                     self._ask(self._process, given, patience)
                     self._sent += 1
                 reply = self._ask(self._process, [None], patience) if end else None
@@ -123,7 +125,7 @@ class SegmentEncoder:
     def _packets(self, segment: bytes) -> list[Packet]:
         """Return the packets of a segment, with the times of the video."""
         packets = []
-        rate = self._settings["rate"]
+        rate = self._settings.rate
         with av.open(io.BytesIO(segment)) as file:
             own = file.streams.video[0]
             if self._stream is None:

@@ -35,6 +35,7 @@ from .codecs import (
     sound_encoder,
 )
 from .encoder_options import options_of
+from .encoder_process import Settings, add_stream
 from .image_folder import ImageFolder
 from .pictures import WHITE, FrameMaker, picture_dtype, tags_of
 from .segments import SegmentEncoder
@@ -207,51 +208,24 @@ class VideoWriter:
             stack.callback(container.close)
             is_dithered = self._dither and self.encoding.bit_depth == 8 and is_deep
             options = options_of(encoder, self.quality, pixels, dithered=is_dithered)
+            context: dict[str, Any] = {**tags_of(self.codec.name, pixels)}
+            if self.codec.name == "hevc" and self._format in ("mp4", "mov"):
+                context["codec_tag"] = "hvc1"  # required by Apple's players
+            if encoder.startswith("prores"):
+                # The next frame is converted while one is encoded.
+                context |= {"thread_type": "FRAME", "thread_count": PRORES_THREADS}
+            size = self._shape[1], self._shape[0]
+            settings = Settings(encoder, options, self.fps, size, pixels, context)
             if not self.codec.is_sequence:
                 container.metadata.update(self.metadata)
             begin = functools.partial(self._add_sound, container)
-            stream: VideoStream | SegmentEncoder
             if SegmentEncoder.serves(encoder):
-                stream = SegmentEncoder(self._settings(options), container, begin)
+                stream = SegmentEncoder(settings, container, begin)
             else:
-                stream = self._stream(container, options)
+                stream = add_stream(container, settings)
                 begin()
             stack.pop_all()
         return container, stream
-
-    def _settings(self, options: dict[str, str]) -> dict[str, Any]:
-        """Return the settings of an encoder in another process."""
-        encoder, pixels, (height, width, _) = (
-            self.encoding.encoder,
-            self.encoding.pixel_format,
-            self._shape,
-        )
-        return {
-            "encoder": encoder,
-            "options": options,
-            "rate": self.fps,
-            "size": (width, height),
-            "pixels": pixels,
-            "tags": {key: int(value) for key, value in tags_of(self.codec.name, pixels).items()},
-        }
-
-    def _stream(self, container: OutputContainer, options: dict[str, str]) -> VideoStream:
-        """Add a stream whose encoder is in this process, and open it."""
-        encoder, pixels = self.encoding.encoder, self.encoding.pixel_format
-        stream = cast(VideoStream, container.add_stream(encoder, rate=self.fps, options=options))
-        stream.height, stream.width = self._shape[:2]
-        stream.pix_fmt = pixels
-        # An image sequence has the encoder itself as its stream.
-        context = cast(av.VideoCodecContext, getattr(stream, "codec_context", stream))
-        if self.codec.name == "hevc" and self._format in ("mp4", "mov"):
-            context.codec_tag = "hvc1"  # required by Apple's players
-        if encoder.startswith("prores"):
-            # The next frame is converted while one is encoded.
-            context.thread_type, context.thread_count = "FRAME", PRORES_THREADS
-        for name, value in tags_of(self.codec.name, pixels).items():
-            setattr(context, name, value)
-        context.open()
-        return stream
 
     def _add_sound(self, container: OutputContainer) -> None:
         """Add the audio, after the stream of the frames."""
