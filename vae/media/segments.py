@@ -130,6 +130,7 @@ class SegmentEncoder:
             own = file.streams.video[0]
             if self._stream is None:
                 self._stream = self._container.add_stream_from_template(own, opaque=True)
+                # PyAV before 18 does not store it: players take the rate from the times.
                 cast(Any, self._stream.codec_context).framerate = rate
                 self._stream.time_base = 1 / rate
                 self._begin()

@@ -49,7 +49,9 @@ def test_every_codec_round_trips(tmp_path, capfd, codec, suffix):
     assert capfd.readouterr() == ("", "")  # no banner of an encoder
     video = read_video(path)
     assert (video.height, video.width, video.estimated_frames) == (72, 96, 9)
-    assert video.fps == Fraction(30000, 1001)
+    # PyAV before 18 has no rate for the packets of another process; Matroska rounds times to 1 ms.
+    known = codec != "av1" or suffix == ".mp4" or int(av.__version__.partition(".")[0]) >= 18
+    assert abs(video.fps / Fraction(30000, 1001) - 1) <= (0 if known else 0.004)
     back = stacked(path)
     assert back.shape == frames.shape
     if codec == "ffv1":
