@@ -23,7 +23,7 @@ from fast_video_vae.tests.nodes.video.clips import (
     press_stop,
     tone,
 )
-from fast_video_vae.tests.videos import av
+from fast_video_vae.tests.videos import av, stacked
 from fast_video_vae.vae.media import convert_pictures
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
@@ -115,6 +115,31 @@ def test_file_numbers_continue_and_the_frontend_gets_them(fast, output):
         names.append(file["filename"])
     assert names[:2] == ["72x48_00001_.mp4", "72x48_00002_.mp4"]
     assert sorted(path.name for path in (output / "clips").iterdir()) == names[:2]
+
+
+@pytest.mark.parametrize(("codec", "suffix"), [("ffv1", ".mkv"), ("png", "")])
+def test_a_file_of_another_server_is_kept(fast, output, monkeypatch, codec, suffix):
+    """Both took the same number when they began, and the other one ends first."""
+    import comfy.utils
+
+    theirs = output / f"clip_00001_{suffix}"
+
+    def show(value, total, preview, node_id=None):
+        if not theirs.exists():
+            file = theirs if suffix else theirs / "frame_00000.png"
+            file.parent.mkdir(exist_ok=True)
+            file.write_text("theirs")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", show)
+        given = {"samples": {"samples": latents(5)}, "filename_prefix": "clip", "codec": codec}
+        result = ours("DecodeVideo", vae=fast, bit_depth="8", **given)
+    assert (theirs if suffix else theirs / "frame_00000.png").read_text() == "theirs"
+    ours_too = output / f"clip_00002_{suffix}"
+    assert len(stacked(ours_too) if suffix else list(ours_too.iterdir())) == 17
+    shown = result.ui.as_dict()["images"][0]
+    assert (output / shown["subfolder"] / shown["filename"]).exists()
+    assert ours_too.name in (shown["subfolder"] or shown["filename"])
 
 
 def test_the_workflow_is_stored_as_by_save_video(fast, output, monkeypatch):

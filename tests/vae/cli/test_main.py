@@ -297,6 +297,29 @@ def test_the_address_matches_the_project():
     assert f'Repository = "{REPOSITORY}"' in PROJECT.read_text(encoding="utf-8")
 
 
+def test_a_file_that_exists_is_replaced_on_request_only(tmp_path, run, video, vae_path):
+    latents, out = tmp_path / "l.safetensors", tmp_path / "a.mp4"
+    chart = tmp_path / "a.png"
+    small = ("--vae", vae_path, "--rounds", "1", "--size", "32x32", "--frames", "1")
+    for given, path in (
+        (("encode", video, "-o", latents, "--vae", vae_path), latents),
+        (("decode", latents, "-o", out, "--vae", vae_path), out),
+        (("bench", "-o", chart, *small), chart),
+        (("bench", "--json", tmp_path / "a.json", *small), tmp_path / "a.json"),
+    ):
+        assert run(*given)[0] == 0
+        before = path.read_bytes()
+        code, _, errors = run(*given)
+        assert (code, path.read_bytes()) == (1, before)
+        assert f"{path} exists already; expected a new name" in errors[-1]
+        path.write_bytes(b"older")
+        if path != latents:
+            assert run(*given, "--overwrite")[0] == 0
+            assert path.read_bytes()[:5] != b"older"
+        else:
+            path.write_bytes(before)
+
+
 @pytest.mark.parametrize("out_channels", [3, 12])  # 12: a decoder that doubles height and width
 def test_tiles_do_not_change_the_result(tmp_path, run, video, out_channels):
     vae, latents = tmp_path / "v.safetensors", tmp_path / "l.safetensors"
