@@ -28,10 +28,10 @@ def moving_clip(frames, height=48, width=64):
     return ((gray.unsqueeze(-1) + tint).clamp(0, 1) * 255).round().to(torch.uint8)
 
 
-def write_clip(path, frames, height=32, width=48, fps=24, codec="h264"):
+def write_clip(path, frames, height=32, width=48, fps=24, codec="h264", **options):
     """Write a moving clip with the package's own writer, in a new folder if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    return write(path, moving_clip(frames, height, width), fps, codec=codec)
+    return write(path, moving_clip(frames, height, width), fps, codec=codec, **options)
 
 
 def numbered_clip(frames, height=48, width=64):

@@ -26,7 +26,8 @@ def file_inputs() -> list[io.Input]:
             tooltip="h264 (mp4): plays everywhere. hevc (mp4), av1 (mp4), vp9 (webm): smaller "
             "files, slower to write. prores, prores4444 (mov): for editing. ffv1 (mkv): lossless, "
             "about 4 MB per frame of 1280 x 720. png, exr: a folder with an image per frame; exr "
-            "is linear light in half floats. ffv1, png and exr take odd sizes too.",
+            "is linear light in half floats. ffv1, png and exr take odd sizes too. All but ffv1 "
+            "and exr open their workflow when they are dropped into ComfyUI.",
         ),
         io.Int.Input(
             "quality",

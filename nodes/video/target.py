@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 FOLDERS = (io.FolderType.output.value, io.FolderType.temp.value)
 
 _RANGE = re.compile(r"\s*(\d+)\s*(-\s*(\d*))?\s*")
+_JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
 @dataclass(frozen=True)
@@ -146,4 +147,10 @@ def workflow_tags(hidden: io.HiddenHolder | None) -> dict[str, str]:
     tags = dict(hidden.extra_pnginfo or {})
     if hidden.prompt is not None:
         tags["prompt"] = hidden.prompt
-    return {key: json.dumps(value) for key, value in tags.items()}
+    # The frontend looks for the end of a WebM tag by counting braces, those of texts included.
+    return {
+        key: _JSON_STRING.sub(
+            lambda text: text[0].replace("{", r"\u007b").replace("}", r"\u007d"), json.dumps(value)
+        )
+        for key, value in tags.items()
+    }

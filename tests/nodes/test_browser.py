@@ -18,7 +18,8 @@ from fast_video_vae.tests.nodes.browser import (
     open_browser,
 )
 from fast_video_vae.tests.nodes.checkout import PACK
-from fast_video_vae.tests.videos import stacked
+from fast_video_vae.tests.videos import stacked, write_clip
+from fast_video_vae.vae import media
 
 pytestmark = [pytest.mark.browser, pytest.mark.comfyui]
 
@@ -36,6 +37,8 @@ CLIP_DIFFERENCE = 10
 
 UNKNOWN = "app.graph.nodes.filter(n => !LiteGraph.registered_node_types[n.type]).map(n => n.type)"
 OPEN = "async workflow => { await app.loadGraphData(workflow, true, true, 'opened') }"
+
+TYPES = "app.graph.nodes.map(n => n.type)"
 
 # Left, top, right, bottom; the title is above the position of a node.
 BOXES = """app.graph.nodes.map(n => [n.title || n.type,
@@ -187,6 +190,25 @@ def test_an_example_runs_from_the_browser(server, page, demo):
     page.wait_for_selector("video", state="attached")
     page.wait_for_timeout(1000)  # the nodes grow to show what they made
     assert overlaps(page) == []
+
+
+@pytest.mark.parametrize("codec", media.CODECS)
+def test_the_workflow_of_a_file_opens_as_the_help_page_says(page, comfyui, tmp_path, codec):
+    from comfy_api.latest import io
+
+    from fast_video_vae.nodes.video.target import workflow_tags
+
+    note = {"id": 1, "type": "Note", "pos": [0, 0], "size": [200, 100], "widgets_values": [":-{"]}
+    opened = {"nodes": [note], "links": [], "version": 0.4}
+    hidden = io.HiddenHolder.from_dict({io.Hidden.extra_pnginfo: {"workflow": opened}})
+    path = tmp_path / f"a{media.codec_named(codec).suffix}"
+    write_clip(path, 2, 64, 64, codec=codec, metadata=workflow_tags(hidden))
+    file = path if path.exists() else path.with_suffix("") / f"frame_00000{path.suffix}"
+    page.evaluate(LOAD, opened | {"nodes": []})
+    page.set_input_files("#comfy-file-input", file)
+    page.wait_for_function(f"{TYPES}.length == 1")
+    expected = {".mkv": ["LoadVideo"], ".exr": ["LoadImage"]}.get(path.suffix, ["Note"])
+    assert page.evaluate(TYPES) == expected
 
 
 def overlaps(page):

@@ -11,6 +11,7 @@ import pytest
 from fast_video_vae.tests.nodes.checkout import PACK
 from fast_video_vae.tests.nodes.server import NODES
 from fast_video_vae.tests.tools.locales import inputs, node_infos
+from fast_video_vae.vae import media
 
 pytestmark = pytest.mark.comfyui
 
@@ -30,6 +31,8 @@ BOLD = re.compile(r"\*\*(\w+)\*\*")
 # One name in backquotes or several in a row, and what comes after them.
 _ITEM = r"`[^`]+`(?: \(default\))?"
 RUN = re.compile(rf"({_ITEM}(?:(?:, | or | and ){_ITEM})*)(:?)")
+# Suffixes of images, and those of files whose workflow ComfyUI does not open.
+IMAGES, UNOPENED = {"png", "exr"}, {"mkv", "exr"}
 ADVANCED = re.compile(r"^(`.*`) (?:are advanced inputs|is an advanced input)\.", re.MULTILINE)
 _NUMBER = r"(-?\d+(?:\.\d+)?)"
 RANGE = re.compile(rf"{_NUMBER} to {_NUMBER}")
@@ -110,6 +113,18 @@ def test_the_help_pages_agree_with_the_schemas(infos):
             label for _, label, _, options in labelled(info) if options.get("advanced")
         }, info["name"]
     assert wrong == []
+
+
+# `test_browser.py` drops a file of each codec into the frontend.
+@pytest.mark.parametrize("name", ["DecodeVideo", "EncodeVideo"])
+def test_the_video_pages_say_which_files_open_their_workflow(name):
+    page = (PACK / "web" / "docs" / f"FastVAE_{name}.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^- .*\bworkflow\b.*`mkv`.*", page, re.MULTILINE)
+    opens, _, rest = line.partition("does not open" if name == "DecodeVideo" else ";")
+    suffixes = {codec: media.codec_named(codec).suffix[1:] for codec in media.CODECS}
+    videos = {each for each in suffixes.values() if name == "DecodeVideo" or each not in IMAGES}
+    assert {*NAME.findall(opens)} == {each for each in videos if each not in UNOPENED}
+    assert {*NAME.findall(rest)} == {each for each in videos if each in UNOPENED}
 
 
 def test_the_readme_lists_every_node_in_menu_order():

@@ -149,7 +149,7 @@ def test_the_workflow_is_stored_as_by_save_video(fast, output, monkeypatch):
 
     hidden = {
         comfy_io.Hidden.prompt: {"1": {"class_type": "FastVAE_Load"}},
-        comfy_io.Hidden.extra_pnginfo: {"workflow": {"nodes": [], "name": "ä"}},
+        comfy_io.Hidden.extra_pnginfo: {"workflow": {"nodes": [], "name": "ä", "text": 'a"\\{'}},
     }
 
     def tags(codec):
@@ -162,6 +162,8 @@ def test_the_workflow_is_stored_as_by_save_video(fast, output, monkeypatch):
         found = tags(codec)
         assert json.loads(found["prompt"]) == hidden[comfy_io.Hidden.prompt]
         assert json.loads(found["workflow"]) == hidden[comfy_io.Hidden.extra_pnginfo]["workflow"]
+        # The frontend counts braces in WebM, those of texts included.
+        assert found["workflow"].count("{") == found["workflow"].count("}")
     monkeypatch.setattr(args, "disable_metadata", True)
     assert not {"prompt", "workflow"} & tags("h264").keys()
 
