@@ -22,7 +22,7 @@ from torch import Tensor
 from ..kernels import LINE, PICKLE, ZIP, Header, guarded, kind_of, line, read_header, shown
 from .adapters import Adapter, make_adapter, spell
 from .key_report import KeyReport
-from .keys import Target, Targets, is_of_text_encoder, split_key
+from .keys import Target, Targets, is_of_text_encoder, parse_key, scales_of, unsupported_kinds
 
 # GPUs read 16 bytes at once.
 _ALIGNMENT = 16
@@ -74,6 +74,7 @@ class LoraFile:
         with guarded(self.path.name):
             header = self._header()
             self._start, self._places = header.start, header.places
+            self._scales_of = scales_of(header.places)
             self._scales = _Scales(header.metadata)
             self._sort(targets)
         if not self.entries:
@@ -106,8 +107,13 @@ class LoraFile:
 
     def stored_bytes(self, entry: FileEntry) -> int:
         """Return the bytes that an adapter needs at most, with alignment."""
-        ends = (self._places[key].offsets for key in entry.keys.values())
-        return sum(aligned(last - first) for first, last in ends)
+        total = 0
+        for key in entry.keys.values():
+            place = self._places[key]
+            # A scaled matrix is float32.
+            size = 4 * prod(place.shape) if key in self._scales_of else 0
+            total += aligned(size or place.offsets[1] - place.offsets[0])
+        return total
 
     def _header(self) -> Header:
         """Read the header after checks of the kind of the file."""
@@ -132,7 +138,14 @@ class LoraFile:
         if first == last:
             return torch.empty(place.shape, dtype=dtype)
         data = self._bytes(self._start + first, last - first)
-        return torch.frombuffer(data, dtype=dtype).view(place.shape)
+        tensor = torch.frombuffer(data, dtype=dtype).view(place.shape)
+        if key not in self._scales_of:
+            return tensor
+        scale = self._tensor(self._scales_of[key]).float()
+        if scale.numel() != 1 and (*scale.shape[:1], scale.numel()) != place.shape[:1] * 2:
+            what = f"{shown(key)} is {spell(place.shape)}, its scale {spell(scale.shape)}"
+            raise ValueError(f"{what}; expected one number or one per row")
+        return tensor.float() * scale.reshape(-1, *[1] * (len(place.shape) - 1))
 
     def _bytes(self, first: int, count: int) -> bytearray:
         data = bytearray(count)
@@ -149,18 +162,22 @@ class LoraFile:
 
     def _sort(self, targets: Targets) -> None:
         found: dict[Target, dict[str, str]] = {}
-        for key in self._places:
-            split = split_key(key)
-            if split is None or is_of_text_encoder(split[0]):
-                if is_of_text_encoder(key):
-                    self.report.text_encoder += 1
-                else:
-                    self.report.unknown.append(key)
-                continue
-            stem, part = split
-            target = targets.find(stem, part)
-            if target is None:
+        kinds, only = unsupported_kinds(self._places), ""
+        scales = set(self._scales_of.values())
+        for key in (key for key in self._places if key not in scales):
+            parsed = parse_key(key)
+            stem, part, adapter = parsed or (key.rpartition(".")[0], "", "")
+            target = targets.find(stem, part) if parsed else None
+            if target is None and is_of_text_encoder(key):
+                self.report.text_encoder += 1
+            elif kind := kinds.get(key) or kinds.get(stem):
+                self.report.unsupported[kind] += 1
+            elif parsed is None:
+                self.report.unknown.append(key)
+            elif target is None:
                 self.report.absent[_leaf(stem, part)] += 1
+            elif adapter and adapter != (only := only or adapter):
+                self.report.repeated += 1
             else:
                 part = "diff" if part in _DIFFERENCES else part
                 if found.setdefault(target, {}).setdefault(part, key) != key:
@@ -208,10 +225,14 @@ class LoraFile:
         return notes
 
     def _no_match(self, targets: Targets) -> str:
+        if self.report.unsupported:
+            kind = next(iter(self.report.unsupported))
+            known = "LoRA, LoHa, LoKr, GLoRA, OFT, BOFT or differences"
+            return line(self.path.name, f"it is an unsupported kind ({kind}); expected {known}")
         if self.report.unfit:
             why = next(iter(self.report.unfit))
             return f"{self.path.name} is for another model: {why}"
-        theirs = [key for key in self._places if split_key(key)]
+        theirs = [key for key in self._places if parse_key(key)]
         # The keys of a LoRA deserve a long line: they show which model it is for.
         count = 5 if theirs else 2
         keys = ", ".join(map(shown, (theirs or list(self._places))[:count])) or "no keys"

@@ -17,9 +17,10 @@ class KeyReport:
     used: int = 0
     absent: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by last name
     unfit: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by reason
+    unsupported: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by kind
     unknown: list[str] = field(default_factory=list)
     text_encoder: int = 0
-    repeated: int = 0  # in another dialect
+    repeated: int = 0  # in another dialect, or of another adapter
     notes: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
@@ -35,6 +36,8 @@ class KeyReport:
         lines += [f"  {count} keys do not fit: {why}" for why, count in misfits[:_MISFITS]]
         if rest := sum(count for _, count in misfits[_MISFITS:]):
             lines.append(f"  {rest} more keys do not fit")
+        for kind, count in self.unsupported.items():
+            lines.append(f"  {count} keys of an unsupported kind ({kind})")
         if self.unknown:
             some = ", ".join(map(shown, self.unknown[:3]))
             some += ", ..." if len(self.unknown) > 3 else ""

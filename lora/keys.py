@@ -12,7 +12,7 @@ DiffSynth-Studio (`pipe.dit.`), LyCORIS (`lycoris_`), lightx2v (`diff_m`), Wan-F
 
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 # Axis, start and length of a part of a weight.
@@ -26,19 +26,23 @@ class Target(NamedTuple):
     offset: Offset | None = None
 
 
-# An adapter name may precede ".weight", as in `lora_A.default.weight`. The bias that PEFT can train
-# with `lora_B` is a different part.
-_MATRIX = r"(?:\.(?!bias$)\w+)??(?:\.weight)?"
+# An adapter name may precede ".weight", as in `lora_A.my-style.v2.weight`. The bias that PEFT can
+# train with `lora_B`, and what describes a quantised matrix, are no matrices.
+_MATRIX = r"(?!\.weight\.)(?:\.(?P<adapter>(?s:.+?)))??(?:\.weight)?"
+_OTHER = re.compile(
+    r"\.(?:bias|(?:weight_|input_)?scale(?:_(?:weight|input|inv|2))?|absmax|comfy_quant)$"
+)
+_SCALE = re.compile(r"(.+?)(?:\.weight)?[._]scale(?:_weight|_inv)?$")
 
 # Endings of keys and the parts that they name, `adapters.PARTS`.
 _ENDINGS = [
     (rf"(?:[._]lora[._]up|\.lora_up|\.lora_linear_layer\.up|\.lora_B){_MATRIX}", "up"),
     (rf"(?:[._]lora[._]down|\.lora_down|\.lora_linear_layer\.down|\.lora_A){_MATRIX}", "down"),
-    (r"\.lora_mid(?:\.weight)?", "mid"),
+    (rf"\.lora_mid{_MATRIX}", "mid"),
     (r"\.(?:lora_)?alpha", "alpha"),
     (r"\.dora_scale", "dora_scale"),
-    (r"\.lora_magnitude_vector(?:\.\w+)??(?:\.weight)?", "magnitude"),
-    (r"\.(hada_w[12]_[ab]|hada_t[12]|lokr_w[12](?:_[ab])?|lokr_t2)(?:\.weight)?", ""),
+    (rf"\.lora_magnitude_vector{_MATRIX}", "magnitude"),
+    (rf"\.(hada_w[12]_[ab]|hada_t[12]|lokr_w[12](?:_[ab])?|lokr_t2){_MATRIX}", ""),
     (r"\.([ab][12])\.weight", ""),
     (r"\.(oft_blocks|rescale)(?:\.weight)?", ""),
     (r"\.(reshape_weight|set_weight|diff_b|diff_m|diff|w_norm|b_norm)", ""),
@@ -54,6 +58,8 @@ _PREFIXES = (
     "transformer.",
     "unet.",
     "model.",
+    "module.",
+    "module_",
     "lora_unet__",
     "lora_unet_",
     "lora_transformer_",
@@ -63,6 +69,22 @@ _PREFIXES = (
 
 # Most prefixes of one key; a key of prefixes only would take time in the square of its length.
 _MOST_PREFIXES = 16
+
+# Segments that PyTorch's wrappers add to the name of a module, anywhere in it.
+_WRAPPER = r"_(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)"
+_WRAPPERS = re.compile(rf"^(?:{_WRAPPER}[._])+|(?:[._]{_WRAPPER})+(?![^._])")
+
+# Words in the keys of kinds that are not supported.
+_UNSUPPORTED = {
+    "VeRA": "vera_lambda_[bd]|vera_[AB]", "IA3": "ia3_l|on_input", "AdaLoRA": "lora_E",
+    "FourierFT": "fourierft_spectrum", "VB-LoRA": r"vblora_\w+", "RandLoRA": r"randlora_\w+",
+    "DeLoRA": r"delora_\w+", "GraLoRA": r"gralora_\w+", "Poly": "poly_lora_[AB]|poly_router",
+    "LoRA-XS": "(?:default_)?lora_latent_mapping", "HRA": "hra_u", "Bone": "bone_block",
+    "MiSS": "miss_block", "C3A": "c3a_kernel", "RoAd": "road_theta", "SHiRA": "shira_weight",
+    "PEFT's OFT": "oft_[Rs]", "PEFT's BOFT": "boft_[Rs]", "old OFT": "oft_diag",
+    "Stand-In": "[qkvo]_loras", "SVDQuant": "qweight|wscales|smooth_factor",
+}  # fmt: skip
+_WORDS = re.compile(rf"(?:^|[._])(?:{'|'.join(f'({s})' for s in _UNSUPPORTED.values())})(?![^._])")
 
 # Prefixes of text encoders in the same file.
 _TEXT_ENCODER = re.compile(r"(lora_te\d?_|text_encoders?[._\d]|te\d?[._]|clip_[lgh][._])")
@@ -102,16 +124,38 @@ _WAN_TOP = {
 
 def split_key(key: str) -> tuple[str, str] | None:
     """Split `key` into module and part; None: no known part."""
-    for pattern, part in _PARTS:
+    found = parse_key(key)
+    return found and found[:2]
+
+
+def parse_key(key: str) -> tuple[str, str, str] | None:
+    """Split `key` into module, part and the name of an adapter, if any; None: no known part."""
+    for pattern, part in () if _OTHER.search(key) else _PARTS:
         match = pattern.match(key)
         if match is not None:
-            return match["stem"], part or match[2]
+            return match["stem"], part or match[2], match.groupdict().get("adapter") or ""
     return None
 
 
-def is_of_text_encoder(stem: str) -> bool:
-    """Return whether `stem` belongs to a text encoder."""
-    return _TEXT_ENCODER.match(stem) is not None
+def scales_of(keys: Collection[str]) -> dict[str, str]:
+    """Return the keys of scales by the keys of the quantised matrices that they belong to."""
+    found = [match for match in map(_SCALE.match, keys) if match]
+    names = {f"{match[1]}{end}": match[0] for match in found for end in ("", ".weight")}
+    return {name: key for name, key in names.items() if name in keys}
+
+
+def unsupported_kinds(keys: Iterable[str]) -> dict[str, str]:
+    """Return the names of unsupported kinds by the keys that show them, and by their modules."""
+    kinds: dict[str, str] = {}
+    for key in keys:
+        if match := _WORDS.search(key):
+            kinds[key] = kinds[key[: match.start()]] = [*_UNSUPPORTED][(match.lastindex or 1) - 1]
+    return kinds
+
+
+def is_of_text_encoder(key: str) -> bool:
+    """Return whether `key` belongs to a text encoder."""
+    return any(map(_TEXT_ENCODER.match, _without_prefixes(key)))
 
 
 class Targets:
@@ -130,7 +174,7 @@ class Targets:
         prefix: str = "diffusion_model.",
     ) -> None:
         self.shapes = {key: shape for key, shape in parameters.items() if key.startswith(prefix)}
-        names = {key.removeprefix(prefix): key for key in self.shapes}
+        names = {_WRAPPERS.sub("", key.removeprefix(prefix)): key for key in self.shapes}
         wan = "blocks.0.self_attn.q.weight" in names
         self._exact: dict[str, Target | None] = {}
         self._flat: dict[str, Target | None] = {}
@@ -195,8 +239,8 @@ class Targets:
 
 
 def _without_prefixes(stem: str) -> Iterator[str]:
-    """Yield a name, and the rest of it without prefixes, the longest first."""
-    waiting, seen = [stem], set()
+    """Yield a name without wrappers, and the rest of it without prefixes, the longest first."""
+    waiting, seen = [_WRAPPERS.sub("", stem)], set()
     while waiting and len(seen) < _MOST_PREFIXES:
         name = waiting.pop(0)
         if name in seen:

@@ -5,6 +5,8 @@ the library's: it is from diffusers' converter (`convert_wan_to_diffusers.py`), 
 opposite direction.
 """
 
+import re
+
 import torch
 
 from fast_video_vae.lora.blocks import parse_blocks
@@ -160,6 +162,11 @@ def _mixed(name):
     return f"{words[0]}_{'.'.join(words[1:])}"
 
 
+def _compiled(name):
+    """Each block compiled on its own."""
+    return re.sub(r"(blocks\.\d+)(?=\.|$)", r"\1._orig_mod", name)
+
+
 # Spellings of module names by trainers.
 SPELLINGS = {
     "bare": lambda name: name,
@@ -175,6 +182,22 @@ SPELLINGS = {
     "checkpoint": lambda name: f"model.diffusion_model.{name}",
     "onetrainer": lambda name: f"lora_transformer_{flat(name)}",
     "unet": lambda name: f"unet.{name}",
+    "compiled": lambda name: f"_orig_mod.{name}",
+    "compiled-peft": lambda name: f"base_model.model._orig_mod.{name}",
+    "compiled-in-comfyui": lambda name: f"diffusion_model._orig_mod.{name}",
+    "compiled-kohya": lambda name: f"lora_unet__orig_mod_{flat(name)}",
+    "compiled-blocks": lambda name: f"transformer.{_compiled(name)}",
+    "compiled-blocks-kohya": lambda name: f"lora_unet_{flat(_compiled(name))}",
+    "compiled-layers": lambda name: f"{name}._orig_mod",
+    "checkpointed-fsdp": lambda name: (
+        f"_fsdp_wrapped_module.{name}._checkpoint_wrapped_module._orig_mod"
+    ),
+    "ddp": lambda name: f"module.{name}",
+    "ddp-peft": lambda name: f"module.base_model.model.{name}",
+    "ddp-compiled": lambda name: f"module._orig_mod.{_compiled(name)}",
+    "compiled-ddp": lambda name: f"_orig_mod.module.base_model.model.diffusion_model.{name}",
+    "ddp-inside": lambda name: f"diffusion_model.module.{name}",
+    "ddp-kohya": lambda name: f"lora_unet_module_{flat(name)}",
 }
 
 # Endings of `up` and `down`.
@@ -183,6 +206,10 @@ ENDINGS = {
     "peft": (".lora_B.weight", ".lora_A.weight"),
     "peft-named": (".lora_B.default.weight", ".lora_A.default.weight"),
     "peft-other-name": (".lora_B.my_adapter_2.weight", ".lora_A.my_adapter_2.weight"),
+    "peft-dotted-name": (".lora_B.my-style.v2.weight", ".lora_A.my-style.v2.weight"),
+    "peft-bare-name": (".lora_B.my-style.v2", ".lora_A.my-style.v2"),
+    "peft-words": (".lora_B.my style (bias).weight", ".lora_A.my style (bias).weight"),
+    "kohya-dotted-name": (".lora_up.weight-1.5.weight", ".lora_down.weight-1.5.weight"),
     "kohya-named": (".lora_up.default.weight", ".lora_down.default.weight"),
     "diffusers-underscore": ("_lora.up.weight", "_lora.down.weight"),
     "diffusers-dot": (".lora.up.weight", ".lora.down.weight"),

@@ -49,7 +49,12 @@ def test_up_and_down_are_recognised_by_their_endings(spelling):
 OTHER_ENDINGS = {
     "alpha": ["alpha", "lora_alpha"],
     "mid": ["lora_mid.weight"],
-    "magnitude": [f"lora_magnitude_vector{end}" for end in ("", ".weight", ".default.weight")],
+    "magnitude": [
+        f"lora_magnitude_vector{name}{end}"
+        for name in ("", ".default", ".my-style.v2")
+        for end in ("", ".weight")
+    ],
+    "lokr_w2_a": ["lokr_w2_a", "lokr_w2_a.my-style.v2"],
     "a1": ["a1.weight"],
     "b2": ["b2.weight"],
 }
@@ -74,10 +79,16 @@ def test_other_parts_are_recognised_by_their_endings():
         "blocks.0.self_attn.q.weight",
         "blocks.0.self_attn.q.lora_B.bias",  # PEFT with lora_bias: not the matrix
         "blocks.0.self_attn.q.lora_B.default.bias",
+        "blocks.0.self_attn.q.lora_B.my-style.v2.bias",
+        # Of a quantised matrix: not the matrix
+        *(f"blocks.0.self_attn.q.lora_A.{end}" for end in (
+            "scale", "weight_scale", "scale_weight", "weight.scale", "my-style.v2.weight_scale",
+            "weight.absmax", "weight.quant_state.bitsandbytes__nf4", "comfy_quant",
+        )),
         "lora_A.weight",  # no module name
         *(".alpha", "", "__metadata__"),
     ],
-)
+)  # fmt: skip
 def test_unknown_keys_are_not_split(key):
     assert split_key(key) is None
 
