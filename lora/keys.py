@@ -7,7 +7,8 @@ is found as well as `transformer.blocks.12.attn1.to_k`, and no name is guessed.
 
 Sources of the dialects: kohya-ss sd-scripts and musubi-tuner (`lora_unet_`), Hugging Face PEFT
 (`base_model.model.`, adapter names), diffusers' WanTransformer3DModel (`attn1`, `ffn.net`),
-DiffSynth-Studio (`pipe.dit.`), LyCORIS (`lycoris_`), lightx2v (`diff_m`), Wan-Fun (`lora_unet__`).
+DiffSynth-Studio (`pipe.dit.`), LyCORIS (`lycoris_`), lightx2v (`diff_m`), Wan-Fun (`lora_unet__`),
+PyTorch's wrappers (`_orig_mod`, `module.`).
 """
 
 import functools

@@ -120,7 +120,7 @@ def test_one_of_the_adapters_of_a_file_is_applied(write):
     }
     tensors = {f"{STEM}.{part}": tensor for part, tensor in (one | other).items()}
     others = {key: value for key, value in tensors.items() if "other" in key}
-    tensors |= {key.replace(".q.", ".k."): value.clone() for key, value in others.items()}
+    tensors |= {key.replace(".q.", ".v."): value.clone() for key, value in others.items()}
     file = LoraFile(write(tensors), TARGETS)
     (adapter,) = read(file).values()
     assert torch.equal(adapter.up, one["lora_B.my-style.v2.weight"])

@@ -171,6 +171,15 @@ def test_a_name_of_the_model_takes_precedence_over_an_extra_name():
     assert targets.find("lora_unet_final", "up") == other
 
 
+def test_a_compiled_model_is_found_by_the_names_of_its_layers():
+    compiled = {f"{PREFIX}_orig_mod.{key.removeprefix(PREFIX)}": WAN[key] for key in WAN}
+    targets = Targets(compiled)
+    for name, own in names_of("wan").items():
+        for spelling in ("diffusion_model", "kohya", "compiled", "compiled-blocks"):
+            found = targets.find(SPELLINGS[spelling](name), "up")
+            assert found == Target(f"{PREFIX}_orig_mod.{own}.weight")
+
+
 def test_an_ambiguous_spelling_finds_no_module():
     shapes = {f"{PREFIX}a.b_c.weight": (4, 4), f"{PREFIX}a_b.c.weight": (4, 4)}
     targets = Targets(shapes)
