@@ -107,13 +107,11 @@ class LoraFile:
 
     def stored_bytes(self, entry: FileEntry) -> int:
         """Return the bytes that an adapter needs at most, with alignment."""
-        total = 0
-        for key in entry.keys.values():
-            place = self._places[key]
-            # A scaled matrix is float32.
-            size = 4 * prod(place.shape) if key in self._scales_of else 0
-            total += aligned(size or place.offsets[1] - place.offsets[0])
-        return total
+        places = {key: self._places[key] for key in entry.keys.values()}
+        sizes = {key: place.offsets[1] - place.offsets[0] for key, place in places.items()}
+        # A scaled matrix is read as float32.
+        sizes |= {key: 4 * prod(places[key].shape) for key in places if key in self._scales_of}
+        return sum(map(aligned, sizes.values()))
 
     def _header(self) -> Header:
         """Read the header after checks of the kind of the file."""
@@ -162,7 +160,7 @@ class LoraFile:
 
     def _sort(self, targets: Targets) -> None:
         found: dict[Target, dict[str, str]] = {}
-        kinds, only = unsupported_kinds(self._places), ""
+        kinds, applied = unsupported_kinds(self._places), ""
         scales = set(self._scales_of.values())
         for key in (key for key in self._places if key not in scales):
             parsed = parse_key(key)
@@ -176,7 +174,7 @@ class LoraFile:
                 self.report.unknown.append(key)
             elif target is None:
                 self.report.absent[_leaf(stem, part)] += 1
-            elif adapter and adapter != (only := only or adapter):
+            elif adapter and adapter != (applied := applied or adapter):
                 self.report.repeated += 1
             else:
                 part = "diff" if part in _DIFFERENCES else part
@@ -225,10 +223,9 @@ class LoraFile:
         return notes
 
     def _no_match(self, targets: Targets) -> str:
-        if self.report.unsupported:
-            kind = next(iter(self.report.unsupported))
+        if kinds := [*self.report.unsupported]:
             known = "LoRA, LoHa, LoKr, GLoRA, OFT, BOFT or differences"
-            return line(self.path.name, f"it is an unsupported kind ({kind}); expected {known}")
+            return line(self.path.name, f"it is an unsupported kind ({kinds[0]}); expected {known}")
         if self.report.unfit:
             why = next(iter(self.report.unfit))
             return f"{self.path.name} is for another model: {why}"
