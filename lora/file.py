@@ -22,7 +22,7 @@ from torch import Tensor
 from ..kernels import LINE, PICKLE, ZIP, Header, guarded, kind_of, line, read_header, shown
 from .adapters import Adapter, make_adapter, spell
 from .key_report import KeyReport
-from .keys import Target, Targets, is_of_text_encoder, parse_key, scales_of, unsupported_kinds
+from .keys import Target, Targets, is_of_text_encoder, scales_of, split_key, unsupported_kinds
 
 # GPUs read 16 bytes at once.
 _ALIGNMENT = 16
@@ -163,7 +163,7 @@ class LoraFile:
         kinds, applied = unsupported_kinds(self._places), ""
         scales = set(self._scales_of.values())
         for key in (key for key in self._places if key not in scales):
-            parsed = parse_key(key)
+            parsed = split_key(key)
             stem, part, adapter = parsed or (key.rpartition(".")[0], "", "")
             target = targets.find(stem, part) if parsed else None
             if target is None and is_of_text_encoder(key):
@@ -229,7 +229,7 @@ class LoraFile:
         if self.report.unfit:
             why = next(iter(self.report.unfit))
             return f"{self.path.name} is for another model: {why}"
-        theirs = [key for key in self._places if parse_key(key)]
+        theirs = [key for key in self._places if split_key(key)]
         # The keys of a LoRA deserve a long line: they show which model it is for.
         count = 5 if theirs else 2
         keys = ", ".join(map(shown, (theirs or list(self._places))[:count])) or "no keys"

@@ -123,13 +123,7 @@ _WAN_TOP = {
 }
 
 
-def split_key(key: str) -> tuple[str, str] | None:
-    """Split `key` into module and part; None: no known part."""
-    found = parse_key(key)
-    return found and found[:2]
-
-
-def parse_key(key: str) -> tuple[str, str, str] | None:
+def split_key(key: str) -> tuple[str, str, str] | None:
     """Split `key` into module, part and the name of an adapter, if any; None: no known part."""
     for pattern, part in () if _OTHER.search(key) else _PARTS:
         match = pattern.match(key)
