@@ -12,8 +12,10 @@ from torch import Tensor
 
 from ..kernels import guarded, line, shown
 from .checkpoint_io.checkpoint_file import read_file
+from .checkpoint_io.networks import flattened
+from .checkpoint_io.scales import scaled, with_scales
 from .model import VideoVAE
-from .models.checkpoint_keys import to_wan_keys, with_time
+from .models.checkpoint_keys import VAES, to_wan_keys, with_time
 from .models.config import SEEDVR2, LayoutError, VAEConfig, read_configs
 from .streaming.precision import check_computes, fastest_decode_dtype
 from .validation import widened
@@ -105,13 +107,24 @@ def read_checkpoint(source: str | os.PathLike[str] | Mapping[str, Tensor]) -> Ch
     """
     name = "the state dict" if isinstance(source, Mapping) else str(Path(source))
     with guarded(name, keep=(LayoutError,)):
-        raw = dict(source) if isinstance(source, Mapping) else read_file(Path(source))
-        weights = to_wan_keys(raw)
-        _check_kinds(weights)
-        weights = with_time(weights)
-        config = _fit({key: tuple(value.shape) for key, value in weights.items()})
+        if isinstance(source, Mapping):
+            entries = flattened(source)
+        else:
+            entries = read_file(Path(source), VAES)
+        network, left = VAES.take(entries)
+        pairs = to_wan_keys(with_scales(network))
+        weights = with_time({key: weight for key, (weight, _) in pairs.items()})
+        # Without a network, the error has a name of what is there.
+        shapes = {key: tuple(value.shape) for key, value in weights.items()}
+        config, unused = _fit(shapes or dict.fromkeys(entries, ()))
+        for key, (_, scale) in pairs.items():
+            weights[key] = scaled(key, weights[key], scale)
+        weights |= {key: torch.zeros(shape) for key, shape in unused.items()}
         _check_values(weights)
         _check_ends(weights, config, name)
+    if left:
+        text = f"left out {_some('not of the VAE', [shown(key, 40) for key in left])}"
+        _logger.info("Fast Video VAE: %s", line(name, text))
     return Checkpoint(config, weights)
 
 
@@ -152,13 +165,18 @@ def build_vae(
     return vae.requires_grad_(False).eval()
 
 
-def _fit(shapes: dict[str, tuple[int, ...]]) -> VAEConfig:
-    """Return the configuration that fits the shapes, or raise an error about the closest one."""
+def _fit(shapes: dict[str, tuple[int, ...]]) -> tuple[VAEConfig, dict[str, torch.Size]]:
+    """Return the configuration that fits, and shapes that can be missing, as no image uses them.
+
+    If none fits, the error is about the closest one.
+    """
     reports: list[tuple[int, VAEConfig, str]] = []
     for config in read_configs(shapes):
         with torch.device("meta"):
             expected = VideoVAE(config, torch.float32, torch.float32).state_dict()
         missing = [key for key in expected if key not in shapes]
+        unused = [key for key in missing if config.taps == 1 and ".time_conv." in key]
+        missing = [key for key in missing if key not in unused]
         unexpected = [shown(key) for key in shapes if key not in expected]
         wrong = [
             f"{key} {list(shapes[key])}, expected {list(value.shape)}"
@@ -174,33 +192,9 @@ def _fit(shapes: dict[str, tuple[int, ...]]) -> VAEConfig:
         )
         reports.append((sum(map(len, faults.values())), config, report))
         if not report:
-            break
-    count, config, report = min(reports, key=lambda entry: entry[0])
-    if count:
-        raise ValueError(f"does not fit {config.family}: {report}")
-    return config
-
-
-def _check_kinds(weights: Mapping[str, Tensor]) -> None:
-    """Refuse tensors without their own data, before anything of their size is allocated."""
-    for key, value in weights.items():
-        if value.is_nested:
-            kind = "nested"
-        elif value.layout != torch.strided:
-            kind = "sparse"
-        elif value.is_quantized:
-            kind = "quantised"
-        elif value.is_meta:
-            kind = "on the meta device, without numbers"
-        elif not value.numel():
-            kind = f"{list(value.shape)}, which holds nothing"
-        elif any(
-            not step and size > 1 for size, step in zip(value.shape, value.stride(), strict=True)
-        ):
-            kind = "expanded from fewer numbers"
-        else:
-            continue
-        raise ValueError(f"{shown(key)} is {kind}; expected plain tensors")
+            return config, {key: expected[key].shape for key in unused}
+    _, config, report = min(reports, key=lambda entry: entry[0])
+    raise ValueError(f"does not fit {config.family}: {report}")
 
 
 def _check_values(weights: Mapping[str, Tensor]) -> None:

@@ -143,7 +143,7 @@ class VideoVAE(PreparedVAE, SharedDevices, SharedRanks, VAEWeights):
         with self.preparing():
             encoder = self.encoding()
             computed = self.agreed(compute_dtype(dtype, self.device))
-            source = map(uint16_as_int16, checked(pieces, self.check_frames))
+            source = map(uint16_as_int16, checked(pieces, self.config, self.check_frames))
         known = isinstance(pieces, Tensor)
 
         def mean_of(x: Tensor) -> Tensor:

@@ -66,18 +66,19 @@ class FastVAE(comfy.sd.VAE):
         """Decode latents to an IMAGE `[B, T, H, W, C]` or `[B, H, W, C]` in [0, 1]."""
         if newer:
             return super().decode(samples_in, vae_options or {}, **newer)
-        if self.latent_dim == 2 and samples_in.ndim == 5:
-            samples_in = samples_in[:, :, 0]
         self.throw_exception_if_invalid()
         model = self.first_stage_model
         latent = samples_in.reshape(model.video_shape(samples_in.shape))
         model.check_latent(latent)
+        if self.latent_dim == 2:  # as in ComfyUI
+            latent = latent[:, :, :1]
         try:
             with timing.span("VAE decode", pieces.label(self), self.device):
                 images = self._decode(latent, options, tile)
         finally:
             give_back(self.device)
-        return images.squeeze(1) if samples_in.ndim == 4 and not model.is_seedvr2 else images
+        is_flat = self.latent_dim == 2 or samples_in.ndim == 4
+        return images.squeeze(1) if is_flat and not model.is_seedvr2 else images
 
     def decode_tiled(
         self,

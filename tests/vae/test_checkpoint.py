@@ -222,7 +222,7 @@ ANCHORS = (
         (
             {
                 **{f"decoder.upsamples.{index}.residual.6.bias": None for index in (0, 1, 5, 6)},
-                "loss.weight": torch.ones(3),
+                "decoder.loss.weight": torch.ones(3),
                 "decoder.middle.1.proj.weight": torch.ones(32, 31, 1, 1),
             },
             [

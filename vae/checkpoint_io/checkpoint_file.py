@@ -9,21 +9,15 @@ import mmap
 import os
 import pickle
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
-from ...kernels import (
-    PICKLE,
-    SAFETENSORS,
-    ZIP,
-    Header,
-    first_line,
-    kind_of,
-    read_header,
-    shown,
-)
+from ...kernels import PICKLE, SAFETENSORS, ZIP, first_line, kind_of, read_header, shown
+from .networks import Network, flattened
 from .torch_look import check_pickles, check_zip
 
 _EXPECTED = "expected a .safetensors or .pth file"
@@ -32,8 +26,12 @@ _EXPECTED = "expected a .safetensors or .pth file"
 _MAX_SHARED = 64 << 20
 
 
-def read_file(path: Path) -> dict[object, object]:
-    """Read the state dict of a safetensors or PyTorch file: tensors, and other values unchanged."""
+def read_file(path: Path, network: Network) -> dict[str, object]:
+    """Read what could be a `network` in a safetensors or PyTorch file.
+
+    The names are those of all entries, with those of the dicts that they are in. The values of
+    entries of other kinds are None; values that are no tensors are unchanged.
+    """
     if path.is_dir():
         raise ValueError(f"it is a folder; {_EXPECTED}")
     if not path.exists():
@@ -44,10 +42,7 @@ def read_file(path: Path) -> dict[object, object]:
         size = os.fstat(file.fileno()).st_size
         kind = kind_of(file, size)
         if kind == SAFETENSORS:
-            header = read_header(file, size)
-            # Private and writable, as PyTorch requires: writes to the tensors do not reach the
-            # file.
-            return _mapped(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY), header)
+            return _mapped(file, size, network)
         if kind not in (ZIP, PICKLE):
             raise ValueError(f"it is {kind}, not a complete .safetensors or .pth file")
         most = check_zip(file, size) if kind == ZIP else check_pickles(file, size)
@@ -62,35 +57,51 @@ def read_file(path: Path) -> dict[object, object]:
             raise ValueError("its pickle is damaged") from None
         except Exception as error:  # a lack of memory too: the sizes are those of the file
             raise ValueError(f"PyTorch cannot read it ({shown(first_line(error))})") from None
-    return _state_dict(value, most)
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds a {type(value).__name__}; expected a state dict")
+    entries = flattened(value)
+    # Without a network the error is about any of them.
+    names = _names(entries, network) or entries
+    return dict.fromkeys(entries) | _state_dict({name: entries[name] for name in names}, most)
 
 
-def _mapped(data: mmap.mmap, header: Header) -> dict[object, object]:
+def _names(names: Iterable[str], network: Network) -> set[str]:
+    """Return the names of the entries of each such network."""
+    return {name for keys in network.places(names).values() for name in keys}
+
+
+def _mapped(file: BinaryIO, size: int, network: Network) -> dict[str, object]:
     """Return the tensors of a safetensors file, in its memory."""
-    tensors: dict[object, object] = {}
-    for key, place in header.places.items():
+    header = read_header(file, size)
+    tensors: dict[str, object] = dict.fromkeys(header.places)
+    places = {name: header.places[name] for name in _names(header.places, network)}
+    if not places:
+        return tensors
+    # Only the part with the network: the file can be larger than the memory, and systems count a
+    # private map as a copy. It is private and writable, as PyTorch requires: writes to the tensors
+    # do not reach the file.
+    start = header.start + min(place.offsets[0] for place in places.values())
+    start -= start % mmap.ALLOCATIONGRANULARITY
+    length = header.start + max(place.offsets[1] for place in places.values()) - start
+    data = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=start)
+    for key, place in places.items():
         dtype, (first, last) = place.torch_dtype, place.offsets
         if dtype is None:
             raise ValueError(f"{shown(key)} is of dtype {shown(place.dtype)}; expected floats")
         if first == last:
             raise ValueError(f"{shown(key)} is {list(place.shape)}; expected no size of 0")
-        count = (last - first) // dtype.itemsize
-        flat = torch.frombuffer(data, dtype=dtype, offset=header.start + first, count=count)
+        offset, count = header.start + first - start, (last - first) // dtype.itemsize
+        flat = torch.frombuffer(data, dtype=dtype, offset=offset, count=count)
         tensors[key] = _aligned(flat.view(place.shape))
     return tensors
 
 
-def _state_dict(value: object, most: int) -> dict[object, object]:
-    """Return the state dict in the content of a file with `most` bytes of storages.
+def _state_dict(value: dict[str, object], most: int) -> dict[str, object]:
+    """Return the entries of a file with `most` bytes of storages.
 
-    It is the content itself, or one entry of it. PyTorch compares neither storages with the file,
-    nor tensors whose steps are 0 with their storages.
+    PyTorch compares neither storages with the file, nor tensors whose steps are 0 with their
+    storages.
     """
-    for key in ("state_dict", "model", "vae"):
-        if isinstance(value, dict) and isinstance(value.get(key), dict):
-            value = value[key]
-    if not isinstance(value, dict):
-        raise ValueError(f"it holds a {type(value).__name__}; expected a state dict")
     tensors = {key: Tensor.detach(each) for key, each in value.items() if isinstance(each, Tensor)}
     stored: dict[int, int] = {}
     for key, tensor in tensors.items():
@@ -107,9 +118,7 @@ def _state_dict(value: object, most: int) -> dict[object, object]:
     ):
         if total > limit:
             raise ValueError(f"its {what} need {total} bytes; the file has {most}")
-    read: dict[object, object] = dict(value)
-    read.update((key, _aligned(tensor)) for key, tensor in tensors.items())
-    return read
+    return value | {key: _aligned(tensor) for key, tensor in tensors.items()}
 
 
 def _aligned(tensor: Tensor) -> Tensor:

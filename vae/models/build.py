@@ -13,7 +13,7 @@ def make_encoder(config: VAEConfig) -> Network | None:
         return None
     channels = config.image_channels * config.patch_size**2
     if config.family == WAN21:
-        return Wan21Encoder(config.encoder_widths, channels, config.latent_channels)
+        return Wan21Encoder(config.encoder_widths, channels, config.latent_channels, config.taps)
     if config.family == SEEDVR2:
         return SeedVR2Encoder(config.encoder_widths, channels, config.latent_channels)
     return Wan22Encoder(config.encoder_widths, channels, config.latent_channels, config.taps)
@@ -23,7 +23,7 @@ def make_decoder(config: VAEConfig) -> Network:
     """Return the decoder of `config` with uninitialised weights."""
     channels = config.image_channels * (config.output_scale * config.patch_size) ** 2
     if config.family == WAN21:
-        return Wan21Decoder(config.decoder_widths, channels, config.latent_channels)
+        return Wan21Decoder(config.decoder_widths, channels, config.latent_channels, config.taps)
     if config.family == SEEDVR2:
         return SeedVR2Decoder(config.decoder_widths, channels, config.latent_channels)
     return Wan22Decoder(config.decoder_widths, channels, config.latent_channels, config.taps)

@@ -2,15 +2,21 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TypeVar
 
 from torch import Tensor
 
-from ...kernels import shown
-from .config import SEEDVR2_KEY
+from ..checkpoint_io.networks import Network, check_different
+from .config import SEEDVR2_KEY, WAN_KEY
 
-# Prefixes that some tools put before every key.
-_PREFIXES = ("model.", "first_stage_model.", "vae.", "module.")
+# The same tensor as `WAN_KEY`.
+_DIFFUSERS_KEY = "decoder.mid_block.resnets.0.norm1.gamma"
+
+# The VAEs of this package.
+VAES = Network(
+    (WAN_KEY, _DIFFUSERS_KEY, SEEDVR2_KEY),
+    ("encoder.", "decoder.", "conv1.", "conv2.", "quant_conv.", "post_quant_conv."),
+)
 
 # diffusers' names of the Wan 2.1 layout (AutoencoderKLWan, AutoencoderKLQwenImage; its script
 # convert_wan_to_diffusers.py has the table) as patterns, with Wan's names. The decoder's blocks are
@@ -41,36 +47,24 @@ _NESTED_NAMES = [
     (r"^decoder\.up_blocks\.(\d+)\.upsampler\.", r"decoder.upsamples.\1.upsamples.3."),
 ]
 
-# Weights that are 2D in every VAE.
-_FLAT = re.compile(r"\.(resample\.1|to_qkv|proj)\.weight$")
+# Tensors without a temporal dimension in every VAE.
+_FLAT = re.compile(r"\.(resample\.1|to_qkv|proj)\.weight$|\.1\.norm\.gamma$")
+
+_Value = TypeVar("_Value")
 
 
-def to_wan_keys(state: Mapping[Any, Any]) -> dict[str, Tensor]:
+def to_wan_keys(state: Mapping[str, _Value]) -> dict[str, _Value]:
     """Convert the keys of a state dict to Wan's names; unknown keys stay as they are."""
-    for key, value in state.items():
-        if not isinstance(key, str) or not isinstance(value, Tensor):
-            raise ValueError(
-                f"entry {shown(key)} is a {type(value).__name__}; expected names and tensors"
-            )
-    prefix = next((p for p in _PREFIXES if state and all(key.startswith(p) for key in state)), "")
-    plain = {key.removeprefix(prefix): value for key, value in state.items()}
-    if SEEDVR2_KEY not in plain and any(".conv_in." in key for key in plain):
+    plain = dict(state)
+    if _DIFFUSERS_KEY in plain:
         nested = any(".upsampler." in key for key in plain)
         names = {key: _from_diffusers(key, nested) for key in plain}
-        _check_different(names)
+        check_different(names)
         plain = {names[key]: value for key, value in plain.items()}
     if not any(key.startswith("encoder.") for key in plain):
         # The quantisation convolution of an encoder that was removed.
         plain = {key: value for key, value in plain.items() if not key.startswith("conv1.")}
     return plain
-
-
-def _check_different(names: Mapping[str, str]) -> None:
-    """Refuse two keys with the same meaning."""
-    first: dict[str, str] = {}
-    for key, name in names.items():
-        if first.setdefault(name, key) != key:
-            raise ValueError(f"{shown(key)} and {shown(first[name])} both mean {shown(name)}")
 
 
 def _from_diffusers(key: str, nested: bool) -> str:
@@ -87,14 +81,17 @@ def _from_diffusers(key: str, nested: bool) -> str:
 def with_time(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Add the temporal dimension of one tap to the causal convolutions of an image VAE.
 
-    diffusers stores Qwen-Image 2.1 with 2D convolutions, ComfyUI with 3D ones.
+    diffusers stores Qwen-Image 2.1 with 2D convolutions, ComfyUI with 3D ones. Wan 2.1 for images
+    has the last tap of its convolutions only; `time_conv`, which no image uses, can have three.
     """
     head = weights.get("decoder.head.2.weight")
-    if head is None or head.ndim != 4:
+    if head is None or head.shape[2:-2] not in ((), (1,)):
         return weights
-    return {
-        key: value.unsqueeze(2)
-        if value.ndim == 4 and key.endswith(".weight") and not _FLAT.search(key)
-        else value
-        for key, value in weights.items()
-    }
+
+    def timed(key: str, value: Tensor) -> Tensor:
+        lacks = value.ndim == (4 if key.endswith(".weight") else 3 if key.endswith(".gamma") else 0)
+        if lacks and not _FLAT.search(key):
+            return value.unsqueeze(2)
+        return value[:, :, -1:] if ".time_conv.weight" in key and value.ndim == 5 else value
+
+    return {key: timed(key, value) for key, value in weights.items()}

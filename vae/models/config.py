@@ -8,7 +8,7 @@ from ...kernels import shown
 from .latent_stats import latent_statistics
 
 # Keys that identify a layout, present since the first release of each.
-_WAN_KEY = "decoder.middle.0.residual.0.gamma"
+WAN_KEY = "decoder.middle.0.residual.0.gamma"
 _WAN22_KEY = "decoder.upsamples.0.upsamples.0.residual.2.weight"
 SEEDVR2_KEY = "decoder.up_blocks.2.upsamplers.0.upscale_conv.weight"
 
@@ -43,6 +43,7 @@ _WAN21_LATENTS = 16
 
 # The published VAE of the Wan 2.2 layout: base widths, latent channels, and the side of a patch.
 _WAN22_ENCODER, _WAN22_DECODER, _WAN22_LATENTS, _WAN22_PATCH = 160, 256, 48, 2
+_WAN22_LEAST = 3 * _WAN22_PATCH**2  # channels of a pixel of the network
 
 # The same tensors of SeedVR2, its published widths, and the factor of its latents
 # (configs_3b/main.yaml: vae.scaling_factor).
@@ -72,7 +73,8 @@ class VAEConfig:
 
     Attributes:
         family: `wan2.1` (Wan 2.1, Wan 2.2 14B, Qwen-Image; pruned, layered and 2x versions),
-            `wan2.2` (Wan 2.2 5B), `qwen-image-2.1` or `seedvr2`.
+            `wan2.2` (Wan 2.2 5B), `qwen-image-2.1` or `seedvr2`. Both of Wan also as a VAE of
+            single frames.
         latent_channels: Channels of a latent.
         image_channels: Channels of a frame: 3, or 4 with alpha.
         output_scale: Size of decoded frames over that of encoded ones: 2 for upscaling decoders,
@@ -109,6 +111,11 @@ class VAEConfig:
     def is_of_pictures(self) -> bool:
         """Whether each frame is a picture of its own, which depends on no other frame."""
         return self.temporal_compression == 1
+
+    @property
+    def is_of_one_frame(self) -> bool:
+        """Whether the weights are what a VAE of videos needs for one frame, and no video."""
+        return self.taps == 1 and self.family != QWEN21
 
     @property
     def encoder_width(self) -> int | None:
@@ -162,9 +169,9 @@ def read_configs(shapes: Shapes) -> list[VAEConfig]:
     """
     if SEEDVR2_KEY in shapes:
         return [_read_seedvr2(shapes)]
-    if _WAN_KEY not in shapes:
+    if WAN_KEY not in shapes:
         raise LayoutError(
-            f"not a Wan, Qwen-Image or SeedVR2 VAE (no {_WAN_KEY} in {len(shapes)} keys"
+            f"not a Wan, Qwen-Image or SeedVR2 VAE (no {WAN_KEY} in {len(shapes)} keys"
             + (f", such as {shown(min(shapes), 32)})" if shapes else ")")
         )
     latent_channels = _size(shapes, "decoder.conv1.weight", 1)
@@ -173,6 +180,7 @@ def read_configs(shapes: Shapes) -> list[VAEConfig]:
     decoder_base = _size(shapes, "decoder.head.0.gamma", 0)
     in_channels = _size(shapes, "encoder.conv1.weight", 1) if has_encoder else None
     out_channels = _size(shapes, "decoder.head.2.weight", 0)
+    taps = 1 if _is_flat(shapes) else 3
     if _WAN22_KEY in shapes:
         stages = _stages(shapes)
         anchors = _wan22_anchors(stages)
@@ -183,11 +191,13 @@ def read_configs(shapes: Shapes) -> list[VAEConfig]:
         widths = (encoder if has_encoder else None, decoder)
         if _WAN22_KEY not in shapes:
             image_channels, scale = _image_channels(out_channels, in_channels)
-            return _config(WAN21, latent_channels, image_channels, *widths, output_scale=scale)
-        if _is_flat(shapes):
+            layout = WAN21, latent_channels, image_channels, *widths
+            return _config(*layout, output_scale=scale, taps=taps)
+        if taps == 1 and out_channels < _WAN22_LEAST:
             return _config(QWEN21, latent_channels, out_channels, *widths, taps=1)
         patch = _WAN22_PATCH
-        return _config(WAN22, latent_channels, out_channels // patch**2, *widths, patch_size=patch)
+        layout = WAN22, latent_channels, out_channels // patch**2, *widths
+        return _config(*layout, patch_size=patch, taps=taps)
 
     usual = _standard_widths(encoder_base, decoder_base, stages)
     own = tuple(_widths(shapes, *each) for each in zip(anchors, usual, strict=True))

@@ -25,17 +25,19 @@ class Wan21Encoder(Network):
     From `[B, C, T, H, W]` to `[B, 2 * C_latent, t, H / 8, W / 8]`.
     """
 
-    def __init__(self, widths: Sequence[int], image_channels: int, latent_channels: int) -> None:
+    def __init__(
+        self, widths: Sequence[int], image_channels: int, latent_channels: int, taps: int = 3
+    ) -> None:
         super().__init__()
-        self.conv1 = CausalConv3d(image_channels, widths[0])
+        self.conv1 = CausalConv3d(image_channels, widths[0], (taps, 3, 3))
         stages: list[nn.Module] = []
         for stage, (before, after) in enumerate(itertools.pairwise(widths)):
-            stages += residual_blocks(before, after, _ENCODER_BLOCKS)
+            stages += residual_blocks(before, after, _ENCODER_BLOCKS, taps)
             if stage < len(_TEMPORAL):
-                stages.append(Downsample(after, temporal=_TEMPORAL[stage]))
+                stages.append(Downsample(after, temporal=_TEMPORAL[stage], taps=taps))
         self.downsamples = nn.ModuleList(stages)
-        self.middle = middle(widths[-1])
-        self.head = Head(widths[-1], 2 * latent_channels)
+        self.middle = middle(widths[-1], taps)
+        self.head = Head(widths[-1], 2 * latent_channels, taps)
 
 
 class Wan21Decoder(Network):
@@ -44,16 +46,19 @@ class Wan21Decoder(Network):
     From `[B, C_latent, t, h, w]` to `[B, C_out, T, 8 h, 8 w]`.
     """
 
-    def __init__(self, widths: Sequence[int], out_channels: int, latent_channels: int) -> None:
+    def __init__(
+        self, widths: Sequence[int], out_channels: int, latent_channels: int, taps: int = 3
+    ) -> None:
         super().__init__()
-        self.conv1 = CausalConv3d(latent_channels, widths[0])
-        self.middle = middle(widths[0])
+        self.conv1 = CausalConv3d(latent_channels, widths[0], (taps, 3, 3))
+        self.middle = middle(widths[0], taps)
         stages: list[nn.Module] = []
         before = widths[0]
         for stage, after in enumerate(widths[1:]):
-            stages += residual_blocks(before, after, _DECODER_BLOCKS)
+            stages += residual_blocks(before, after, _DECODER_BLOCKS, taps)
             if stage < len(_TEMPORAL):
                 before = after // 2
-                stages.append(Upsample(after, before, temporal=_TEMPORAL[::-1][stage]))
+                temporal = _TEMPORAL[::-1][stage]
+                stages.append(Upsample(after, before, temporal=temporal, taps=taps))
         self.upsamples = nn.ModuleList(stages)
-        self.head = Head(widths[-1], out_channels)
+        self.head = Head(widths[-1], out_channels, taps)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ...kernels import guarded, shown
 from ..checkpoint_io.checkpoint_file import read_file
+from ..checkpoint_io.networks import Network
 from ..models.latent_stats import latent_statistics
 from ..streaming.precision import check_computes, fastest_decode_dtype
 from .tiny_decoder import BLOCKS, TIMES, WIDTHS, TinyDecoder
@@ -38,6 +39,8 @@ _KEY = "decoder."
 _ENTER, _LEAVE = 1, 22
 _LEVELS = (3, 9, 15)
 _GROW, _MIX = BLOCKS + 1, BLOCKS + 2
+
+_TINY = Network((f"{_KEY}{_LEAVE}.bias",), (_KEY,))
 
 Weights = dict[str, Tensor]
 
@@ -60,7 +63,8 @@ def load_tiny_decoder(
     used = dtype or fastest_decode_dtype(place)
     check_computes(used, place)
     with guarded(str(Path(path))):
-        weights = _decoder_weights(read_file(Path(path)))
+        network, _ = _TINY.take(read_file(Path(path), _TINY))
+        weights = {key.removeprefix(_KEY): value for key, value in network.items()}
         channels = _check(weights)
         if normalizes is None:
             normalizes = _expects_normalised(Path(path).name)
@@ -91,15 +95,6 @@ def expected_shapes(channels: int) -> dict[str, tuple[int, ...]]:
         conv(f"{start + _MIX}", after, width, biased=False)
     conv(f"{_LEAVE}", 3 * _PATCHES[channels] ** 2, WIDTHS[-1])
     return shapes
-
-
-def _decoder_weights(state: dict[object, object]) -> Weights:
-    """Return the tensors of the decoder, without their prefix."""
-    return {
-        key.removeprefix(_KEY): value
-        for key, value in state.items()
-        if isinstance(key, str) and key.startswith(_KEY) and isinstance(value, Tensor)
-    }
 
 
 def _check(weights: Weights) -> int:

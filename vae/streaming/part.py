@@ -38,7 +38,7 @@ class Part:
         self._decoder, self._config = decoder, config
         self._latent: Tensor | None = None
         self._kept: KeptPieces | None = None
-        self.source = checked(latent, check)
+        self.source = checked(latent, config, check)
         if isinstance(latent, Tensor):
             self._latent = latent
             if frames is not None:
