@@ -1,6 +1,7 @@
 """Load checkpoints: files or state dicts, Wan's key names, strict checks, a short report."""
 
 import logging
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,10 +14,9 @@ from torch import Tensor
 from ..kernels import guarded, line, shown
 from .checkpoint_io.checkpoint_file import read_file
 from .checkpoint_io.networks import flattened
-from .checkpoint_io.scales import scaled, with_scales
 from .model import VideoVAE
-from .models.checkpoint_keys import VAES, to_wan_keys, with_time
-from .models.config import SEEDVR2, LayoutError, VAEConfig, read_configs
+from .models.checkpoint_keys import VAES, scaled, take_scales, to_wan_keys
+from .models.config import SEEDVR2, LayoutError, Shapes, VAEConfig, read_configs
 from .streaming.precision import check_computes, fastest_decode_dtype
 from .validation import widened
 
@@ -107,19 +107,16 @@ def read_checkpoint(source: str | os.PathLike[str] | Mapping[str, Tensor]) -> Ch
     """
     name = "the state dict" if isinstance(source, Mapping) else str(Path(source))
     with guarded(name, keep=(LayoutError,)):
-        if isinstance(source, Mapping):
-            entries = flattened(source)
-        else:
-            entries = read_file(Path(source), VAES)
+        mapped = isinstance(source, Mapping)
+        entries = flattened(source) if mapped else read_file(Path(source), VAES)
         network, left = VAES.take(entries)
-        pairs = to_wan_keys(with_scales(network))
-        weights = with_time({key: weight for key, (weight, _) in pairs.items()})
-        # Without a network, the error has a name of what is there.
+        weights = to_wan_keys(network)
+        scales = take_scales(weights)
         shapes = {key: tuple(value.shape) for key, value in weights.items()}
-        config, unused = _fit(shapes or dict.fromkeys(entries, ()))
-        for key, (_, scale) in pairs.items():
-            weights[key] = scaled(key, weights[key], scale)
-        weights |= {key: torch.zeros(shape) for key, shape in unused.items()}
+        # Without a network, the error names what is there.
+        config, shapes = _fit(shapes or dict.fromkeys(left, ()))
+        weights = {key: _shaped(weights.get(key), shape) for key, shape in shapes.items()}
+        weights |= {key: scaled(key, weights[key], scale) for key, scale in scales.items()}
         _check_values(weights)
         _check_ends(weights, config, name)
     if left:
@@ -165,18 +162,21 @@ def build_vae(
     return vae.requires_grad_(False).eval()
 
 
-def _fit(shapes: dict[str, tuple[int, ...]]) -> tuple[VAEConfig, dict[str, torch.Size]]:
-    """Return the configuration that fits, and shapes that can be missing, as no image uses them.
+def _fit(given: Shapes) -> tuple[VAEConfig, Shapes]:
+    """Return the configuration that fits and its shapes, or raise an error about the closest one.
 
-    If none fits, the error is about the closest one.
+    Convolutions of single frames can be 2D, and single frames use no `time_conv`.
     """
     reports: list[tuple[int, VAEConfig, str]] = []
-    for config in read_configs(shapes):
+    for config in read_configs(given):
         with torch.device("meta"):
             expected = VideoVAE(config, torch.float32, torch.float32).state_dict()
+        shapes = dict(given)
+        for key, value in expected.items() if config.taps == 1 else ():
+            flat = (*value.shape[:2], *value.shape[3:])
+            if given.get(key) == flat or (config.is_of_one_frame and ".time_conv." in key):
+                shapes[key] = tuple(value.shape)
         missing = [key for key in expected if key not in shapes]
-        unused = [key for key in missing if config.taps == 1 and ".time_conv." in key]
-        missing = [key for key in missing if key not in unused]
         unexpected = [shown(key) for key in shapes if key not in expected]
         wrong = [
             f"{key} {list(shapes[key])}, expected {list(value.shape)}"
@@ -192,9 +192,15 @@ def _fit(shapes: dict[str, tuple[int, ...]]) -> tuple[VAEConfig, dict[str, torch
         )
         reports.append((sum(map(len, faults.values())), config, report))
         if not report:
-            return config, {key: expected[key].shape for key in unused}
+            return config, shapes
     _, config, report = min(reports, key=lambda entry: entry[0])
     raise ValueError(f"does not fit {config.family}: {report}")
+
+
+def _shaped(value: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+    """Return a weight in its shape; zeros where it is not used and has another one."""
+    used = value is not None and value.numel() == math.prod(shape)
+    return value.reshape(shape) if used else torch.zeros(shape)
 
 
 def _check_values(weights: Mapping[str, Tensor]) -> None:

@@ -14,8 +14,6 @@ from .models.config import VAEConfig
 # A warning is for the code that is in neither folder: torch has frames between ours.
 _FOLDERS = str(Path(__file__).parent), str(Path(torch.__file__).parent)
 
-_ONE_FRAME = "{}; this VAE is of single pictures (its weights are 2D); expected 1 frame"
-
 # Elements that are checked at once for finite values.
 _CHECKED_AT_ONCE = 1 << 24
 
@@ -79,7 +77,7 @@ def check_tensor(tensor: object, name: str, channels: int) -> None:
 def check_latent(latent: Tensor, config: VAEConfig) -> None:
     """Check shape, dtype and values of a latent."""
     check_tensor(latent, "latent", config.latent_channels)
-    _check_length(latent, "latent has", config)
+    _check_count(latent.shape[2], config)
     if not latent.is_floating_point():
         raise ValueError(f"latent is {dtype_name(latent.dtype)}; expected a float dtype")
     check_finite(latent, "latent")
@@ -93,7 +91,7 @@ def check_frames(frames: Tensor, config: VAEConfig, *, values: bool = True) -> N
             f"frames are {dtype_name(frames.dtype)}; "
             "expected a float dtype in [-1, 1], uint8 or uint16"
         )
-    _check_length(frames, "the video has", config)
+    _check_count(frames.shape[2], config)
     step = config.spatial_compression
     if frames.shape[3] % step or frames.shape[4] % step:
         raise ValueError(
@@ -104,10 +102,9 @@ def check_frames(frames: Tensor, config: VAEConfig, *, values: bool = True) -> N
         check_finite(frames, "frames")
 
 
-def _check_length(video: Tensor, subject: str, config: VAEConfig) -> None:
-    """Refuse several frames for a VAE of single ones."""
-    if config.is_of_one_frame and video.shape[2] > 1:
-        raise ValueError(_ONE_FRAME.format(f"{subject} {video.shape[2]} frames"))
+def _check_count(frames: int, config: VAEConfig) -> None:
+    if config.is_of_one_frame and frames > 1:
+        raise ValueError(f"got {frames} frames; expected 1: the weights of this VAE are 2D")
 
 
 def checked(
@@ -122,10 +119,9 @@ def checked(
         first: Tensor | None = None
         for piece in pieces:
             check(piece)
+            _check_count(1 if first is None else 1 + piece.shape[2], config)
             if first is None:
                 first = piece
-            elif config.is_of_one_frame:
-                raise ValueError(_ONE_FRAME.format("the video has more frames"))
             elif piece.shape[:2] != first.shape[:2] or piece.shape[3:] != first.shape[3:]:
                 raise ValueError(
                     f"a piece has shape {list(piece.shape)}; expected {list(first.shape)}, "

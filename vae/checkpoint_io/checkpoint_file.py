@@ -9,7 +9,6 @@ import mmap
 import os
 import pickle
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -29,8 +28,7 @@ _MAX_SHARED = 64 << 20
 def read_file(path: Path, network: Network) -> dict[str, object]:
     """Read what could be a `network` in a safetensors or PyTorch file.
 
-    The names are those of all entries, with those of the dicts that they are in. The values of
-    entries of other kinds are None; values that are no tensors are unchanged.
+    All entries are there by name, for `Network.take`; only the values of networks are checked.
     """
     if path.is_dir():
         raise ValueError(f"it is a folder; {_EXPECTED}")
@@ -60,21 +58,17 @@ def read_file(path: Path, network: Network) -> dict[str, object]:
     if not isinstance(value, dict):
         raise ValueError(f"it holds a {type(value).__name__}; expected a state dict")
     entries = flattened(value)
-    # Without a network the error is about any of them.
-    names = _names(entries, network) or entries
-    return dict.fromkeys(entries) | _state_dict({name: entries[name] for name in names}, most)
-
-
-def _names(names: Iterable[str], network: Network) -> set[str]:
-    """Return the names of the entries of each such network."""
-    return {name for keys in network.places(names).values() for name in keys}
+    for names in network.places(entries).values() or [entries]:
+        entries |= _state_dict({name: entries[name] for name in names}, most)
+    return entries
 
 
 def _mapped(file: BinaryIO, size: int, network: Network) -> dict[str, object]:
     """Return the tensors of a safetensors file, in its memory."""
     header = read_header(file, size)
     tensors: dict[str, object] = dict.fromkeys(header.places)
-    places = {name: header.places[name] for name in _names(header.places, network)}
+    names = set[str]().union(*network.places(header.places).values())
+    places = {name: header.places[name] for name in names}
     if not places:
         return tensors
     # Only the part with the network: the file can be larger than the memory, and systems count a

@@ -1,11 +1,9 @@
 """Find the one network of a kind in a checkpoint, under any prefix and in any nested dict.
 
-Training and merged checkpoints have other entries too: other models, losses, an optimizer. They are
-left out by their names, and their values are not read.
+Other entries, of training or of other models, are left out by name; their values are not read.
 """
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -13,84 +11,62 @@ from torch import Tensor
 
 from ...kernels import shown
 
-# Dicts in dicts, of which a hostile pickle can have a hundred thousand.
-_MOST_NESTED = 8
-_MOST_NETWORKS = 8
-
-# Names of the modules that PyTorch puts around others.
-_WRAPPERS = re.compile(
-    r"(?<![^.])(_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
-)
-
-_DECODER = "decoder."
+# Characters of the keys around nested entries: a hostile pickle can have 100,000 dicts in each
+# other. Networks: each of them visits all names.
+_MOST_AROUND, _MOST_NETWORKS = 1000, 8
 
 
 class Network(NamedTuple):
-    """How the entries of a network are recognised.
+    """The keys of a network: some that no other one has, by which it is found, and its parts."""
 
-    Attributes:
-        anchors: Keys of the decoder that no other network has, one for each way to name them.
-        parts: How the keys of the network begin.
-    """
+    anchors: tuple[str, ...]  # of the decoder, in each way to name them
+    parts: tuple[str, ...]  # beginnings of all keys
 
-    anchors: tuple[str, ...]
-    parts: tuple[str, ...]
-
-    def places(self, names: Iterable[str]) -> dict[str, dict[str, str]]:
-        """Return each prefix with an anchor, and the keys behind it by the names in `names`."""
-        names = list(names)
-        prefixes: dict[str, dict[str, str]] = {}
+    def places(self, names: Collection[str]) -> dict[str, dict[str, str]]:
+        """Return the prefix of each such network, and its keys by the names of entries."""
+        found: dict[str, dict[str, str]] = {}
         for name in names:
-            prefix = name[: max(0, name.rfind(_DECODER))]
-            if _key(name, prefix) in self.anchors and (not prefix or prefix[-1] == "."):
-                prefixes[prefix] = {}
-        if len(prefixes) > _MOST_NETWORKS:
-            raise ValueError(f"it holds {len(prefixes)} networks; expected one")
-        for prefix, keys in prefixes.items():
-            for name in names:
-                if name.startswith(prefix) and _key(name, prefix).startswith(self.parts):
-                    keys[name] = _key(name, prefix)
+            prefix = name[: max(0, name.rfind("decoder."))]
+            if prefix[-1:] in ("", ".") and _key(name, prefix) in self.anchors:
+                found[prefix] = {}
+        if len(found) > _MOST_NETWORKS:
+            raise ValueError(f"it holds {len(found)} networks; expected one")
+        for prefix, keys in found.items():
+            within = {name: _key(name, prefix) for name in names if name.startswith(prefix)}
+            keys.update((name, key) for name, key in within.items() if key.startswith(self.parts))
             check_different(keys)
-        return prefixes
+        return found
 
     def take(self, entries: Mapping[str, object]) -> tuple[dict[str, Tensor], list[str]]:
-        """Return the network without its prefix, and the names of the other entries.
-
-        Several are an error unless they are equal. There is nothing in it if there is no anchor.
-        """
-        first: dict[str, Tensor] = {}
+        """Return the network without its prefix, empty if there is none, and all other names."""
         places = self.places(entries)
-        for prefix, keys in places.items():
-            network = _checked({key: entries[name] for name, key in keys.items()})
-            first = first or network
-            if not _equal(network, first):
-                one, other = (each[:-1] or "its root" for each in (next(iter(places)), prefix))
-                raise ValueError(
-                    f"it holds different networks, at {shown(one, 24)} and {shown(other, 24)}; "
-                    "expected one"
-                )
-        used = next(iter(places.values()), {})
-        return first, [name for name in entries if name not in used]
+        found = {
+            prefix: _checked({key: entries[name] for name, key in keys.items()})
+            for prefix, keys in places.items()
+        }
+        first, *others = found or [""]
+        for other in others:
+            if not _equal(found[first], found[other]):
+                one, two = (shown(prefix[:-1] or "its root", 24) for prefix in (first, other))
+                raise ValueError(f"it has different networks, at {one} and {two}; expected one")
+        return found.get(first, {}), [name for name in entries if name not in places.get(first, ())]
 
 
 def flattened(content: Mapping[Any, Any]) -> dict[str, object]:
-    """Return the entries of nested dicts under the joined keys, such as `ema.state_dict.a`."""
+    """Return the entries of nested dicts under joined keys, such as `ema.state_dict.a`."""
     entries: dict[str, object] = {}
-    seen: set[int] = set()
-
-    def visit(prefix: str, nested: Mapping[Any, Any], depth: int) -> None:
-        seen.add(id(nested))  # a pickle can have a dict in itself, or in a thousand others
-        for key, value in nested.items():
-            name = f"{prefix}{key}"
-            if isinstance(value, Mapping) and depth < _MOST_NESTED:
-                if id(value) not in seen:
-                    visit(f"{name}.", value, depth + 1)
-                continue
-            if name in entries:
+    nested, seen = [("", content)], {id(content)}
+    for around, each in nested:
+        for key, value in each.items():
+            name = f"{around}{key}"
+            if isinstance(value, Mapping) and len(around) < _MOST_AROUND:
+                if id(value) not in seen:  # a pickle can have a dict in itself, or in many others
+                    seen.add(id(value))
+                    nested.append((f"{name}.", value))
+            elif name in entries:
                 raise ValueError(f"two of its entries are named {shown(name)}; expected one")
-            entries[name] = value if isinstance(key, str) else None
-
-    visit("", content, 0)
+            else:
+                entries[name] = value if isinstance(key, str) else None
     if entries and not any(isinstance(value, Tensor) for value in entries.values()):
         raise ValueError(f"it has no tensor, but {shown(min(entries))}; expected names and tensors")
     return entries
@@ -105,7 +81,7 @@ def check_different(names: Mapping[str, str]) -> None:
 
 
 def _key(name: str, prefix: str) -> str:
-    return _WRAPPERS.sub("", name[len(prefix) :])
+    return name[len(prefix) :].replace("_orig_mod.", "")  # around each part that is compiled
 
 
 def _checked(network: Mapping[str, object]) -> dict[str, Tensor]:
@@ -135,11 +111,7 @@ def _checked(network: Mapping[str, object]) -> dict[str, Tensor]:
     return tensors
 
 
-def _equal(network: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    return network is other or (
-        network.keys() == other.keys()
-        and all(
-            value.dtype == other[key].dtype and torch.equal(value, other[key])
-            for key, value in network.items()
-        )
-    )
+def _equal(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> bool:
+    pairs = [(value, two[key]) for key, value in one.items() if key in two]
+    same = len(pairs) == len(one) == len(two)
+    return same and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)

@@ -37,7 +37,7 @@ class Network(nn.Module):
 
     Constructors take the widths (channels after the first convolution and of each stage in order),
     the channels of the frames, the channels of a latent (an encoder outputs twice as many, mean and
-    log-variance), and in the Wan 2.2 layout the temporal taps.
+    log-variance), and in the Wan layouts the temporal taps.
     """
 
     def __init__(self) -> None:

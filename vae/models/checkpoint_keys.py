@@ -1,11 +1,12 @@
-"""Convert the key names of a checkpoint to those of Wan."""
+"""Convert the key names of a checkpoint to those of Wan, and its weights to plain ones."""
 
 import re
 from collections.abc import Mapping
-from typing import TypeVar
 
+import torch
 from torch import Tensor
 
+from ...kernels import shown
 from ..checkpoint_io.networks import Network, check_different
 from .config import SEEDVR2_KEY, WAN_KEY
 
@@ -23,9 +24,9 @@ VAES = Network(
 # numbered afterwards.
 _DIFFUSERS_NAMES = [
     (r"\.norm1\.gamma$", ".residual.0.gamma"),
-    (r"\.conv1\.(weight|bias)$", r".residual.2.\1"),
+    (r"\.conv1\.", ".residual.2."),
     (r"\.norm2\.gamma$", ".residual.3.gamma"),
-    (r"\.conv2\.(weight|bias)$", r".residual.6.\1"),
+    (r"\.conv2\.", ".residual.6."),
     (r"\.conv_shortcut\.", ".shortcut."),
     (r"^quant_conv\.", "conv1."),
     (r"^post_quant_conv\.", "conv2."),
@@ -47,13 +48,11 @@ _NESTED_NAMES = [
     (r"^decoder\.up_blocks\.(\d+)\.upsampler\.", r"decoder.upsamples.\1.upsamples.3."),
 ]
 
-# Tensors without a temporal dimension in every VAE.
-_FLAT = re.compile(r"\.(resample\.1|to_qkv|proj)\.weight$|\.1\.norm\.gamma$")
-
-_Value = TypeVar("_Value")
+# Next to a scale: for activations in float8, which this package does not have, and a description.
+_OF_INPUTS = ("input_scale", "scale_input", "comfy_quant")
 
 
-def to_wan_keys(state: Mapping[str, _Value]) -> dict[str, _Value]:
+def to_wan_keys(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Convert the keys of a state dict to Wan's names; unknown keys stay as they are."""
     plain = dict(state)
     if _DIFFUSERS_KEY in plain:
@@ -78,20 +77,28 @@ def _from_diffusers(key: str, nested: bool) -> str:
     return key
 
 
-def with_time(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Add the temporal dimension of one tap to the causal convolutions of an image VAE.
+def take_scales(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Remove the scales of float8 from `weights`; return them by the names of what they scale."""
+    scales: dict[str, Tensor] = {}
+    for key in list(weights):
+        base, _, end = key.rpartition(".")
+        weight = f"{base}.weight"
+        is_first = weight in weights and weight not in scales
+        if is_first and end in ("weight_scale", "scale_weight"):
+            scales[weight] = weights.pop(key)
+    for key in scales:
+        for end in _OF_INPUTS:
+            weights.pop(key.removesuffix("weight") + end, None)
+    return scales
 
-    diffusers stores Qwen-Image 2.1 with 2D convolutions, ComfyUI with 3D ones. Wan 2.1 for images
-    has the last tap of its convolutions only; `time_conv`, which no image uses, can have three.
-    """
-    head = weights.get("decoder.head.2.weight")
-    if head is None or head.shape[2:-2] not in ((), (1,)):
-        return weights
 
-    def timed(key: str, value: Tensor) -> Tensor:
-        lacks = value.ndim == (4 if key.endswith(".weight") else 3 if key.endswith(".gamma") else 0)
-        if lacks and not _FLAT.search(key):
-            return value.unsqueeze(2)
-        return value[:, :, -1:] if ".time_conv.weight" in key and value.ndim == 5 else value
-
-    return {key: timed(key, value) for key, value in weights.items()}
+def scaled(key: str, weight: Tensor, scale: Tensor) -> Tensor:
+    """Return the weight `key` times its scale: one, or one for each of its outputs."""
+    count, dtypes = weight.shape[0], (torch.float32, torch.float16, torch.bfloat16)
+    fits = scale.numel() == 1 or scale.shape[:1] == (count,) == (scale.numel(),)
+    if not (fits and scale.dtype in dtypes and weight.is_floating_point() and weight.itemsize == 1):
+        raise ValueError(
+            f"{shown(key)} is {weight.dtype} with scales {list(scale.shape)} in {scale.dtype}; "
+            f"expected float8 with 1 or {count} in float32"
+        )
+    return weight.float() * scale.float().reshape(-1, *[1] * (weight.ndim - 1))

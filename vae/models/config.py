@@ -43,7 +43,6 @@ _WAN21_LATENTS = 16
 
 # The published VAE of the Wan 2.2 layout: base widths, latent channels, and the side of a patch.
 _WAN22_ENCODER, _WAN22_DECODER, _WAN22_LATENTS, _WAN22_PATCH = 160, 256, 48, 2
-_WAN22_LEAST = 3 * _WAN22_PATCH**2  # channels of a pixel of the network
 
 # The same tensors of SeedVR2, its published widths, and the factor of its latents
 # (configs_3b/main.yaml: vae.scaling_factor).
@@ -193,9 +192,9 @@ def read_configs(shapes: Shapes) -> list[VAEConfig]:
             image_channels, scale = _image_channels(out_channels, in_channels)
             layout = WAN21, latent_channels, image_channels, *widths
             return _config(*layout, output_scale=scale, taps=taps)
-        if taps == 1 and out_channels < _WAN22_LEAST:
-            return _config(QWEN21, latent_channels, out_channels, *widths, taps=1)
         patch = _WAN22_PATCH
+        if taps == 1 and out_channels < 3 * patch**2:
+            return _config(QWEN21, latent_channels, out_channels, *widths, taps=1)
         layout = WAN22, latent_channels, out_channels // patch**2, *widths
         return _config(*layout, patch_size=patch, taps=taps)
 

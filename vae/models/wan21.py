@@ -25,11 +25,9 @@ class Wan21Encoder(Network):
     From `[B, C, T, H, W]` to `[B, 2 * C_latent, t, H / 8, W / 8]`.
     """
 
-    def __init__(
-        self, widths: Sequence[int], image_channels: int, latent_channels: int, taps: int = 3
-    ) -> None:
+    def __init__(self, widths: Sequence[int], channels: int, latents: int, taps: int = 3) -> None:
         super().__init__()
-        self.conv1 = CausalConv3d(image_channels, widths[0], (taps, 3, 3))
+        self.conv1 = CausalConv3d(channels, widths[0], (taps, 3, 3))
         stages: list[nn.Module] = []
         for stage, (before, after) in enumerate(itertools.pairwise(widths)):
             stages += residual_blocks(before, after, _ENCODER_BLOCKS, taps)
@@ -37,7 +35,7 @@ class Wan21Encoder(Network):
                 stages.append(Downsample(after, temporal=_TEMPORAL[stage], taps=taps))
         self.downsamples = nn.ModuleList(stages)
         self.middle = middle(widths[-1], taps)
-        self.head = Head(widths[-1], 2 * latent_channels, taps)
+        self.head = Head(widths[-1], 2 * latents, taps)
 
 
 class Wan21Decoder(Network):
@@ -46,11 +44,9 @@ class Wan21Decoder(Network):
     From `[B, C_latent, t, h, w]` to `[B, C_out, T, 8 h, 8 w]`.
     """
 
-    def __init__(
-        self, widths: Sequence[int], out_channels: int, latent_channels: int, taps: int = 3
-    ) -> None:
+    def __init__(self, widths: Sequence[int], channels: int, latents: int, taps: int = 3) -> None:
         super().__init__()
-        self.conv1 = CausalConv3d(latent_channels, widths[0], (taps, 3, 3))
+        self.conv1 = CausalConv3d(latents, widths[0], (taps, 3, 3))
         self.middle = middle(widths[0], taps)
         stages: list[nn.Module] = []
         before = widths[0]
@@ -61,4 +57,4 @@ class Wan21Decoder(Network):
                 temporal = _TEMPORAL[::-1][stage]
                 stages.append(Upsample(after, before, temporal=temporal, taps=taps))
         self.upsamples = nn.ModuleList(stages)
-        self.head = Head(widths[-1], out_channels, taps)
+        self.head = Head(widths[-1], channels, taps)
