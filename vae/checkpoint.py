@@ -115,8 +115,10 @@ def read_checkpoint(source: str | os.PathLike[str] | Mapping[str, Tensor]) -> Ch
         shapes = {key: tuple(value.shape) for key, value in weights.items()}
         # Without a network, the error names what is there.
         config, shapes = _fit(shapes or dict.fromkeys(left, ()))
-        weights = {key: _shaped(weights.get(key), shape) for key, shape in shapes.items()}
         weights |= {key: scaled(key, weights[key], scale) for key, scale in scales.items()}
+        for key, shape in shapes.items():
+            fits = key in weights and weights[key].numel() == math.prod(shape)
+            weights[key] = weights[key].reshape(shape) if fits else torch.zeros(shape)
         _check_values(weights)
         _check_ends(weights, config, name)
     if left:
@@ -165,7 +167,7 @@ def build_vae(
 def _fit(given: Shapes) -> tuple[VAEConfig, Shapes]:
     """Return the configuration that fits and its shapes, or raise an error about the closest one.
 
-    Convolutions of single frames can be 2D, and single frames use no `time_conv`.
+    Convolutions of single frames can be 2D, and their `time_conv` is not used: it can be missing.
     """
     reports: list[tuple[int, VAEConfig, str]] = []
     for config in read_configs(given):
@@ -195,12 +197,6 @@ def _fit(given: Shapes) -> tuple[VAEConfig, Shapes]:
             return config, shapes
     _, config, report = min(reports, key=lambda entry: entry[0])
     raise ValueError(f"does not fit {config.family}: {report}")
-
-
-def _shaped(value: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-    """Return a weight in its shape; zeros where it is not used and has another one."""
-    used = value is not None and value.numel() == math.prod(shape)
-    return value.reshape(shape) if used else torch.zeros(shape)
 
 
 def _check_values(weights: Mapping[str, Tensor]) -> None:

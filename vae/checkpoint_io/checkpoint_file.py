@@ -67,8 +67,8 @@ def _mapped(file: BinaryIO, size: int, network: Network) -> dict[str, object]:
     """Return the tensors of a safetensors file, in its memory."""
     header = read_header(file, size)
     tensors: dict[str, object] = dict.fromkeys(header.places)
-    names = set[str]().union(*network.places(header.places).values())
-    places = {name: header.places[name] for name in names}
+    found = network.places(header.places).values()
+    places = {name: header.places[name] for keys in found for name in keys}
     if not places:
         return tensors
     # Only the part with the network: the file can be larger than the memory, and systems count a

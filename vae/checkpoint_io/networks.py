@@ -25,15 +25,16 @@ class Network(NamedTuple):
     def places(self, names: Collection[str]) -> dict[str, dict[str, str]]:
         """Return the prefix of each such network, and its keys by the names of entries."""
         found: dict[str, dict[str, str]] = {}
-        for name in names:
+        bare = {name: name.replace("_orig_mod.", "") for name in names}  # of compiled parts
+        for name in bare.values():
             prefix = name[: max(0, name.rfind("decoder."))]
-            if prefix[-1:] in ("", ".") and _key(name, prefix) in self.anchors:
+            if prefix[-1:] in ("", ".") and name[len(prefix) :] in self.anchors:
                 found[prefix] = {}
         if len(found) > _MOST_NETWORKS:
             raise ValueError(f"it holds {len(found)} networks; expected one")
         for prefix, keys in found.items():
-            within = {name: _key(name, prefix) for name in names if name.startswith(prefix)}
-            keys.update((name, key) for name, key in within.items() if key.startswith(self.parts))
+            starts = tuple(prefix + part for part in self.parts)
+            keys.update((k, v[len(prefix) :]) for k, v in bare.items() if v.startswith(starts))
             check_different(keys)
         return found
 
@@ -78,10 +79,6 @@ def check_different(names: Mapping[str, str]) -> None:
     for key, name in names.items():
         if first.setdefault(name, key) != key:
             raise ValueError(f"{shown(key)} and {shown(first[name])} both mean {shown(name)}")
-
-
-def _key(name: str, prefix: str) -> str:
-    return name[len(prefix) :].replace("_orig_mod.", "")  # around each part that is compiled
 
 
 def _checked(network: Mapping[str, object]) -> dict[str, Tensor]:

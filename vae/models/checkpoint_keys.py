@@ -10,10 +10,8 @@ from ...kernels import shown
 from ..checkpoint_io.networks import Network, check_different
 from .config import SEEDVR2_KEY, WAN_KEY
 
-# The same tensor as `WAN_KEY`.
-_DIFFUSERS_KEY = "decoder.mid_block.resnets.0.norm1.gamma"
+_DIFFUSERS_KEY = "decoder.mid_block.resnets.0.norm1.gamma"  # the same tensor as `WAN_KEY`
 
-# The VAEs of this package.
 VAES = Network(
     (WAN_KEY, _DIFFUSERS_KEY, SEEDVR2_KEY),
     ("encoder.", "decoder.", "conv1.", "conv2.", "quant_conv.", "post_quant_conv."),
@@ -47,9 +45,6 @@ _NESTED_NAMES = [
     (r"^decoder\.up_blocks\.(\d+)\.resnets\.", r"decoder.upsamples.\1.upsamples."),
     (r"^decoder\.up_blocks\.(\d+)\.upsampler\.", r"decoder.upsamples.\1.upsamples.3."),
 ]
-
-# Next to a scale: for activations in float8, which this package does not have, and a description.
-_OF_INPUTS = ("input_scale", "scale_input", "comfy_quant")
 
 
 def to_wan_keys(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -87,7 +82,7 @@ def take_scales(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         if is_first and end in ("weight_scale", "scale_weight"):
             scales[weight] = weights.pop(key)
     for key in scales:
-        for end in _OF_INPUTS:
+        for end in ("input_scale", "scale_input", "comfy_quant"):  # for activations in float8
             weights.pop(key.removesuffix("weight") + end, None)
     return scales
 

@@ -72,8 +72,7 @@ class VAEConfig:
 
     Attributes:
         family: `wan2.1` (Wan 2.1, Wan 2.2 14B, Qwen-Image; pruned, layered and 2x versions),
-            `wan2.2` (Wan 2.2 5B), `qwen-image-2.1` or `seedvr2`. Both of Wan also as a VAE of
-            single frames.
+            `wan2.2` (Wan 2.2 5B), `qwen-image-2.1` or `seedvr2`.
         latent_channels: Channels of a latent.
         image_channels: Channels of a frame: 3, or 4 with alpha.
         output_scale: Size of decoded frames over that of encoded ones: 2 for upscaling decoders,
@@ -88,7 +87,7 @@ class VAEConfig:
         latent_mean: Mean of each latent channel.
         latent_std: Standard deviation of each latent channel.
         patch_size: Side of the pixel blocks that the network sees as one pixel.
-        taps: Temporal taps of a convolution.
+        taps: Temporal taps of a convolution; 1: every frame is a picture.
         latent_scale: Factor between the posterior mean and the latent.
     """
 
