@@ -25,6 +25,7 @@ UNET = {
     "text_encoders.t5.encoder.block.0.weight": torch.ones(8, dtype=torch.uint8),
     "cond_stage_model.encoder.conv_in.weight": torch.zeros(0, 3),
 }
+TABLE = {"vocoder.conv1.weight": torch.ones(3)}
 MOMENTS = {n: {"step": torch.tensor(1.0), "avg": torch.ones(2)} for n in range(300)}
 TRAINED = {
     "global_step": 3, "ema_decay": 0.9, "optimizer": {"state": MOMENTS}, "rng": [torch.ones(2)],
@@ -92,6 +93,7 @@ def layouts():
     kind = cycle([*kinds, *((family, diffusers) for family in WHOLE if family != "seedvr2")])
     suffix = cycle([".safetensors", ".pth", ".ckpt"])
     for prefix, extra in product(PREFIXES, ({}, UNET, LOSS)):
+        extra = extra if prefix.count(".") > 1 else extra | TABLE
         family, respell = next(kind)
         content, count = extra | put(prefix, respell(WHOLE[family], family)), len(extra)
         yield f"{family} {prefix} {count}", content, next(suffix), WHOLE[family], count
@@ -114,7 +116,7 @@ def layouts():
     for key, value in SMALL.items():
         parts[key.partition(".")[0]][key.partition(".")[2]] = value
     yield "a dict per part", parts, ".pth", SMALL, 0
-    yield "the same twice", {"ema": SMALL, "model": SMALL}, ".pth", SMALL, 0
+    yield "the same twice", {"ema": SMALL, "net": SMALL}, ".pth", SMALL, 0
     copies = {"ema": put("module.", SMALL), "state_dict": {k: v.clone() for k, v in SMALL.items()}}
     yield "equal twice", copies, ".pth", SMALL, len(SMALL)
     yield "equal in one", put("ema.", SMALL) | SMALL, ".safetensors", SMALL, len(SMALL)
@@ -143,7 +145,7 @@ def test_a_layout_is_read_exactly_and_the_rest_is_one_line(tmp_path, caplog, lay
 def changed(value, key="weight", **more):
     """The VAE under a prefix with another entry of its first convolution, and `more` of them."""
     entries = {f"decoder.conv1.{name}": each for name, each in {key: value, **more}.items()}
-    return put("vae.", {k: v for k, v in (SMALL | entries).items() if v is not None})
+    return put("vae.model.", {k: v for k, v in (SMALL | entries).items() if v is not None})
 
 
 WIDE, ONE = torch.zeros(32, 16, 3, 3, 3), torch.ones(())
@@ -164,7 +166,7 @@ REFUSED = [
     (changed(WIDE[:, 1:], "bias"), "1 of another shape"),
     (changed(WIDE.char()), "not floating point"),
     (changed(3, "steps"), "decoder.conv1.steps is a int; expected plain tensors"),
-    ({"state_dict": {"a": 1}, "epoch": 3}, "expected names and tensors"),
+    ({"state_dict": {"a": 1}, "epoch": 3}, "has no tensor, but .*; expected names and tensors"),
     ({"state_dict": UNET, "epoch": 3}, "not a Wan, Qwen-Image or SeedVR2 VAE"),
     (SMALL | {"all": [list(range(10_000)) for _ in range(40)]}, "300000 instructions"),
     (changed(FLOAT8, weight_scale=torch.ones(16)), "scales .16. .* expected float8 with 1 or 32"),
