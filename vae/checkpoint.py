@@ -49,7 +49,8 @@ def load_vae(
     Args:
         source: A safetensors file, a PyTorch file with tensors only (`.pth`, `.pt`, `.ckpt`,
             `.bin`), recognised by their content, or a state dict of tensors `[...]`. Keys are the
-            original ones, prefixed with `model.`, or diffusers'. Weights can have any float dtype.
+            original ones or diffusers', under any prefix and in any nested dict; the rest is left
+            out. Weights can have any float dtype; float8 also with scales.
         device: Device of the weights and the computation.
         dtype: Dtype of the computation: float32, bfloat16, float16 or float64. None: decode in
             bfloat16 where the device supports it (a CPU: where it has instructions for it),
@@ -65,8 +66,8 @@ def load_vae(
     Raises:
         OSError: The file is missing or cannot be opened.
         LayoutError: The weights belong to another network.
-        ValueError: The file is not a checkpoint; the weights do not fit the layout, or are not
-            finite; a dtype is not supported.
+        ValueError: The file is not a checkpoint, or has two different VAEs; the weights do not fit
+            the layout, or are not finite; a dtype is not supported.
     """
     place = torch.device(device)
     for name, wish in (("dtype", dtype), ("encode_dtype", encode_dtype)):

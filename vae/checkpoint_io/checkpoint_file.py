@@ -66,7 +66,7 @@ def read_file(path: Path, network: Network) -> dict[str, object]:
 def _mapped(file: BinaryIO, size: int, network: Network) -> dict[str, object]:
     """Return the tensors of a safetensors file, in its memory."""
     header = read_header(file, size)
-    tensors: dict[str, object] = dict.fromkeys(header.places)
+    tensors: dict[str, object] = dict(header.places)
     found = network.places(header.places).values()
     places = {name: header.places[name] for keys in found for name in keys}
     if not places:

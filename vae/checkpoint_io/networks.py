@@ -13,7 +13,7 @@ from ...kernels import shown
 
 # Characters of the keys around nested entries: a hostile pickle can have 100,000 dicts in each
 # other. Networks: each of them visits all names.
-_MOST_AROUND, _MOST_NETWORKS = 1000, 8
+_MOST_AROUND, _MOST_NETWORKS = 200, 8
 
 
 class Network(NamedTuple):
@@ -59,8 +59,8 @@ def flattened(content: Mapping[Any, Any]) -> dict[str, object]:
     nested, seen = [("", content)], {id(content)}
     for around, each in nested:
         for key, value in each.items():
-            name = f"{around}{key}"
-            if isinstance(value, Mapping) and len(around) < _MOST_AROUND:
+            name = f"{around}{key}" if around else str(key)
+            if isinstance(value, Mapping) and len(name) < _MOST_AROUND:
                 if id(value) not in seen:  # a pickle can have a dict in itself, or in many others
                     seen.add(id(value))
                     nested.append((f"{name}.", value))
