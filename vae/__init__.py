@@ -11,16 +11,19 @@ if TYPE_CHECKING:
     from .demo import CLIP_PATH, VAE_PATH
     from .layers.oom import Relief
     from .model import VideoVAE
-    from .models.config import SEEDVR2, LayoutError, VAEConfig
+    from .models.config import SEEDVR2, WAN21, WAN22, LayoutError, VAEConfig
     from .planning.device_memory import trim_heap
     from .streaming.executor import rechunk
     from .streaming.options import StreamOptions
     from .streaming.precision import eager, fastest_decode_dtype
+    from .validation import check_finite
 
 __all__ = [
     "CLIP_PATH",
     "SEEDVR2",
     "VAE_PATH",
+    "WAN21",
+    "WAN22",
     "Checkpoint",
     "LayoutError",
     "Relief",
@@ -28,6 +31,7 @@ __all__ = [
     "VAEConfig",
     "VideoVAE",
     "build_vae",
+    "check_finite",
     "eager",
     "fastest_decode_dtype",
     "load_vae",
@@ -41,11 +45,12 @@ _HOMES = {
     "demo": ("CLIP_PATH", "VAE_PATH"),
     "layers.oom": ("Relief",),
     "model": ("VideoVAE",),
-    "models.config": ("SEEDVR2", "LayoutError", "VAEConfig"),
+    "models.config": ("SEEDVR2", "WAN21", "WAN22", "LayoutError", "VAEConfig"),
     "planning.device_memory": ("trim_heap",),
     "streaming.executor": ("rechunk",),
     "streaming.options": ("StreamOptions",),
     "streaming.precision": ("eager", "fastest_decode_dtype"),
+    "validation": ("check_finite",),
 }
 
 

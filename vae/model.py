@@ -53,7 +53,10 @@ class VideoVAE(PreparedVAE, SharedDevices, SharedRanks, VAEWeights):
             on the device. `load_vae` sets it if no dtype is chosen. The first overflow clears it,
             and the decode continues in bfloat16.
         devices, shards: What shares each video; see `SharedDevices` and `SharedRanks`.
+        sources: Where the user gets another VAE and another latent, for errors.
     """
+
+    sources = "a VAE", "a latent"
 
     def __init__(self, config: VAEConfig, dtype: torch.dtype, encode_dtype: torch.dtype) -> None:
         super().__init__(config, dtype, encode_dtype)
@@ -105,7 +108,7 @@ class VideoVAE(PreparedVAE, SharedDevices, SharedRanks, VAEWeights):
                 finite or requires a gradient.
         """
         with self.preparing():
-            check_tensor(latent, "latent", self.config.latent_channels)
+            check_tensor(latent, "latent", self.config.latent_channels, self.sources)
             frames = self.on_all(lambda: self.new_frames(latent), Relief(self.device, "a decode"))
         for _ in self.decode_stream(latent, StreamOptions(chunk, whole=True), out=frames):
             pass
@@ -143,7 +146,7 @@ class VideoVAE(PreparedVAE, SharedDevices, SharedRanks, VAEWeights):
         with self.preparing():
             encoder = self.encoding()
             computed = self.agreed(compute_dtype(dtype, self.device))
-            source = map(uint16_as_int16, checked(pieces, self.config, self.check_frames))
+            source = map(uint16_as_int16, checked(pieces, self.check_frames))
         known = isinstance(pieces, Tensor)
 
         def mean_of(x: Tensor) -> Tensor:
@@ -240,15 +243,19 @@ class VideoVAE(PreparedVAE, SharedDevices, SharedRanks, VAEWeights):
         with torch.inference_mode(False):
             return torch.empty(shape, dtype=self.dtype, device=self.device, memory_format=order)
 
-    def check_latent(self, latent: Tensor) -> None:
-        """Raise the `ValueError` of `decode` if `latent` `[B, C_latent, t, h, w]` is not valid."""
-        Relief(self.device, "a decode").finish(lambda: check_latent(latent, self.config))
+    def check_latent(self, latent: Tensor, at: int | None = None) -> None:
+        """Raise the `ValueError` of `decode` if `latent`, or the piece of one at `at`, is bad."""
+        Relief(self.device, "a decode").finish(
+            lambda: check_latent(latent, self.config, self.sources, at)
+        )
 
-    def check_frames(self, frames: Tensor, device: torch.device | None = None) -> None:
-        """Raise the `ValueError` of an encode on `device` if `frames` `[B, C, T, H, W]` are bad."""
+    def check_frames(
+        self, frames: Tensor, device: torch.device | None = None, at: int | None = None
+    ) -> None:
+        """Raise the `ValueError` of an encode on `device` if `frames`, or a piece, are bad."""
         # On other devices than a CPU the stream checks the values.
         values = (device or self.device).type == "cpu"
-        check = functools.partial(check_frames, frames, self.config, values=values)
+        check = functools.partial(check_frames, frames, self.config, at, values=values)
         Relief(self.device, "an encode").finish(check)
 
     def plan(

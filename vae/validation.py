@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .models.config import VAEConfig
+from .models.config import MODELS, VAEConfig
 
 # A warning is for the code that is in neither folder: torch has frames between ours.
 _FOLDERS = str(Path(__file__).parent), str(Path(torch.__file__).parent)
@@ -51,8 +51,11 @@ def checked_devices(devices: object) -> list[torch.device]:
     return [each if each.type == "cpu" else torch.empty(0, device=each).device for each in found]
 
 
-def check_tensor(tensor: object, name: str, channels: int) -> None:
-    """Check what frames and latents share: `[B, channels, T, H, W]`, not empty, no gradient."""
+def check_tensor(tensor: object, name: str, channels: int, sources: tuple[str, ...] = ()) -> None:
+    """Check what frames and latents share: `[B, channels, T, H, W]`, not empty, no gradient.
+
+    `sources` of another VAE and of another latent are for the error about the channels.
+    """
     if not isinstance(tensor, Tensor):
         raise ValueError(
             f"{name} is a {type(tensor).__name__}; expected a tensor [B, {channels}, T, H, W]"
@@ -63,7 +66,12 @@ def check_tensor(tensor: object, name: str, channels: int) -> None:
             f"expected 5, [B, {channels}, T, H, W]"
         )
     if tensor.shape[1] != channels:
-        raise ValueError(f"{name} has {tensor.shape[1]} channels; this VAE needs {channels}")
+        offers = zip(sources, (tensor.shape[1], channels), strict=False)
+        use = [f"{source} for {MODELS[each]}" for source, each in offers if each in MODELS]
+        raise ValueError(
+            f"{name} has {tensor.shape[1]} channels; this VAE needs {channels}"
+            + (f": use {', or '.join(use)}" if use else "")
+        )
     if not tensor.numel():
         raise ValueError(
             f"{name} is empty, {list(tensor.shape)}; expected at least one of each dimension"
@@ -74,16 +82,20 @@ def check_tensor(tensor: object, name: str, channels: int) -> None:
         )
 
 
-def check_latent(latent: Tensor, config: VAEConfig) -> None:
-    """Check shape, dtype and values of a latent."""
-    check_tensor(latent, "latent", config.latent_channels)
-    _check_count(latent.shape[2], config)
+def check_latent(
+    latent: Tensor, config: VAEConfig, sources: tuple[str, ...], at: int | None = None
+) -> None:
+    """Check shape, dtype and values of a latent; `sources`: see `check_tensor`."""
+    check_tensor(latent, "latent", config.latent_channels, sources)
+    _check_count((at or 0) + latent.shape[2], config)
     if not latent.is_floating_point():
         raise ValueError(f"latent is {dtype_name(latent.dtype)}; expected a float dtype")
-    check_finite(latent, "latent")
+    check_finite(latent, "latent", at)
 
 
-def check_frames(frames: Tensor, config: VAEConfig, *, values: bool = True) -> None:
+def check_frames(
+    frames: Tensor, config: VAEConfig, at: int | None = None, *, values: bool = True
+) -> None:
     """Check shape, dtype and, unless `values` is False, values of frames."""
     check_tensor(frames, "frames", config.image_channels)
     if not frames.is_floating_point() and frames.dtype not in (torch.uint8, torch.uint16):
@@ -91,7 +103,7 @@ def check_frames(frames: Tensor, config: VAEConfig, *, values: bool = True) -> N
             f"frames are {dtype_name(frames.dtype)}; "
             "expected a float dtype in [-1, 1], uint8 or uint16"
         )
-    _check_count(frames.shape[2], config)
+    _check_count((at or 0) + frames.shape[2], config)
     step = config.spatial_compression
     if frames.shape[3] % step or frames.shape[4] % step:
         raise ValueError(
@@ -99,7 +111,7 @@ def check_frames(frames: Tensor, config: VAEConfig, *, values: bool = True) -> N
             f"expected multiples of {step}"
         )
     if values and frames.is_floating_point():
-        check_finite(frames, "frames")
+        check_finite(frames, "frames", at)
 
 
 def _check_count(frames: int, config: VAEConfig) -> None:
@@ -107,19 +119,16 @@ def _check_count(frames: int, config: VAEConfig) -> None:
         raise ValueError(f"got {frames} frames; expected 1: the weights of this VAE are 2D")
 
 
-def checked(
-    pieces: Tensor | Iterable[Tensor], config: VAEConfig, check: Callable[[Tensor], None]
-) -> Iterator[Tensor]:
+def checked(pieces: Tensor | Iterable[Tensor], check: Callable[..., None]) -> Iterator[Tensor]:
     """Check the pieces of a video: a tensor at once, those of an iterable when they are reached."""
     if isinstance(pieces, Tensor) or not isinstance(pieces, Iterable):
         check(pieces)
         return iter([pieces])
 
     def each() -> Iterator[Tensor]:
-        first: Tensor | None = None
+        first, at = None, 0
         for piece in pieces:
-            check(piece)
-            _check_count(1 if first is None else 1 + piece.shape[2], config)
+            check(piece, at=at)
             if first is None:
                 first = piece
             elif piece.shape[:2] != first.shape[:2] or piece.shape[3:] != first.shape[3:]:
@@ -127,6 +136,7 @@ def checked(
                     f"a piece has shape {list(piece.shape)}; expected {list(first.shape)}, "
                     "as the first piece, with any number of frames"
                 )
+            at += piece.shape[2]
             yield piece
 
     return each()
@@ -166,20 +176,35 @@ def check_targets(
             raise ValueError(f"{name} has shape {list(target.shape)}; expected {shape}")
 
 
-def check_finite(tensor: Tensor, name: str) -> None:
-    """Check that all values are finite, a few frames at a time."""
+def check_finite(tensor: Tensor, name: str, at: int | None = None) -> None:
+    """Check that the values of a "latent" or of "frames" are finite, a few frames at a time.
+
+    `at` is the number of the first frame of a piece `[B, C, T, H, W]`; None: it is a whole video.
+    """
     frame = max(1, tensor[:, :, :1].numel())
     # Temporary tensors must not grow with the length of the video.
     runs = tensor.split(max(1, _CHECKED_AT_ONCE // frame), dim=2)
     if all(_is_finite(run) for run in runs):
         return
-    bad = sum(run.numel() - int(torch.isfinite(widened(run)).sum()) for run in runs)
-    raise ValueError(f"{name} has {bad} values that are NaN or infinite; expected finite ones")
+    bad = torch.cat([not_finite(run) for run in runs], dim=1)
+    frame, number = bad.T.nonzero()[0].tolist()
+    place = f"frame {frame} of {tensor.shape[2]}" if at is None else f"frame {at + frame}"
+    place += f", video {number} of {len(tensor)}" if len(tensor) > 1 else ""
+    raise spoiled(name, f"{int(bad.sum())} values", place)
 
 
 def not_finite(frames: Tensor) -> Tensor:
-    """Count the values of `frames` `[B, C, T, H, W]` that are NaN or infinite, on their device."""
-    return torch.isfinite(frames).logical_not_().sum()
+    """Count the values that are NaN or infinite in each frame `[B, T]`, on their device."""
+    return torch.isfinite(widened(frames)).logical_not_().sum((1, 3, 4))
+
+
+def spoiled(name: str, values: str, place: str) -> ValueError:
+    """Return the error for values that are not finite, the first of them at `place`."""
+    kind, maker = ("latent ", "a sampler or node") if name == "latent" else ("", "another node")
+    return ValueError(
+        f"{name} has {values} that are NaN or infinite; expected none: {kind}{place} (from 0), "
+        f"made by {maker}, not the VAE"
+    )
 
 
 def widened(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from .error_text import about, described
 from .lazy import Later
 
-lora = Later("lora")
+lora, vaes = Later("lora"), Later("vae")
 
 _LATENT = "a LATENT, which is a dict with a tensor [B, C, t, h, w] as 'samples'"
 _IMAGE = "an IMAGE, which is a float tensor [N, H, W, C] in [0, 1]"
@@ -41,7 +41,8 @@ def latent(value: object) -> Mapping[str, Any]:
             raise ValueError(
                 f"its 'samples' have {part.ndim} dimensions, {list(part.shape)}; expected {_LATENT}"
             )
-        _finite(part, "its 'samples'")
+        frames = part.reshape(*part.shape[:2], *(1,) * (5 - part.ndim), *part.shape[2:])
+        vaes.check_finite(frames, "latent")
     mask = value.get("noise_mask")
     if mask is not None:
         _floats(mask, "its 'noise_mask' is {}; expected a float tensor [B, H, W], or none")

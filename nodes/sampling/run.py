@@ -19,6 +19,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
+from ..host.patches import log_cut_patches
 from ..host.progress import show_text
 from ..host.widgets import AUTO
 from ..lora.apply import LoraMode
@@ -128,6 +129,14 @@ def _checked_latent(models: Sequence[ModelPatcher], latent: dict[str, Any]) -> T
         raise ValueError(
             f"latent_image: got {image.shape[1]} channels; expected {channels[0]} for this model"
         )
+    first = image.unbind()[0] if image.is_nested else image
+    network = getattr(models[0].model, "diffusion_model", None)
+    patch = getattr(network, "patch_size", None)
+    if isinstance(patch, int) and getattr(network, "in_channels", None) != channels[0]:
+        patch = patch, patch  # otherwise a patch is a latent pixel, as of Lens
+    if isinstance(patch, (tuple, list)) and first.ndim > 3:
+        step = formats[0].spacial_downscale_ratio
+        log_cut_patches("this model", first.shape[-2:], patch[-2:], step)
     return image
 
 

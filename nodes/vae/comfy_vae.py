@@ -122,7 +122,11 @@ class FastVAE(comfy.sd.VAE):
             return self._encode(video, options, way)
 
         with timing.span("VAE encode", pieces.label(self), self.device):
-            latents = in_turn(pieces.devices(self), "an encode", ways, go)
+            try:
+                latents = in_turn(pieces.devices(self), "an encode", ways, go)
+            except ValueError:  # a stream does not know the place of its values in the whole
+                self.first_stage_model.check_frames(video, torch.device("cpu"))
+                raise
         return latents.squeeze(2) if self.latent_dim == 2 else latents
 
     def encode_tiled(
@@ -195,6 +199,7 @@ class FastVAE(comfy.sd.VAE):
         needed = pieces.encode_bytes(self, video.shape, way)
         pieces.load(self, needed, way)
         batch, _, frames, height, width = video.shape
+        pieces.log_odd_size(self, height, width)
         options = pieces.with_chunk(self, height, width, options, way)
         config = self.first_stage_model.config
         run = None if options.chunk == -1 else options.chunk * config.temporal_compression

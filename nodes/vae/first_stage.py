@@ -10,9 +10,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...vae import SEEDVR2, Relief, StreamOptions, VAEConfig, VideoVAE, eager
+from ...vae import SEEDVR2, WAN21, WAN22, Relief, StreamOptions, VAEConfig, VideoVAE, eager
 from ..host.devices import ONE
 from ..host.progress import Progress, stop_between_layers
+
+# Nodes of ComfyUI that make latents for a family; for the others none does from nothing.
+_MAKERS = {WAN21: "EmptyHunyuanLatentVideo", WAN22: "Wan22ImageToVideoLatent"}
 
 
 class FastVideoVAE(VideoVAE):
@@ -29,6 +32,7 @@ class FastVideoVAE(VideoVAE):
         # ComfyUI's module of SeedVR2 differs: it returns the unscaled mean, without the time
         # dimension for a single latent, and takes latents `[B, C_latent * t, h, w]`.
         self.is_seedvr2 = config.family == SEEDVR2
+        self.sources = "Load VAE (Fast)", _MAKERS.get(config.family, "VAE Encode (Fast)")
         for network in (self.encoder, self.decoder):
             if network is not None:
                 stop_between_layers(network.layers())

@@ -14,10 +14,11 @@ import comfy.sd
 import torch
 from torch import Tensor
 
-from ...vae import StreamOptions
+from ...vae import WAN22, StreamOptions
 from ..host import timing
 from ..host.devices import names, selected
 from ..host.oom import Way, free_others, resumed
+from ..host.patches import log_cut_patches
 
 AUTOMATIC = StreamOptions()
 
@@ -98,6 +99,14 @@ def with_chunk(
     model = vae.first_stage_model
     chunk = options.chunk or model.chunk or model.plan(height, width, asked, encode=True).chunk
     return replace(options, chunk=chunk)
+
+
+def log_odd_size(vae: comfy.sd.VAE, height: int, width: int) -> None:
+    """Log if the latent of such frames does not fit the one model of the VAE of Wan 2.2."""
+    config = vae.first_stage_model.config
+    if config.family == WAN22:
+        step = config.spatial_compression
+        log_cut_patches("Wan 2.2 5B", (height // step, width // step), (2, 2), step)
 
 
 def ways(

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels import zero_of
@@ -137,12 +136,10 @@ class _Tail:
             return
         pad, context = self._conv.padding, self._conv.context
         last = window[:, :, -context:, pad : pad + bottom - top, self.columns]
+        frames = self._cache.attempt(last.expand(-1, -1, context, -1, -1).clone)
         if self._cache.first and not self._conv.replicate:
-            # Zeros precede the first frame.
-            pads, zero = (0, 0, 0, 0, context - 1, 0), zero_of(last.dtype)
-            frames = self._cache.attempt(lambda: F.pad(last, pads, value=zero))
-        else:
-            frames = self._cache.attempt(last.expand(-1, -1, context, -1, -1).clone)
+            # Zeros precede the first frame. `F.pad` over time is wrong on Apple (65,536 pixels).
+            frames[:, :, :-1] = zero_of(last.dtype)
         self._waiting = slice(top, bottom), frames
 
     def finish(self) -> None:

@@ -30,7 +30,7 @@ class Part:
         frames: range | None,
         decoder: Network,
         config: VAEConfig,
-        check: Callable[[Tensor], None],
+        check: Callable[..., None],
         *,
         keeps: bool = False,
     ) -> None:
@@ -38,7 +38,7 @@ class Part:
         self._decoder, self._config = decoder, config
         self._latent: Tensor | None = None
         self._kept: KeptPieces | None = None
-        self.source = checked(latent, config, check)
+        self.source = checked(latent, check)
         if isinstance(latent, Tensor):
             self._latent = latent
             if frames is not None:
