@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .demo import CLIP_PATH, VAE_PATH
     from .layers.oom import Relief
     from .model import VideoVAE
-    from .models.config import SEEDVR2, WAN21, WAN22, LayoutError, VAEConfig
+    from .models.config import SEEDVR2, LayoutError, VAEConfig
     from .planning.device_memory import trim_heap
     from .streaming.executor import rechunk
     from .streaming.options import StreamOptions
@@ -22,8 +22,6 @@ __all__ = [
     "CLIP_PATH",
     "SEEDVR2",
     "VAE_PATH",
-    "WAN21",
-    "WAN22",
     "Checkpoint",
     "LayoutError",
     "Relief",
@@ -45,7 +43,7 @@ _HOMES = {
     "demo": ("CLIP_PATH", "VAE_PATH"),
     "layers.oom": ("Relief",),
     "model": ("VideoVAE",),
-    "models.config": ("SEEDVR2", "WAN21", "WAN22", "LayoutError", "VAEConfig"),
+    "models.config": ("SEEDVR2", "LayoutError", "VAEConfig"),
     "planning.device_memory": ("trim_heap",),
     "streaming.executor": ("rechunk",),
     "streaming.options": ("StreamOptions",),

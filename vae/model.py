@@ -245,9 +245,8 @@ class VideoVAE(PreparedVAE, SharedDevices, SharedRanks, VAEWeights):
 
     def check_latent(self, latent: Tensor, at: int | None = None) -> None:
         """Raise the `ValueError` of `decode` if `latent`, or the piece of one at `at`, is bad."""
-        Relief(self.device, "a decode").finish(
-            lambda: check_latent(latent, self.config, self.sources, at)
-        )
+        check = functools.partial(check_latent, latent, self.config, self.sources, at)
+        Relief(self.device, "a decode").finish(check)
 
     def check_frames(
         self, frames: Tensor, device: torch.device | None = None, at: int | None = None

@@ -52,10 +52,8 @@ def checked_devices(devices: object) -> list[torch.device]:
 
 
 def check_tensor(tensor: object, name: str, channels: int, sources: tuple[str, ...] = ()) -> None:
-    """Check what frames and latents share: `[B, channels, T, H, W]`, not empty, no gradient.
-
-    `sources` of another VAE and of another latent are for the error about the channels.
-    """
+    """Check what frames and latents share: `[B, channels, T, H, W]`, not empty, no gradient."""
+    # `sources` of another VAE and of another latent are for the error about the channels.
     if not isinstance(tensor, Tensor):
         raise ValueError(
             f"{name} is a {type(tensor).__name__}; expected a tensor [B, {channels}, T, H, W]"
@@ -67,11 +65,9 @@ def check_tensor(tensor: object, name: str, channels: int, sources: tuple[str, .
         )
     if tensor.shape[1] != channels:
         offers = zip(sources, (tensor.shape[1], channels), strict=False)
-        use = [f"{source} for {MODELS[each]}" for source, each in offers if each in MODELS]
-        raise ValueError(
-            f"{name} has {tensor.shape[1]} channels; this VAE needs {channels}"
-            + (f": use {', or '.join(use)}" if use else "")
-        )
+        use = ", or ".join(f"{source} for {MODELS[n]}" for source, n in offers if n in MODELS)
+        message = f"{name} has {tensor.shape[1]} channels; this VAE needs {channels}"
+        raise ValueError(f"{message}: use {use}" if use else message)
     if not tensor.numel():
         raise ValueError(
             f"{name} is empty, {list(tensor.shape)}; expected at least one of each dimension"
@@ -85,7 +81,7 @@ def check_tensor(tensor: object, name: str, channels: int, sources: tuple[str, .
 def check_latent(
     latent: Tensor, config: VAEConfig, sources: tuple[str, ...], at: int | None = None
 ) -> None:
-    """Check shape, dtype and values of a latent; `sources`: see `check_tensor`."""
+    """Check shape, dtype and values of a latent, or of a piece of one that begins at frame `at`."""
     check_tensor(latent, "latent", config.latent_channels, sources)
     _check_count((at or 0) + latent.shape[2], config)
     if not latent.is_floating_point():
@@ -177,10 +173,7 @@ def check_targets(
 
 
 def check_finite(tensor: Tensor, name: str, at: int | None = None) -> None:
-    """Check that the values of a "latent" or of "frames" are finite, a few frames at a time.
-
-    `at` is the number of the first frame of a piece `[B, C, T, H, W]`; None: it is a whole video.
-    """
+    """Check the values of a video, or of its piece from frame `at` on, a few frames at a time."""
     frame = max(1, tensor[:, :, :1].numel())
     # Temporary tensors must not grow with the length of the video.
     runs = tensor.split(max(1, _CHECKED_AT_ONCE // frame), dim=2)
@@ -203,7 +196,7 @@ def spoiled(name: str, values: str, place: str) -> ValueError:
     kind, maker = ("latent ", "a sampler or node") if name == "latent" else ("", "another node")
     return ValueError(
         f"{name} has {values} that are NaN or infinite; expected none: {kind}{place} (from 0), "
-        f"made by {maker}, not the VAE"
+        f"from {maker}, not the VAE"
     )
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import first_line, table_entry
-from ...vae import StreamOptions, VAEConfig
+from ...vae import StreamOptions, VAEConfig, check_finite
 from ...vae.bench import (
     BenchmarkReport,
     Clip,
@@ -306,6 +306,6 @@ def _cropped(config: VAEConfig, pixels: Tensor) -> tuple[Tensor, list[str]]:
         kept = fitted(config, clip)
     top, left = (height - kept.height) // 2, (width - kept.width) // 2
     cut = pixels[: kept.frames, top : top + kept.height, left : left + kept.width]
-    if not bool(torch.isfinite(cut).all()):
-        raise ValueError("pixels: they hold NaN or infinity; expected an IMAGE in [0, 1]")
+    with about("pixels"):
+        check_finite(cut.movedim(-1, 0)[None], "frames")
     return cut, [] if kept == clip else [f"pixels {clip} were cut to whole latents"]

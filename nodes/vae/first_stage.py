@@ -10,12 +10,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...vae import SEEDVR2, WAN21, WAN22, Relief, StreamOptions, VAEConfig, VideoVAE, eager
+from ...vae import SEEDVR2, Relief, StreamOptions, VAEConfig, VideoVAE, eager
 from ..host.devices import ONE
 from ..host.progress import Progress, stop_between_layers
 
 # Nodes of ComfyUI that make latents for a family; for the others none does from nothing.
-_MAKERS = {WAN21: "EmptyHunyuanLatentVideo", WAN22: "Wan22ImageToVideoLatent"}
+_MAKERS = {"wan2.1": "EmptyHunyuanLatentVideo", "wan2.2": "Wan22ImageToVideoLatent"}
 
 
 class FastVideoVAE(VideoVAE):

@@ -14,7 +14,7 @@ import comfy.sd
 import torch
 from torch import Tensor
 
-from ...vae import WAN22, StreamOptions
+from ...vae import StreamOptions
 from ..host import timing
 from ..host.devices import names, selected
 from ..host.oom import Way, free_others, resumed
@@ -102,9 +102,9 @@ def with_chunk(
 
 
 def log_odd_size(vae: comfy.sd.VAE, height: int, width: int) -> None:
-    """Log if the latent of such frames does not fit the one model of the VAE of Wan 2.2."""
+    """Log if the latent of such frames does not fit the only model of the VAE of Wan 2.2."""
     config = vae.first_stage_model.config
-    if config.family == WAN22:
+    if config.family == "wan2.2":
         step = config.spatial_compression
         log_cut_patches("Wan 2.2 5B", (height // step, width // step), (2, 2), step)
 

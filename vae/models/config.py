@@ -60,11 +60,7 @@ _SEEDVR2_ENCODER, _SEEDVR2_DECODER = (128, 128, 256, 512, 512), (512, 512, 512, 
 _SEEDVR2_LATENTS, _SEEDVR2_SCALE = 16, 0.9152
 
 # The models with latents of a number of channels.
-MODELS = {
-    _WAN21_LATENTS: "Wan 2.1, Wan 2.2 14B, Qwen-Image, SeedVR2",
-    _WAN22_LATENTS: "Wan 2.2 5B",
-    64: "Qwen-Image 2.1",
-}
+MODELS = {16: "Wan 2.1, 2.2 14B, Qwen-Image, SeedVR2", 48: "Wan 2.2 5B", 64: "Qwen-Image 2.1"}
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -1,0 +1,197 @@
+"""The error of a video that no VAE can take says where it is wrong, and who made it."""
+
+import functools
+import math
+
+import pytest
+import torch
+
+from fast_video_vae.tests.builders import refused
+from fast_video_vae.tests.vae.families import STATES, joined, latent_for, random_frames
+from fast_video_vae.vae import StreamOptions, load_vae, model
+from fast_video_vae.vae.streaming import session
+from fast_video_vae.vae.streaming.upload import Upload
+from fast_video_vae.vae.validation import check_frames, spoiled
+
+STEP = StreamOptions(1)
+BAD = (math.nan, math.inf, -math.inf)
+LATENT = "latent has {} values that are NaN or infinite; expected none: latent frame {} (from 0), "
+LATENT += "from a sampler or node, not the VAE$"
+FRAMES = "frames has {}values that are NaN or infinite; expected none: frame {} (from 0), "
+FRAMES += "from another node, not the VAE$"
+
+
+def said(line, *words):
+    return "^" + line.replace("(from 0)", r"\(from 0\)").format(*words)
+
+
+@functools.cache
+def vae_of(family):
+    return load_vae(STATES[family](), dtype=torch.float32)
+
+
+@pytest.fixture(params=STATES)
+def vae(request):
+    return vae_of(request.param)
+
+
+def given(vae, latents=4, batch=1):
+    """A latent, and frames."""
+    side = 2 * vae.config.spatial_compression
+    frames = random_frames(batch, vae.config.image_channels, vae.config.frames(latents), side, side)
+    return latent_for(vae, latents, side, side, batch), frames
+
+
+def spoil(x, *places, value=math.nan):
+    """Make a value of each place, a video and a frame, wrong."""
+    for video, frame in places:
+        x[video, -1, frame, -1, 0] = value
+    return x
+
+
+@pytest.mark.parametrize("value", BAD)
+def test_a_latent_is_refused_with_its_first_bad_frame(vae, value):
+    latent = spoil(given(vae)[0], (0, 3), (0, 2), value=value)
+    match = said(LATENT, 2, "2 of 4")
+    with refused(match):
+        vae.decode(latent)
+    with refused(match):
+        vae.decode_stream(latent, frames=range(1))  # the bad frames are not of this part
+    for runs in ([1, 1, 1, 1], [2, 2], [1, 3]):
+        with refused(said(LATENT, "[12]", "2")):
+            list(vae.decode_stream(iter(latent.split(runs, dim=2)), STEP))
+
+
+def test_a_range_of_pieces_has_the_number_in_the_video(vae):
+    latent = spoil(given(vae)[0], (0, 3))
+    last = vae.config.frames(4) - 1
+    with refused(said(LATENT, 1, "3")):
+        list(vae.decode_stream(iter(latent.split(1, dim=2)), STEP, frames=range(last, last + 1)))
+
+
+@pytest.mark.parametrize(
+    ("places", "words"),
+    [
+        ([(1, 2)], (1, "2 of 4, video 1 of 3")),
+        ([(2, 0), (0, 1)], (2, "0 of 4, video 2 of 3")),
+        ([(2, 3), (0, 3)], (2, "3 of 4, video 0 of 3")),
+    ],
+)
+def test_a_batch_has_the_number_of_the_video(places, words):
+    latent = spoil(given(vae_of("wan2.1"), batch=3)[0], *places)
+    with refused(said(LATENT, *words)):
+        vae_of("wan2.1").decode(latent)
+
+
+def test_a_long_latent_is_checked_in_runs(monkeypatch):
+    monkeypatch.setattr("fast_video_vae.vae.validation._CHECKED_AT_ONCE", 1)
+    latent = spoil(given(vae_of("wan2.1"))[0].bfloat16(), (0, 3))
+    with refused(said(LATENT, 1, "3 of 4")):
+        vae_of("wan2.1").decode(latent)
+    eight = latent.to(torch.float8_e4m3fn)
+    with refused(said(LATENT, 1, "3 of 4")):
+        vae_of("wan2.1").decode(eight)
+
+
+@pytest.mark.parametrize("value", BAD)
+def test_frames_are_refused_with_the_first_bad_one(vae, value):
+    frames = given(vae, batch=2)[1]
+    count = frames.shape[2]
+    spoil(frames, (1, 2), (0, 3), value=value)
+    with refused(said(FRAMES, "2 ", f"2 of {count}, video 1 of 2")):
+        vae.encode(frames)
+    with refused(said(FRAMES, "[12] ", "2, video 1 of 2")):
+        list(vae.encode_stream(iter(frames.split(2, dim=2)), STEP))
+
+
+class OfGPU(Upload):
+    """The path of other devices than a CPU, whose values are looked at once, at the end."""
+
+    def __init__(self, device, dtype, to_range):
+        super().__init__(device, dtype, to_range)
+        self._checks = True
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.setattr(session, "Upload", OfGPU)
+    unchecked = functools.partial(check_frames, values=False)
+    monkeypatch.setattr(model, "check_frames", lambda *args, values: unchecked(*args))
+
+
+@pytest.mark.parametrize("value", BAD)
+def test_a_gpu_has_the_place_too(vae, gpu, value):
+    frames = given(vae, batch=2)[1]
+    count = frames.shape[2]
+    spoil(frames, (1, 2), (0, count - 1), value=value)
+    with refused(said(FRAMES, "2 ", f"2 of {count}, video 1 of 2")):
+        vae.encode(frames)
+    for size in (1, 2, count):
+        for options in (STEP, StreamOptions(-1)):
+            with refused(said(FRAMES, "", "2")):
+                list(vae.encode_stream(iter(frames.split(size, dim=2)), options))
+
+
+def test_static_frames_before_the_first_bad_one_are_counted(gpu):
+    vae = vae_of("wan2.1")
+    frames = given(vae, 12)[1]
+    frames[:, :, 1:41] = frames[:, :, :1]
+    spoil(frames, (0, 42), (0, 44))
+    with refused(said(FRAMES, "", "42")):
+        joined(vae.encode_stream(iter(frames.split(1, dim=2)), STEP))
+    with refused(said(FRAMES, "2 ", "42 of 45")):
+        vae.encode(frames)
+
+
+def test_ranks_have_the_first_frame_of_all():
+    """Each sees some rows of the frames only."""
+    ranks = [OfGPU(torch.device("cpu"), torch.float32, None) for _ in range(3)]
+    clean = random_frames(1, 3, 5, 4, 4)
+    spoilt = [spoil(clean.clone(), (0, 4)), clean, spoil(clean.clone(), (0, 3))]
+    for rank, pixels in zip(ranks, spoilt, strict=True):
+        rank(clean[:, :, :1])
+        rank(pixels, 1)
+    for rank in ranks:
+        with refused(said(FRAMES, "", "4")):
+            rank.check(None, most_of(ranks))
+
+
+def most_of(ranks):
+    """The most over all ranks of the number that each of them sends."""
+
+    def most(*_):
+        sent = []
+        for rank in ranks:
+            rank.check(None, lambda _, each: sent.append(each) or 0)
+        return max(sent)
+
+    return most
+
+
+def test_finite_frames_pass_on_all_ranks():
+    rank = OfGPU(torch.device("cpu"), torch.float32, None)
+    rank(random_frames(1, 3, 5, 4, 4))
+    rank.check(None, most_of([rank]))
+    rank.check()
+
+
+MODELS = {16: "Wan 2.1, 2.2 14B, Qwen-Image, SeedVR2", 48: "Wan 2.2 5B", 64: "Qwen-Image 2.1"}
+
+
+@pytest.mark.parametrize("channels", [4, 12, 16, 48, 64, 128])
+def test_the_channels_of_other_models_are_named(vae, channels):
+    needed = vae.config.latent_channels
+    if channels == needed:
+        return
+    other = f"a VAE for {MODELS[channels]}, or " if channels in MODELS else ""
+    line = f"^latent has {channels} channels; this VAE needs {needed}: use {other}a latent for "
+    latent = torch.zeros(1, channels, 2, 2, 2)
+    with refused(f"{line}{MODELS[needed]}$"):
+        vae.decode(latent)
+    with refused(f"{line}{MODELS[needed]}$"):
+        list(vae.decode_stream(iter([latent])))
+
+
+def test_the_error_of_all_values_of_a_large_latent_is_short():
+    place = "frame 20 of 21, video 15 of 16"
+    assert len(f"samples: {spoiled('latent', '9999999 values', place)}") <= 160
