@@ -184,8 +184,8 @@ class Encode(io.ComfyNode):
                 io.Image.Input(
                     "pixels",
                     tooltip="Images or video frames to encode. Height and width are "
-                    "center-cropped to multiples of 8 (Wan 2.2 5B, Qwen-Image 2.1: 16), a video "
-                    "to 4 n + 1 frames.",
+                    "center-cropped to multiples of 8 (Wan 2.2 5B, Qwen-Image 2.1: 16; the model "
+                    "of the 5B needs 32), a video to 4 n + 1 frames.",
                 ),
                 io.Vae.Input(
                     "vae",

@@ -170,7 +170,8 @@ class EncodeVideo(io.ComfyNode):
                     tooltip="Video from Load Video or Trim Video, for example. Its full depth is "
                     "read (8, 10, 12 or 16 bits), with the file's rotation and pixel aspect ratio "
                     "applied. Height and width are center-cropped to multiples of 8 (Wan 2.2 5B, "
-                    "Qwen-Image 2.1: 16), the length to 4 n + 1 frames.",
+                    "Qwen-Image 2.1: 16; the model of the 5B needs 32), the length to 4 n + 1 "
+                    "frames.",
                 ),
                 io.Vae.Input(
                     "vae",
