@@ -79,7 +79,7 @@ def check_tensor(tensor: object, name: str, channels: int, sources: tuple[str, .
 
 
 def check_latent(
-    latent: Tensor, config: VAEConfig, sources: tuple[str, ...], at: int | None = None
+    latent: Tensor, config: VAEConfig, sources: tuple[str, ...], at: int | None
 ) -> None:
     """Check shape, dtype and values of a latent, or of a piece of one that begins at frame `at`."""
     check_tensor(latent, "latent", config.latent_channels, sources)
@@ -89,9 +89,7 @@ def check_latent(
     check_finite(latent, "latent", at)
 
 
-def check_frames(
-    frames: Tensor, config: VAEConfig, at: int | None = None, *, values: bool = True
-) -> None:
+def check_frames(frames: Tensor, config: VAEConfig, at: int | None, *, values: bool) -> None:
     """Check shape, dtype and, unless `values` is False, values of frames."""
     check_tensor(frames, "frames", config.image_channels)
     if not frames.is_floating_point() and frames.dtype not in (torch.uint8, torch.uint16):

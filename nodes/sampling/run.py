@@ -134,7 +134,7 @@ def _checked_latent(models: Sequence[ModelPatcher], latent: dict[str, Any]) -> T
     patch = getattr(network, "patch_size", None)
     if isinstance(patch, int) and getattr(network, "in_channels", None) != channels[0]:
         patch = patch, patch  # otherwise a patch is a latent pixel, as of Lens
-    if isinstance(patch, (tuple, list)) and first.ndim > 3:
+    if isinstance(patch, (tuple, list)) and len(patch) > 1 and first.ndim > 3:
         step = formats[0].spacial_downscale_ratio
         log_cut_patches("this model", first.shape[-2:], patch[-2:], step)
     return image

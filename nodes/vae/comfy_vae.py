@@ -199,7 +199,6 @@ class FastVAE(comfy.sd.VAE):
         needed = pieces.encode_bytes(self, video.shape, way)
         pieces.load(self, needed, way)
         batch, _, frames, height, width = video.shape
-        pieces.log_odd_size(self, height, width)
         options = pieces.with_chunk(self, height, width, options, way)
         config = self.first_stage_model.config
         run = None if options.chunk == -1 else options.chunk * config.temporal_compression

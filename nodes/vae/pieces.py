@@ -94,19 +94,14 @@ def moved(vae: comfy.sd.VAE, latents: Iterator[Tensor]) -> Tensor:
 def with_chunk(
     vae: comfy.sd.VAE, height: int, width: int, options: StreamOptions, way: Way
 ) -> StreamOptions:
-    """Return the options of an encode with a definite chunk, for frames in pieces."""
+    """Return the options of an encode in pieces, with a definite chunk; log a size that is cut."""
     asked = StreamOptions(dtype=options.dtype, limit_bytes=way.limit_bytes)
     model = vae.first_stage_model
+    if model.config.family == "wan2.2":  # of one diffusion model
+        step = model.config.spatial_compression
+        log_cut_patches("Wan 2.2 5B", (height // step, width // step), (2, 2), step)
     chunk = options.chunk or model.chunk or model.plan(height, width, asked, encode=True).chunk
     return replace(options, chunk=chunk)
-
-
-def log_odd_size(vae: comfy.sd.VAE, height: int, width: int) -> None:
-    """Log if the latent of such frames does not fit the only model of the VAE of Wan 2.2."""
-    config = vae.first_stage_model.config
-    if config.family == "wan2.2":
-        step = config.spatial_compression
-        log_cut_patches("Wan 2.2 5B", (height // step, width // step), (2, 2), step)
 
 
 def ways(

@@ -95,7 +95,6 @@ def _means(
     if first is None:
         raise ValueError("the video has no frames; expected at least one")
     model.check_frames(first, vae.device, 0)
-    driver.log_odd_size(vae, *first.shape[3:])
     second = next(groups, None)
     shape = (*first.shape[:2], 1 if second is None else 1 + second.shape[2], *first.shape[3:])
     driver.load(vae, driver.encode_bytes(vae, torch.Size(shape), way), way)

@@ -73,6 +73,7 @@ def test_both_experts_log_it_once(lines):
         (2, {"in_channels": 16}, (5, 6), None, ""),  # a latent pixel is a patch
         (None, {}, (5, 7), None, ""),
         ("2", {}, (5, 7), None, ""),
+        ([2], {}, (5, 7), None, ""),
     ],
 )
 def test_the_patch_is_that_of_the_model(lines, monkeypatch, patch, of_network, size, words, needs):

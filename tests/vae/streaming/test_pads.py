@@ -114,10 +114,9 @@ def vae(request):
     return load_vae(STATES[request.param](), dtype=torch.float32)
 
 
-@pytest.mark.parametrize("latents", [1, 3])
-@pytest.mark.parametrize("chunk", [1, 2, -1])
-def test_no_step_pads_over_time(vae, pads, latents, chunk):
-    used(vae, *inputs(vae, latents), StreamOptions(chunk))
+def test_no_step_pads_over_time(vae, pads):
+    for latents, chunk in ((1, 1), (3, 1), (3, -1)):
+        used(vae, *inputs(vae, latents), StreamOptions(chunk))
     assert pads == []
 
 
@@ -138,7 +137,7 @@ def test_no_band_of_a_layer_that_ran_out_of_memory_pads_over_time(
         return convolve(*arguments)
 
     vae = prepared(load_vae(STATES[family](), dtype=torch.float32, precision=precision))
-    latent, video = inputs(vae, 3)
+    latent, video = inputs(vae, 2)
     frames, means = vae.decode(latent), vae.encode(video)
     monkeypatch.setattr(CausalConv3d, "convolve", short)
     monkeypatch.setattr(row_bands, "convolve", counted)
@@ -150,14 +149,13 @@ def test_no_band_of_a_layer_that_ran_out_of_memory_pads_over_time(
     assert pads == []
 
 
-@pytest.mark.parametrize("latents", [1, 3])
-def test_no_part_of_a_layer_pads_over_time(vae, pads, latents, parts):
-    used(vae, *inputs(vae, latents), StreamOptions(1))
+def test_no_part_of_a_layer_pads_over_time(vae, pads, parts):
+    used(vae, *inputs(vae, 2), StreamOptions(1))
     assert pads == []
 
 
 def test_no_range_and_no_image_pads_over_time(vae, pads):
-    latent, video = inputs(vae, 3)
+    latent, video = inputs(vae, 2)
     _, channels, frames, height, width = vae.config.decoded_shape(latent.shape)
     images = torch.empty(1, frames, height, width, channels, dtype=torch.uint8)
     for _ in vae.decode_stream(latent, StreamOptions(1), images=images):
@@ -171,7 +169,7 @@ def test_no_range_and_no_image_pads_over_time(vae, pads):
 @pytest.mark.parametrize("family", WAN)
 def test_no_tile_and_no_band_pads_over_time(family, pads, steady):
     vae = load_vae(STATES[family](), dtype=torch.float32)
-    latent, video = inputs(vae, 3)
+    latent, video = inputs(vae, 2)
     step = 4 * vae.config.spatial_compression
     used(vae, latent, video, StreamOptions(1, tile=(step, step)))
     vae.devices = ["cpu"] * 2
@@ -182,8 +180,7 @@ def test_no_tile_and_no_band_pads_over_time(family, pads, steady):
 @pytest.mark.parametrize("family", STATES)
 def test_no_code_pads_over_time(family, pads, all_int8, parts):
     vae = prepared(load_vae(STATES[family](), dtype=torch.float32, precision="int8"))
-    for latents in (1, 3):
-        joined(vae.decode_stream(inputs(vae, latents)[0], StreamOptions(1)))
+    joined(vae.decode_stream(inputs(vae, 2)[0], StreamOptions(1)))
     assert pads == []
 
 
