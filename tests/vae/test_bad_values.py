@@ -8,9 +8,9 @@ import torch
 
 from fast_video_vae.tests.builders import refused
 from fast_video_vae.tests.vae.families import STATES, joined, latent_for, random_frames
-from fast_video_vae.vae import StreamOptions, load_vae, model
+from fast_video_vae.tests.vae.streaming.fake_gpu import OfGPU
+from fast_video_vae.vae import StreamOptions, load_vae, model, validation
 from fast_video_vae.vae.streaming import session
-from fast_video_vae.vae.streaming.upload import Upload
 from fast_video_vae.vae.validation import check_frames, spoiled
 
 STEP = StreamOptions(1)
@@ -84,7 +84,7 @@ def test_a_batch_has_the_number_of_the_video(places, words):
 
 
 def test_a_long_latent_is_checked_in_runs(monkeypatch):
-    monkeypatch.setattr("fast_video_vae.vae.validation._CHECKED_AT_ONCE", 1)
+    monkeypatch.setattr(validation, "_CHECKED_AT_ONCE", 1)
     latent = spoil(given(vae_of("wan2.1"))[0].bfloat16(), (0, 3))
     with refused(said(LATENT, 1, "3 of 4")):
         vae_of("wan2.1").decode(latent)
@@ -102,14 +102,6 @@ def test_frames_are_refused_with_the_first_bad_one(vae, value):
         vae.encode(frames)
     with refused(said(FRAMES, "[12] ", "2, video 1 of 2")):
         list(vae.encode_stream(iter(frames.split(2, dim=2)), STEP))
-
-
-class OfGPU(Upload):
-    """The path of other devices than a CPU, whose values are looked at once, at the end."""
-
-    def __init__(self, device, dtype, to_range):
-        super().__init__(device, dtype, to_range)
-        self._checks = True
 
 
 @pytest.fixture

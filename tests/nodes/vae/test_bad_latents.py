@@ -11,10 +11,10 @@ from fast_video_vae.tests.builders import random_state_dict, refused
 from fast_video_vae.tests.nodes.vae.pairs import clip, fast_vae, latents, node, ours, v3_node
 from fast_video_vae.tests.nodes.wan_wrapper.wrapped import wrapped
 from fast_video_vae.tests.seedvr2 import random_seedvr2
+from fast_video_vae.tests.vae.streaming.fake_gpu import OfGPU
 from fast_video_vae.tests.wan22 import random_qwen21, random_wan22
 from fast_video_vae.vae import model
 from fast_video_vae.vae.streaming import session
-from fast_video_vae.vae.streaming.upload import Upload
 from fast_video_vae.vae.validation import check_frames
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
@@ -80,14 +80,6 @@ def test_another_vae_and_the_sampler_refuse_it_with_the_same_words(stock):
     sound = torch.full((1, 64, 20), torch.inf)
     with refused("^latent has 1280 values that are NaN or infinite"):
         latent({"samples": sound})
-
-
-class OfGPU(Upload):
-    """The path of other devices than a CPU."""
-
-    def __init__(self, device, dtype, to_range):
-        super().__init__(device, dtype, to_range)
-        self._checks = True
 
 
 @pytest.fixture

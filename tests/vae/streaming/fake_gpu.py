@@ -10,8 +10,17 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fast_video_vae.kernels import errors
+from fast_video_vae.vae.streaming.upload import Upload
 
 CUDA = torch.device("cuda")
+
+
+class OfGPU(Upload):
+    """The path of other devices than a CPU, whose values are looked at once, at the end."""
+
+    def __init__(self, device, dtype, to_range):
+        super().__init__(device, dtype, to_range)
+        self._checks = True
 
 
 class Stream:
