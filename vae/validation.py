@@ -179,9 +179,10 @@ def check_finite(tensor: Tensor, name: str, at: int | None = None) -> None:
         return
     bad = torch.cat([not_finite(run) for run in runs], dim=1)
     frame, number = bad.T.nonzero()[0].tolist()
-    place = f"frame {frame} of {tensor.shape[2]}" if at is None else f"frame {at + frame}"
+    kind = "latent frame" if name == "latent" else "frame"
+    place = f"{frame} of {tensor.shape[2]}" if at is None else f"{at + frame}"
     place += f", video {number} of {len(tensor)}" if len(tensor) > 1 else ""
-    raise spoiled(name, f"{int(bad.sum())} values", place)
+    raise spoiled(name, int(bad.sum()), f": {kind} {place} (from 0)")
 
 
 def not_finite(frames: Tensor) -> Tensor:
@@ -189,12 +190,12 @@ def not_finite(frames: Tensor) -> Tensor:
     return torch.isfinite(widened(frames)).logical_not_().sum((1, 3, 4))
 
 
-def spoiled(name: str, values: str, place: str) -> ValueError:
-    """Return the error for values that are not finite, the first of them at `place`."""
-    kind, maker = ("latent ", "a sampler or node") if name == "latent" else ("", "another node")
+def spoiled(name: str, count: int, place: str = "") -> ValueError:
+    """Return the error for values that are not finite; `place`: words about the first of them."""
+    maker = "a sampler or node" if name == "latent" else "another node"
     return ValueError(
-        f"{name} has {values} that are NaN or infinite; expected none: {kind}{place} (from 0), "
-        f"from {maker}, not the VAE"
+        f"{name} has {count} values that are NaN or infinite; expected none{place}, made by "
+        f"{maker}, not the VAE"
     )
 
 

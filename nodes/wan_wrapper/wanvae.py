@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ...vae import SEEDVR2, StreamOptions
-from ..host.error_text import about
 from ..host.oom import Way, in_turn, kept
 from ..host.progress import Progress
 from ..vae import pieces
@@ -107,18 +106,15 @@ class WanVideoWrapperVAE:
             raise ValueError("the VAE has no encoder; only decoding works with it")
         step = network.config.spatial_compression
         frames = [_cropped(each, step) for each in _one_by_one(videos, "videos")]
-        _check_frames(network, frames, self._vae.device)
+        for each in frames:
+            network.check_frames(each, self._vae.device)
         parts = [[network.whole_groups(part) for part in _parts(each, end_)] for each in frames]
         go = functools.partial(self._encode, parts, torch.device(device), shown=pbar, sample=sample)
         single_frame = parts[0][0].shape[2] == 1
         ways = pieces.ways(
             self._vae, _tile(tile_size) if tiled else None, encode=True, single_frame=single_frame
         )
-        try:
-            return in_turn(pieces.devices(self._vae), "an encode", ways, go)
-        except ValueError:  # a stream does not know the place of its values in the whole
-            _check_frames(network, frames, _HOST)
-            raise
+        return in_turn(pieces.devices(self._vae), "an encode", ways, go)
 
     # The frames of a tiled decode, and of a call with none of `end_`, `pbar`, `output_device` and
     # `output_dtype`, are clamped to [-1, 1] and in float32 by default: the nodes of March 2025 have
@@ -139,7 +135,8 @@ class WanVideoWrapperVAE:
         """Decode normalised latents to frames `[B, C, T, H, W]` in about [-1, 1]."""
         network = self._network
         latents = _one_by_one(hidden_states, "hidden_states")
-        network.check_latent(torch.cat(latents))
+        for each in latents:
+            network.check_latent(each)
         parts = [_parts(each, bool(end_)) for each in latents]
         place = torch.device(output_device or (_HOST if tiled else device))
         later = (end_, pbar, output_device, output_dtype)
@@ -223,13 +220,6 @@ class WanVideoWrapperVAE:
                 for _ in progress.counted(stream):
                     pass
         return frames
-
-
-def _check_frames(network: FastVideoVAE, videos: list[Tensor], device: torch.device) -> None:
-    """Check videos before an encode on `device`; with several, an error says which one it is."""
-    for index, each in enumerate(videos):
-        with about(f"videos[{index}]") if videos[1:] else contextlib.nullcontext():
-            network.check_frames(each, device)
 
 
 @contextlib.contextmanager

@@ -7,18 +7,19 @@ import pytest
 import torch
 
 from fast_video_vae.tests.builders import refused
-from fast_video_vae.tests.vae.families import STATES, joined, latent_for, random_frames
-from fast_video_vae.tests.vae.streaming.fake_gpu import OfGPU
-from fast_video_vae.vae import StreamOptions, load_vae, model, validation
-from fast_video_vae.vae.streaming import session
-from fast_video_vae.vae.validation import check_frames, spoiled
+from fast_video_vae.tests.vae.families import STATES, latent_for, random_frames
+from fast_video_vae.vae import StreamOptions, load_vae, validation
 
 STEP = StreamOptions(1)
 BAD = (math.nan, math.inf, -math.inf)
-LATENT = "latent has {} values that are NaN or infinite; expected none: latent frame {} (from 0), "
-LATENT += "from a sampler or node, not the VAE$"
-FRAMES = "frames has {}values that are NaN or infinite; expected none: frame {} (from 0), "
-FRAMES += "from another node, not the VAE$"
+LATENT = (
+    "latent has {} values that are NaN or infinite; expected none: latent frame {} (from 0), made "
+    "by a sampler or node, not the VAE$"
+)
+FRAMES = (
+    "frames has {} values that are NaN or infinite; expected none: frame {} (from 0), made by "
+    "another node, not the VAE$"
+)
 
 
 def said(line, *words):
@@ -98,73 +99,10 @@ def test_frames_are_refused_with_the_first_bad_one(vae, value):
     frames = given(vae, batch=2)[1]
     count = frames.shape[2]
     spoil(frames, (1, 2), (0, 3), value=value)
-    with refused(said(FRAMES, "2 ", f"2 of {count}, video 1 of 2")):
+    with refused(said(FRAMES, "2", f"2 of {count}, video 1 of 2")):
         vae.encode(frames)
-    with refused(said(FRAMES, "[12] ", "2, video 1 of 2")):
+    with refused(said(FRAMES, "[12]", "2, video 1 of 2")):
         list(vae.encode_stream(iter(frames.split(2, dim=2)), STEP))
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    monkeypatch.setattr(session, "Upload", OfGPU)
-    unchecked = functools.partial(check_frames, values=False)
-    monkeypatch.setattr(model, "check_frames", lambda *args, values: unchecked(*args))
-
-
-@pytest.mark.parametrize("value", BAD)
-def test_a_gpu_has_the_place_too(vae, gpu, value):
-    frames = given(vae, batch=2)[1]
-    count = frames.shape[2]
-    spoil(frames, (1, 2), (0, count - 1), value=value)
-    with refused(said(FRAMES, "2 ", f"2 of {count}, video 1 of 2")):
-        vae.encode(frames)
-    for size in (1, 2, count):
-        for options in (STEP, StreamOptions(-1)):
-            with refused(said(FRAMES, "", "2")):
-                list(vae.encode_stream(iter(frames.split(size, dim=2)), options))
-
-
-def test_static_frames_before_the_first_bad_one_are_counted(gpu):
-    vae = vae_of("wan2.1")
-    frames = given(vae, 12)[1]
-    frames[:, :, 1:41] = frames[:, :, :1]
-    spoil(frames, (0, 42), (0, 44))
-    with refused(said(FRAMES, "", "42")):
-        joined(vae.encode_stream(iter(frames.split(1, dim=2)), STEP))
-    with refused(said(FRAMES, "2 ", "42 of 45")):
-        vae.encode(frames)
-
-
-def test_ranks_have_the_first_frame_of_all():
-    """Each sees some rows of the frames only."""
-    ranks = [OfGPU(torch.device("cpu"), torch.float32, None) for _ in range(3)]
-    clean = random_frames(1, 3, 5, 4, 4)
-    spoilt = [spoil(clean.clone(), (0, 4)), clean, spoil(clean.clone(), (0, 3))]
-    for rank, pixels in zip(ranks, spoilt, strict=True):
-        rank(clean[:, :, :1])
-        rank(pixels, 1)
-    for rank in ranks:
-        with refused(said(FRAMES, "", "4")):
-            rank.check(None, most_of(ranks))
-
-
-def most_of(ranks):
-    """The most over all ranks of the number that each of them sends."""
-
-    def most(*_):
-        sent = []
-        for rank in ranks:
-            rank.check(None, lambda _, each: sent.append(each) or 0)
-        return max(sent)
-
-    return most
-
-
-def test_finite_frames_pass_on_all_ranks():
-    rank = OfGPU(torch.device("cpu"), torch.float32, None)
-    rank(random_frames(1, 3, 5, 4, 4))
-    rank.check(None, most_of([rank]))
-    rank.check()
 
 
 MODELS = {16: "Wan 2.1, 2.2 14B, Qwen-Image, SeedVR2", 48: "Wan 2.2 5B", 64: "Qwen-Image 2.1"}
@@ -182,8 +120,3 @@ def test_the_channels_of_other_models_are_named(vae, channels):
         vae.decode(latent)
     with refused(f"{line}{MODELS[needed]}$"):
         list(vae.decode_stream(iter([latent])))
-
-
-def test_the_error_of_all_values_of_a_large_latent_is_short():
-    place = "frame 20 of 21, video 15 of 16"
-    assert len(f"samples: {spoiled('latent', '9999999 values', place)}") <= 160

@@ -89,8 +89,6 @@ class VideoSession:
         self._chunk: Tensor | None = None
         self._results: Iterator[Tensor] | None = None
         self._is_static = False
-        self._done = 0  # frames before this chunk
-        self._whole: Tensor | None = None  # a known video
         self._last: tuple[torch.Size, bool] | None = None
         self._repeats = 0  # equal chunks before this one
         self._left: int | None = None  # latents of a last chunk that is filled up
@@ -105,7 +103,7 @@ class VideoSession:
     def run(self, source: Iterator[Tensor]) -> Generator[Tensor, None, None]:
         """Run the checked pieces of the video; between results the caller's modes are active."""
         source = self._planned(source)
-        relief = self.relief
+        relief, done = self.relief, 0
         relief.frees = self._workspace.release
         relief.parks = lambda: self._executor.park()
         self._workspace.relief = relief
@@ -117,17 +115,17 @@ class VideoSession:
                         piece = piece[:, :, : self._left]
                         self._left -= piece.shape[2]
                     yield piece
-                self._done += chunk.shape[2]
+                done += chunk.shape[2]
                 if self._executor.cache.first != self._pictures:
                     for cache in self._executor.caches:
                         cache.first = self._pictures
                 is_short = bool(relief.done and relief.is_new)
                 if is_short:
-                    relief.report(f"{'frame' if self._encodes else 'latent'} {self._done}")
+                    relief.report(f"{'frame' if self._encodes else 'latent'} {done}")
                 if self._is_true_of_any(is_short):
                     self._lower()
             if self._upload is not None:
-                self._upload.check(self._whole, self.shards and self.shards.most)
+                self._upload.check(None if self.shards is None else self.shards.most)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -154,7 +152,6 @@ class VideoSession:
             self._shard = self.shards.split(*size, self.relief.finish)
             ranks = self.shards.size
             size = self._shard.largest_part(size)
-        self._whole = first if self.known else None
         if self.known and first.device.type != "cpu":
             self._changes = Changes(first)
         model = self.network, self.config, (first.shape[0], *size), self.dtype, self._device
@@ -250,7 +247,7 @@ class VideoSession:
         if chunk is None:
             raise RuntimeError("no chunk was set; expected one")
         if self._upload is not None:
-            x = self._upload(chunk, self._done)
+            x = self._upload(chunk)
         else:
             x = chunk.to(self._device, self.dtype).contiguous(memory_format=torch.channels_last_3d)
         return canonical(self.enter(canonical(x)))

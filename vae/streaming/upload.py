@@ -13,15 +13,10 @@ from torch import Tensor
 from ...kernels import lacks
 from ..layers.workspace import to_unit
 from ..pinned_memory import pinned_memory
-from ..validation import check_finite, not_finite, spoiled
+from ..validation import not_finite, spoiled
 
 # Larger chunks are copied from where they are: pinned memory is taken from all programs.
 _STAGED_BYTES = 512 * 2**20
-
-# A frame after all others; in float32, of which every device has minima.
-_LAST = 1 << 40
-
-Most = Callable[[str, int], int]  # returns the most of a number by name over all ranks
 
 
 class Upload:
@@ -36,38 +31,34 @@ class Upload:
         self._device, self._dtype, self._to_range = device, dtype, to_range
         # On a CPU the values were checked before the work; `meta` has none.
         self._checks = device.type not in ("cpu", "meta")
-        self._bad: Tensor | float = _LAST  # the first frame with values that are not finite
+        self._bad: Tensor | None = None
+        self._counted: Tensor | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._staging: Tensor | None = None
         self._copied: torch.cuda.Event | None = None
 
-    def __call__(self, pixels: Tensor, at: int = 0) -> Tensor:
-        """Return floats, uint8, or uint16 as int16, in [-1, 1], channels-last, from frame `at`."""
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """Return floats, uint8, or uint16 as int16, in [-1, 1], channels-last."""
         x = self._moved(pixels)
         bad: Tensor | None = None
         if x.dtype in (torch.uint8, torch.int16):
             x = to_unit(x)
         else:
-            bad = not_finite(x) if self._checks else None
+            bad = not_finite(x).sum() if self._checks else None
             x = x if self._to_range is None else self._to_range(x)
         x = x.to(self._dtype).contiguous(memory_format=torch.channels_last_3d)
-        if bad is not None:
-            frames = torch.arange(at, at + bad.shape[1], dtype=torch.float32, device=bad.device)
-            first = torch.where(bad > 0, frames, float(_LAST)).amin()
-            self._bad = first.clamp(max=self._bad)
+        # Last and once, because the upload is repeated if memory runs out.
+        if bad is not None and pixels is not self._counted:
+            self._bad = bad if self._bad is None else self._bad + bad
+            self._counted = pixels
         return x
 
-    def check(self, whole: Tensor | None = None, most: Most | None = None) -> None:
-        """Wait for the device; raise a `ValueError` if pixels were NaN or infinite on any rank.
-
-        The error has their number and place in `whole`, a video that is one tensor.
-        """
-        left = _LAST - int(self._bad)
-        left = left if most is None else most("values that are not finite", left)
-        if left:
-            if whole is not None:
-                check_finite(whole, "frames")
-            raise spoiled("frames", "values", f"frame {_LAST - left}")
+    def check(self, most: Callable[[str, int], int] | None = None) -> None:
+        """Wait for the device; raise a `ValueError` if pixels were NaN or infinite on any rank."""
+        count = 0 if self._bad is None else int(self._bad)
+        count = count if most is None else most("values that are not finite", count)
+        if count:
+            raise spoiled("frames", count)
 
     def _moved(self, pixels: Tensor) -> Tensor:
         """Return `pixels` on the device, in their dtype."""

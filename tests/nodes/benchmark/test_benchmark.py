@@ -218,7 +218,7 @@ def test_an_incomparable_vae_is_a_one_line_error(state, tmp_path):
         ({"pixels": torch.zeros(5, 4, 48, 3)}, "^pixels: 5 frames of 48 x 4; expected"),
         (
             {"pixels": torch.cat([clip(2, 32, 48), torch.full((3, 32, 48, 3), torch.inf)])},
-            r"^pixels: frames has 13824 values .*: frame 2 of 5 \(from 0\), from another node, not",
+            r"^pixels: frames has 13824 values .* frame 2 of 5 \(from 0\), made by another node",
         ),
         (
             {"pixels": clip(5, 32, 48), "samples": {"samples": latents(2, 6, 6)}},
