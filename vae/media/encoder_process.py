@@ -49,11 +49,11 @@ def encoded(
 ) -> bytes:
     """Encode frames from `receive`, until it returns None, to a segment that needs no other."""
     file = io.BytesIO()
-    _, _, rate, size, pixels, _ = settings
+    _, _, rate, (width, height), pixels, _ = settings
     with av.open(file, "w", format="mp4") as container:
         stream = add_stream(container, settings)
         for index, planes in enumerate(iter(receive, None)):
-            frame = av.VideoFrame(*size, pixels)
+            frame = av.VideoFrame(width, height, pixels)
             for plane, data in zip(frame.planes, planes, strict=True):
                 plane.update(data)
             frame.pts, frame.time_base = index, 1 / rate

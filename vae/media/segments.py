@@ -7,7 +7,6 @@ kept until their segment is complete.
 
 import io
 import logging
-import os
 import pickle
 import subprocess
 import sys
@@ -20,7 +19,6 @@ import av
 from av.container import OutputContainer
 from av.error import FFmpegError
 from av.packet import Packet
-from av.video.stream import VideoStream
 
 from .encoder_process import Settings
 
@@ -52,7 +50,7 @@ class SegmentEncoder:
         self._kept: list[list[bytes]] = []  # the frames of a segment
         self._sent, self._done = 0, 0  # of them, frames that the process has; frames before them
         self._process: subprocess.Popen[bytes] | None = None
-        self._stream: VideoStream | None = None
+        self._stream: Any = None
 
     @staticmethod
     def serves(encoder: str) -> bool:
@@ -129,10 +127,11 @@ class SegmentEncoder:
         with av.open(io.BytesIO(segment)) as file:
             own = file.streams.video[0]
             if self._stream is None:
-                self._stream = self._container.add_stream_from_template(own, opaque=True)
+                stream: Any = self._container.add_stream_from_template(own, opaque=True)
+                stream.time_base = 1 / rate
                 # PyAV before 18 does not store it: players take the rate from the times.
-                cast(Any, self._stream.codec_context).framerate = rate
-                self._stream.time_base = 1 / rate
+                stream.codec_context.framerate = rate
+                self._stream = stream
                 self._begin()
             for packet in file.demux(own):
                 if packet.size:
@@ -151,8 +150,6 @@ def _started() -> "subprocess.Popen[bytes]":
         [sys.executable, "-c", _COMMAND, str(_SCRIPT), home],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        # Without it SVT-AV1 logs its settings; 1: errors only.
-        env={**os.environ, "SVT_LOG": "1"},
+        stderr=subprocess.DEVNULL,  # SVT-AV1 logs its settings
         creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
     )
