@@ -6,7 +6,6 @@ Facts about ComfyUI here are from comfy/sd.py and comfy/utils.py of 0.33.
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import comfy.model_management
@@ -22,7 +21,6 @@ from ...vae.bench import (
     Clip,
     Comparison,
     Contestant,
-    Gauge,
     PrecisionReport,
     compare,
     compare_precision,
@@ -49,31 +47,6 @@ _logger = logging.getLogger(__name__)
 _MEASURED_LATENTS = 3
 
 
-@dataclass
-class ComparedVAEs:
-    """The same weights in ComfyUI's network and in this pack's, with one compute dtype."""
-
-    stock: comfy.sd.VAE
-    fast: FastVAE
-    dtype: torch.dtype
-    made: list[comfy.sd.VAE]  # created for the comparison; they leave the device afterwards
-
-    @property
-    def config(self) -> VAEConfig:
-        """The configuration of the VAE."""
-        return self.fast.first_stage_model.config
-
-
-@dataclass(frozen=True)
-class Content:
-    """The data of a comparison: the sizes, what to decode and to encode, and remarks."""
-
-    clip: Clip
-    latent: Tensor | None
-    pixels: Tensor | None  # `[T, H, W, C]`
-    notes: tuple[str, ...]
-
-
 def benchmark(
     vae: comfy.sd.VAE,
     task: str,
@@ -88,32 +61,33 @@ def benchmark(
     tasks, codes = tasks_of(task), precision == INT8
     if codes and "decode" not in tasks:
         raise ValueError(f"precision: int8 is for decodes; expected auto for task {task}")
-    pair = pair_of(vae, dtype, precision)
+    stock, fast, computed = pair_of(vae, dtype, precision)
+    config = fast.first_stage_model.config
     try:
-        content = content_for(pair, tasks, clip, latent, pixels)
-        comparisons, lost = _measured(pair, tasks, content, rounds, codes=codes)
+        clip, latent, pixels, notes = content_for(fast, tasks, clip, latent, pixels)
+        given = {"rounds": rounds, "dtype": dtype_label(computed), "device": fast.device}
+        comparisons, lost = _measured(stock, fast, tasks, latent, pixels, given, codes=codes)
     finally:
         # VAEs that were created for the comparison leave the device; the given one stays loaded.
-        for each in pair.made:
-            comfy.model_management.unload_model_and_clones(each.patcher, all_devices=True)
+        for each in (stock, fast):
+            if each is not vae:
+                comfy.model_management.unload_model_and_clones(each.patcher, all_devices=True)
         comfy.model_management.soft_empty_cache()
-        give_back(pair.fast.device)
-    name = f"{pair.config.family}, base width {pair.config.decoder_width}"
-    device = device_label(vae.device)
-    results = comparisons, (*content.notes, *_entry(pair.fast.device)), lost
-    return BenchmarkReport(name, device, content.clip, rounds, *results)
+        give_back(fast.device)
+    # What the calls so far have shown of the kernels on a GPU without measured ones.
+    if entry := table_entry(fast.device):
+        notes += ["this GPU is not in the table of measured chips; please post these lines:"]
+    name = f"{config.family}, base width {config.decoder_width}"
+    results = comparisons, (*notes, *entry), lost
+    return BenchmarkReport(name, device_label(vae.device), clip, rounds, *results)
 
 
-def _entry(device: torch.device) -> list[str]:
-    """Return what the calls so far have shown of the kernels on a GPU without measured ones."""
-    lines = table_entry(device)
-    if lines:
-        lines.insert(0, "this GPU is not in the table of measured chips; please post these lines:")
-    return lines
-
-
-def pair_of(vae: Any, dtype: torch.dtype | None, precision: str = "auto") -> ComparedVAEs:  # noqa: ANN401
-    """Return both networks on the weights of a VAE, itself included if its dtype fits."""
+def pair_of(
+    vae: Any,  # noqa: ANN401, any object
+    dtype: torch.dtype | None,
+    precision: str,
+) -> tuple[comfy.sd.VAE, FastVAE, torch.dtype]:
+    """Return both networks on a VAE's weights, itself included if its dtype fits, and the dtype."""
     if not isinstance(vae, comfy.sd.VAE):
         raise ValueError(f"vae: got a {type(vae).__name__}; expected a VAE")
     vae.throw_exception_if_invalid()
@@ -132,8 +106,7 @@ def pair_of(vae: Any, dtype: torch.dtype | None, precision: str = "auto") -> Com
         stock = vae if chosen == vae.vae_dtype else stock_of(fast, chosen)
     if precision != "auto":
         fast.first_stage_model.precision = precision
-    made = [each for each in (stock, fast) if each is not vae]
-    return ComparedVAEs(stock, fast, chosen, made)
+    return stock, fast, chosen
 
 
 def stock_of(fast: FastVAE, dtype: torch.dtype) -> comfy.sd.VAE:
@@ -165,32 +138,32 @@ def stock_of(fast: FastVAE, dtype: torch.dtype) -> comfy.sd.VAE:
 
 
 def content_for(
-    pair: ComparedVAEs,
+    fast: FastVAE,
     tasks: tuple[str, ...],
     clip: Clip,
     latent: Tensor | None,
     pixels: Tensor | None,
-) -> Content:
-    """Return the data of a comparison: given, derived from what is given, or generated."""
-    config, notes = pair.config, []
+) -> tuple[Clip, Tensor | None, Tensor | None, list[str]]:
+    """Return the size, what to decode and to encode `[T, H, W, C]`, and remarks."""
+    # Both are given, derived from what is given, or generated.
+    config, notes = fast.first_stage_model.config, []
     if latent is not None:
-        latent = _as_taken(pair.fast, one_video(pair.fast, latent))
+        latent = _as_taken(fast, one_video(fast, latent))
     if pixels is not None:
-        pixels, cut = _cropped(config, pixels)
-        notes += cut
+        pixels, notes = _cropped(config, pixels)
     if latent is None and pixels is None:
         with about("width, height, frames"):
             kept = fitted(config, clip)
         if kept != clip:
             notes.append(f"requested {clip}, cut to whole latents")
         if "decode" in tasks:
-            latent = _as_taken(pair.fast, random_latent(config, kept)).contiguous()
+            latent = _as_taken(fast, random_latent(config, kept)).contiguous()
         if "encode" in tasks:
             pixels = moving_pictures(kept)[0].movedim(0, -1).contiguous()
-        return Content(kept, latent, pixels, tuple(notes))
+        return kept, latent, pixels, notes
     sizes = []
     if latent is not None:
-        shape = config.decoded_shape(pair.fast.first_stage_model.video_shape(latent.shape))
+        shape = config.decoded_shape(fast.first_stage_model.video_shape(latent.shape))
         sizes.append(Clip(shape[4], shape[3], shape[0] * shape[2]))
     if pixels is not None:
         sizes.append(Clip(pixels.shape[2], pixels.shape[1], len(pixels)))
@@ -199,70 +172,58 @@ def content_for(
             f"samples: they decode to {sizes[0]}; expected {sizes[1]}, the size of pixels"
         )
     if "decode" in tasks and latent is None:
-        latent = pair.fast.encode(pixels)
+        latent = fast.encode(pixels)
     if "encode" in tasks and pixels is None:
-        pixels = pair.fast.decode(latent).flatten(0, -4)
-    return Content(sizes[0], latent, pixels, tuple(notes))
+        pixels = fast.decode(latent).flatten(0, -4)
+    return sizes[0], latent, pixels, notes
 
 
 def _measured(
-    pair: ComparedVAEs, tasks: tuple[str, ...], content: Content, rounds: int, *, codes: bool
+    stock: comfy.sd.VAE,
+    fast: FastVAE,
+    tasks: tuple[str, ...],
+    latent: Tensor | None,
+    pixels: Tensor | None,
+    given: dict[str, Any],
+    *,
+    codes: bool,
 ) -> tuple[tuple[Comparison, ...], PrecisionReport | None]:
     """Measure both networks, and what int8 costs if the fast one decodes in it (`codes`)."""
-    bar = comfy.utils.ProgressBar(len(tasks) * 2 * (rounds + 1) + codes)
+    bar = comfy.utils.ProgressBar(len(tasks) * 2 * (given["rounds"] + 1) + codes)
 
     def passed() -> None:
         bar.update(1)
         comfy.model_management.throw_exception_if_processing_interrupted()
 
-    lost = None
-    pair.fast.first_stage_model.wait_until_prepared(device=pair.fast.device)
-    with _no_bars():
-        if pair.fast.first_stage_model.precision == INT8 and content.latent is not None:
-            _load(pair.fast, content.latent.shape)
-            _logger.info("Fast Video VAE: choosing the layers of int8, once for these weights")
-            if codes:
-                # An error before the long work, where int8 is not supported.
-                int8_layers(pair.fast.first_stage_model)
-            pair.fast.first_stage_model.wait_until_prepared()
-        comparisons = tuple(
-            compare(
-                each,
-                _contestants(pair, each, content),
-                rounds=rounds,
-                dtype=dtype_label(pair.dtype),
-                measure=Gauge(pair.fast.device),
-                passed=passed,
-            )
-            for each in tasks
-        )
-        if codes:
-            lost = _precision_of(pair.fast, content.latent)
-            passed()
-    return comparisons, lost
-
-
-def _contestants(pair: ComparedVAEs, task: str, content: Content) -> list[Contestant]:
-    def made(name: str, vae: comfy.sd.VAE) -> Contestant:
+    def contestant(name: str, vae: comfy.sd.VAE, task: str) -> Contestant:
         if task == "decode":
-            latent = content.latent
             return Contestant(name, lambda: vae.decode(latent), lambda: _load(vae, latent.shape))
-        pixels = content.pixels
         shape = pixels.movedim(-1, 0).unsqueeze(0).shape
         if vae.latent_dim == 2:
             shape = pixels.movedim(-1, 1).shape
         return Contestant(name, lambda: vae.encode(pixels), lambda: _load(vae, shape, encode=True))
 
-    coded = task == "decode" and pair.fast.first_stage_model.precision == INT8
-    return [made("stock", pair.stock), made("fast int8" if coded else "fast", pair.fast)]
-
-
-def _precision_of(fast: FastVAE, latent: Tensor) -> PrecisionReport:
-    """Measure what int8 costs in the first latents of `latent`, as ComfyUI's VAE takes it."""
-    _load(fast, latent.shape)
-    first = one_video(fast, latent)[:, :, :_MEASURED_LATENTS]
-    options = StreamOptions(release=release(fast))
-    return compare_precision(fast.first_stage_model, first, options)
+    model, lost = fast.first_stage_model, None
+    model.wait_until_prepared(device=fast.device)
+    with _no_bars():
+        if model.precision == INT8 and latent is not None:
+            _load(fast, latent.shape)
+            _logger.info("Fast Video VAE: choosing the layers of int8, once for these weights")
+            if codes:
+                # An error before the long work, where int8 is not supported.
+                int8_layers(model)
+            model.wait_until_prepared()
+        names = {"decode": "fast int8" if model.precision == INT8 else "fast", "encode": "fast"}
+        comparisons = []
+        for task in tasks:
+            both = [contestant("stock", stock, task), contestant(names[task], fast, task)]
+            comparisons.append(compare(task, both, **given, passed=passed))
+        if codes:
+            _load(fast, latent.shape)
+            first = one_video(fast, latent)[:, :, :_MEASURED_LATENTS]
+            lost = compare_precision(model, first, StreamOptions(release=release(fast)))
+            passed()
+    return tuple(comparisons), lost
 
 
 def _load(vae: comfy.sd.VAE, shape: torch.Size, *, encode: bool = False) -> None:

@@ -3,7 +3,6 @@
 from .chart import draw_chart
 from .compare import Contestant, compare, device_label
 from .content import Clip, fitted, moving_pictures, random_latent
-from .measure import Gauge
 from .precision import compare_precision, int8_layers
 from .precision_report import PrecisionReport
 from .report import BenchmarkReport, Comparison, tasks_of
@@ -14,7 +13,6 @@ __all__ = [
     "Clip",
     "Comparison",
     "Contestant",
-    "Gauge",
     "PrecisionReport",
     "compare",
     "compare_precision",

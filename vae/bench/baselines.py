@@ -19,7 +19,6 @@ from ..models.config import QWEN21, SEEDVR2, WAN22, LayoutError, VAEConfig
 from ..streaming.options import StreamOptions
 from .compare import Contestant, compare, device_label
 from .content import Clip, fitted, moving_pictures, random_latent
-from .measure import Gauge
 from .report import ENCODE, BenchmarkReport
 from .tables import dtype_label
 
@@ -38,15 +37,13 @@ def race(
     """
     config, kept = vae.config, fitted(vae.config, clip)
     notes = [] if kept == clip else [f"{clip} requested, cropped to whole latents"]
-    measure, comparisons = Gauge(vae.device), []
+    comparisons = []
     for task in tasks:
         found, note = contestants(vae, task, kept, chunk)
         notes += [] if note is None or note in notes else [note]
         passed = progress(len(found) * (rounds + 1))
-        dtype = dtype_label(_dtype(vae, task))
-        comparisons.append(
-            compare(task, found, rounds=rounds, dtype=dtype, measure=measure, passed=passed)
-        )
+        given = {"rounds": rounds, "dtype": dtype_label(_dtype(vae, task)), "device": vae.device}
+        comparisons.append(compare(task, found, **given, passed=passed))
     return BenchmarkReport(
         f"{config.family}, base width {config.decoder_width}",
         device_label(vae.device),

@@ -1,130 +1,118 @@
-"""The bar chart of a benchmark: seconds and memory of each contestant."""
+"""The bar chart of a benchmark: seconds and memory of each contestant.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+It is drawn with Pillow, which ComfyUI and the command line require, at twice its size and then
+reduced, so that edges are smooth. Sizes here are those of the enlarged picture.
+"""
 
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 
-from .pen import (
-    CARD,
-    FAINT,
-    FOOT,
-    GAP,
-    HEAD,
-    HEIGHT,
-    INK,
-    MARGIN,
-    TRACK,
-    WARNING,
-    WIDTH,
-    Color,
-    Pen,
-)
 from .report import BenchmarkReport, Comparison, seconds, size, times
+
+_WIDTH, _HEIGHT = 2048, 1280
+_MARGIN, _GAP, _HEAD, _FOOT, _INSET = 64, 40, 208, 120, 44
+
+BACKGROUND, _CARD, _TRACK = (18, 20, 24), (27, 30, 36), (40, 44, 52)
+INK, FAINT = (236, 238, 242), (150, 156, 168)
+_BETTER, _WARNING = (126, 222, 156), (255, 140, 120)
 
 # Of the first contestant, the baseline, and of the others.
 COLORS = ((132, 140, 156), (92, 184, 255), (255, 186, 104), (150, 216, 150))
-BETTER = (126, 222, 156)
-
-
-@dataclass(frozen=True)
-class _Bar:
-    """One bar; without a value it is empty."""
-
-    name: str
-    value: float | None
-    text: str
-    ratio: str  # to the first contestant, as text
-    is_better: bool
-    color: Color
 
 
 def draw_chart(benchmark: BenchmarkReport) -> Image.Image:
-    """Draw `benchmark` as an RGB picture."""
-    pen = Pen()
-    room = WIDTH - 2 * MARGIN
-    tasks = " and ".join(each.task for each in benchmark.comparisons)
-    title = f"{tasks[:1].upper()}{tasks[1:]} {benchmark.clip}"
+    """Draw `benchmark` as an RGB picture of 1024 x 640 pixels."""
+    picture = Image.new("RGB", (_WIDTH, _HEIGHT), BACKGROUND)
+    pen, comparisons = ImageDraw.Draw(picture), benchmark.comparisons
+    room = _WIDTH - 2 * _MARGIN
+    tasks = " and ".join(each.task for each in comparisons)
     counted = "1 round" if benchmark.rounds == 1 else f"median of {benchmark.rounds} rounds"
-    dtypes = " and ".join(dict.fromkeys(each.dtype for each in benchmark.comparisons))
+    dtypes = " and ".join(dict.fromkeys(each.dtype for each in comparisons))
     about = "   |   ".join([benchmark.vae, dtypes, benchmark.device, counted])
-    pen.text((MARGIN, 42), title, INK, 27, room=room)
-    pen.text((MARGIN, 76), about, FAINT, 15, room=room)
+    write(pen, (_MARGIN, 84), f"{tasks.capitalize()} {benchmark.clip}", INK, 54, room=room)
+    write(pen, (_MARGIN, 152), about, FAINT, 30, room=room)
 
-    count = len(benchmark.comparisons)
-    card_width = (room - GAP) / 2
-    card_height = (HEIGHT - HEAD - FOOT - (count - 1) * GAP) / count
-    for row, comparison in enumerate(benchmark.comparisons):
-        top = HEAD + row * (card_height + GAP)
-        for column, (what, bars) in enumerate(_panels(comparison)):
-            left = MARGIN + column * (card_width + GAP)
-            box = left, top, left + card_width, top + card_height
-            _card(pen, box, f"{comparison.task}: {what}", bars)
+    width, height = room / 2, (_HEIGHT - _HEAD - _FOOT + _GAP) / len(comparisons)
+    for row, comparison in enumerate(comparisons):
+        top = _HEAD + row * height
+        for memory in (False, True):
+            left = _MARGIN + memory * (width + _GAP / 2)
+            box = left, top, left + width - _GAP / 2, top + height - _GAP
+            _card(pen, box, comparison, memory=memory)
 
-    pen.text((MARGIN, HEIGHT - FOOT / 2), _foot(benchmark), INK, 15, room=room - 150)
-    pen.text((WIDTH - MARGIN, HEIGHT - FOOT / 2), "shorter is better", FAINT, 15, "rm")
-    return pen.done()
-
-
-def _panels(comparison: Comparison) -> list[tuple[str, list[_Bar]]]:
-    """Return the titles and bars of one task: seconds and memory."""
-    time, memory = [], []
-    for index, each in enumerate(comparison.results):
-        color = COLORS[min(index, len(COLORS) - 1)]
-        for bars, value, text, ratio, word in (
-            (time, each.median, seconds(each.median), comparison.speed(each), "as fast"),
-            (memory, each.peak_bytes, size(each.peak_bytes), comparison.thrift(each), "less"),
-        ):
-            is_better = ratio is not None and ratio >= 1
-            label = ""
-            if index and ratio is not None:
-                label = f"{times(ratio)} {word}"
-                if word == "less" and not is_better:
-                    label = f"{times(1 / ratio)} as much"
-            bars.append(_Bar(each.name, value, each.failure or text, label, is_better, color))
-    return [("time", time), ("peak memory above weights and input", memory)]
+    differences = [
+        f"{comparison.task}: {each.name} against {comparison.results[0].name} {each.agreement()}"
+        for comparison in comparisons
+        for each in comparison.results[1:]
+        if each.agreement()
+    ]
+    line = _HEIGHT - _FOOT / 2
+    write(pen, (_MARGIN, line), "   |   ".join(differences), INK, 30, room=room - 300)
+    write(pen, (_WIDTH - _MARGIN, line), "shorter is better", FAINT, 30, "rm")
+    return picture.resize((_WIDTH // 2, _HEIGHT // 2), Image.Resampling.BOX)
 
 
 def _card(
-    pen: Pen, box: tuple[float, float, float, float], title: str, bars: Sequence[_Bar]
+    pen: ImageDraw.ImageDraw,
+    box: tuple[float, float, float, float],
+    comparison: Comparison,
+    *,
+    memory: bool,
 ) -> None:
-    """Draw a panel of bars, each below its name and value."""
-    left, top, right, bottom = box
-    pen.box(box, CARD, 12)
-    left, right = left + 22, right - 22
-    pen.text((left, top + 26), title, FAINT, 15)
-    longest = max((bar.value or 0 for bar in bars), default=0)
-    row_height = min(170.0, (bottom - top - 56) / len(bars))
+    """Draw the bars of one task, of seconds or of memory, each below its name and value."""
+    pen.rounded_rectangle(box, 24, _CARD)
+    left, top, right, bottom = box[0] + _INSET, box[1] + 92, box[2] - _INSET, box[3] - 20
+    what = "peak memory above weights and input" if memory else "time"
+    write(pen, (left, box[1] + 52), f"{comparison.task}: {what}", FAINT, 30)
+    results = comparison.results
+    values = [each.peak_bytes if memory else each.median for each in results]
+    longest = max((value or 0 for value in values), default=0)
+    height = min(340.0, (bottom - top) / len(results))
     # The rows are centred in the free height of the card.
-    first = top + 46 + (bottom - top - 56 - row_height * len(bars)) / 2
-    large = min(28.0, row_height * 0.28)
-    for index, bar in enumerate(bars):
-        line = first + index * row_height + row_height * 0.28
-        shown = pen.text((left, line), bar.name, INK, large * 0.85)
-        color = FAINT if bar.value is None else INK
-        color = WARNING if bar.text.startswith("out of") else color
-        pen.text((right, line), bar.text, color, large, "rm")
-        if bar.ratio:
-            better = BETTER if bar.is_better else WARNING
-            pen.text((left + shown + 14, line), bar.ratio, better, large * 0.85)
-        bar_top, bar_bottom = line + large * 0.8, first + (index + 0.9) * row_height
-        thick = min(0.4 * row_height, bar_bottom - bar_top)
-        radius = min(10.0, thick / 4)
-        pen.box((left, bar_top, right, bar_top + thick), TRACK, radius)
-        if bar.value and longest:
+    first = (top + bottom - height * len(results)) / 2
+    large = min(56.0, height * 0.28)
+    for index, (each, value) in enumerate(zip(results, values, strict=True)):
+        line = first + (index + 0.28) * height
+        shown = write(pen, (left, line), each.name, INK, large * 0.85)
+        text = each.failure or (size(each.peak_bytes) if memory else seconds(each.median))
+        color = _WARNING if text.startswith("out of") else FAINT if value is None else INK
+        write(pen, (right, line), text, color, large, "rm")
+        ratio = comparison.thrift(each) if memory else comparison.speed(each)
+        if index and ratio is not None:
+            word = f"{times(ratio)} {'less' if memory else 'as fast'}"
+            if memory and ratio < 1:
+                word = f"{times(1 / ratio)} as much"
+            color = _BETTER if ratio >= 1 else _WARNING
+            write(pen, (left + shown + 28, line), word, color, large * 0.85)
+        bar, thick = line + large * 0.8, 0.39 * height
+        radius = min(20.0, thick / 4)
+        pen.rounded_rectangle((left, bar, right, bar + thick), radius, _TRACK)
+        if value and longest:
             # At least as wide as its rounded corners, so that it is visible.
-            end = left + max(2 * radius, (right - left) * bar.value / longest)
-            pen.box((left, bar_top, end, bar_top + thick), bar.color, radius)
+            end = left + max(2 * radius, (right - left) * value / longest)
+            color = COLORS[min(index, len(COLORS) - 1)]
+            pen.rounded_rectangle((left, bar, end, bar + thick), radius, color)
 
 
-def _foot(benchmark: BenchmarkReport) -> str:
-    """Return the line about the differences between results."""
-    parts = []
-    for comparison in benchmark.comparisons:
-        first = comparison.results[0].name
-        parts += [
-            f"{comparison.task}: {each.name} against {first} {each.agreement()}"
-            for each in comparison.results[1:]
-            if each.agreement()
-        ]
-    return "   |   ".join(parts)
+def write(
+    pen: ImageDraw.ImageDraw,
+    place: tuple[float, float],
+    text: str,
+    color: tuple[int, int, int],
+    points: float,
+    anchor: str = "lm",
+    *,
+    room: float | None = None,
+) -> float:
+    """Write a line of text, reduced to `room` pixels, and return its width in pixels."""
+    while room is not None and points > 18 and length(text, points) > room:
+        points -= 1
+    # Pillow's own font is always available; it has ASCII alone.
+    ascii_only = text.encode("ascii", "replace").decode()
+    pen.text(place, ascii_only, color, ImageFont.load_default(points), anchor=anchor)
+    return length(text, points)
+
+
+def length(text: str, points: float) -> float:
+    """Return the width of a line of text in pixels, as `write` writes it."""
+    font = ImageFont.load_default(points)
+    return font.getlength(text.encode("ascii", "replace").decode())

@@ -6,18 +6,14 @@ which kernels are selected and results compared, is not counted.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ...kernels import default_device, device_name, is_out_of_memory, processor, release_cached
-from .measure import Taken
+from ...kernels import device_name, is_out_of_memory, processor, release_cached
+from .measure import measured
 from .report import DECODE, Comparison, ContestantResult
-
-OUT_OF_MEMORY = "out of memory"
-
-Measure = Callable[[Callable[[], Tensor]], tuple[Tensor, Taken]]
 
 
 @dataclass(frozen=True)
@@ -26,45 +22,7 @@ class Contestant:
 
     name: str
     run: Callable[[], Tensor]
-    prepare: Callable[[], None] | None = None  # called before each run, not counted
-
-
-@dataclass
-class _Entry:
-    """A contestant and its measurements so far."""
-
-    contestant: Contestant
-    seconds: list[float] = field(default_factory=list)
-    peaks: list[int | None] = field(default_factory=list)
-    difference: float | None = None
-    failure: str | None = None
-
-    def call(self, measure: Measure) -> tuple[Tensor, Taken] | None:
-        """Run it once; None: memory ran out."""
-        try:
-            if self.contestant.prepare is not None:
-                self.contestant.prepare()
-            return measure(self.contestant.run)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-        # Outside of the handler, which keeps the error and its tensors alive.
-        self.failure = OUT_OF_MEMORY
-        release_cached(default_device())
-        return None
-
-    def result(self, task: str) -> ContestantResult:
-        """Return the measurements."""
-        decodes = task == DECODE
-        known = [peak for peak in self.peaks if peak is not None]
-        return ContestantResult(
-            self.contestant.name,
-            () if self.failure else tuple(self.seconds),
-            max(known) if known and not self.failure else None,
-            psnr=self.difference if decodes else None,
-            relative_error=None if decodes else self.difference,
-            failure=self.failure,
-        )
+    prepare: Callable[[], None] = lambda: None  # called before each run, not counted
 
 
 def compare(
@@ -73,8 +31,8 @@ def compare(
     *,
     rounds: int,
     dtype: str,
-    measure: Measure,
-    passed: Callable[[], None] | None = None,
+    device: torch.device,
+    passed: Callable[[], None] = lambda: None,
 ) -> Comparison:
     """Run contestants on the same work in turn; the first is the baseline of the others.
 
@@ -82,42 +40,58 @@ def compare(
     """
     if rounds < 1:
         raise ValueError(f"rounds is {rounds}; expected at least 1")
-    entries = [_Entry(each) for each in contestants]
-    _warm_up(task, entries, measure, passed)
-    for index in range(rounds):
-        for entry in entries[:: -1 if index % 2 else 1]:
-            if entry.failure is None:
-                done = entry.call(measure)
-                if done is not None:
-                    entry.seconds.append(done[1].seconds)
-                    entry.peaks.append(done[1].peak_bytes)
-                # Freed before the next contestant runs.
-                del done
-            if passed is not None:
-                passed()
-    return Comparison(task, dtype, tuple(entry.result(task) for entry in entries))
-
-
-def _warm_up(
-    task: str, entries: Sequence[_Entry], measure: Measure, passed: Callable[[], None] | None
-) -> None:
-    """Run each contestant once and compare its result with that of the first."""
+    entries = [(each, ContestantResult(each.name)) for each in contestants]
     expected: Tensor | None = None
-    for entry in entries:
-        done = entry.call(measure)
-        if done is not None and entry is entries[0]:
-            expected = done[0].cpu()
-        elif done is not None and expected is not None:
-            if done[0].shape != expected.shape:
-                raise ValueError(
-                    f"{entry.contestant.name} gives {list(done[0].shape)}; expected "
-                    f"{list(expected.shape)} as {entries[0].contestant.name} does"
-                )
-            figure = psnr if task == DECODE else relative_error
-            entry.difference = figure(done[0], expected)
-        del done
-        if passed is not None:
+    for contestant, result in entries:  # the warm-up
+        made = _call(contestant, result, device)
+        result.seconds, result.peak_bytes = (), None
+        if made is not None and result is entries[0][1]:
+            expected = made.cpu()
+        elif made is not None and expected is not None:
+            _describe(task, result, made, entries[0][0].name, expected)
+        del made
+        passed()
+    del expected
+    for index in range(rounds):
+        for contestant, result in entries[:: -1 if index % 2 else 1]:
+            if result.failure is None:
+                _call(contestant, result, device)
             passed()
+    return Comparison(task, dtype, tuple(result for _, result in entries))
+
+
+def _call(contestant: Contestant, result: ContestantResult, device: torch.device) -> Tensor | None:
+    """Run a contestant once, and add the cost to its result; None: memory ran out."""
+    try:
+        contestant.prepare()
+        made, seconds, peak_bytes = measured(device, contestant.run)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    else:
+        result.seconds = (*result.seconds, seconds)
+        if peak_bytes is not None:
+            result.peak_bytes = max(result.peak_bytes or 0, peak_bytes)
+        return made
+    # Outside of the handler, which keeps the error and its tensors alive.
+    result.seconds, result.peak_bytes, result.failure = (), None, "out of memory"
+    release_cached(device)
+    return None
+
+
+def _describe(
+    task: str, result: ContestantResult, made: Tensor, first: str, expected: Tensor
+) -> None:
+    """Note how much `made` differs from what the `first` contestant has made."""
+    if made.shape != expected.shape:
+        raise ValueError(
+            f"{result.name} gives {list(made.shape)}; expected {list(expected.shape)} as {first} "
+            "does"
+        )
+    if task == DECODE:
+        result.psnr = psnr(made, expected)
+    else:
+        result.relative_error = relative_error(made, expected)
 
 
 def psnr(images: Tensor, expected: Tensor) -> float:

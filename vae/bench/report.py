@@ -16,7 +16,7 @@ ENCODE, DECODE = "encode", "decode"
 _GIB, _MIB = 2**30, 2**20
 
 
-@dataclass(frozen=True)
+@dataclass
 class ContestantResult:
     """Measurements of one contestant; None: not measured, or not comparable."""
 

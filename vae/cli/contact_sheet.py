@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from ..bench.pen import BACKGROUND, FAINT, INK, ascii_only, default_font
+from ..bench.chart import BACKGROUND, FAINT, INK, length, write
 
 COLUMNS = 7
 # Frames kept: half of this to all of it, so a column is at most 1/40 of the clip from its ideal
@@ -66,7 +66,7 @@ class ContactSheet:
         width, height = columns[0].source.size
         # Wide enough for the title, even with one frame.
         words = ((26, verdict), (22, title), (18, footnote))
-        lengths = [default_font(points).getlength(ascii_only(text)) for points, text in words]
+        lengths = [length(text, points) for points, text in words]
         needed = max(int(lengths[0] + lengths[1]) + 60, int(lengths[2]) + 1)
         inner = max(LABELS + len(columns) * (width + GAP) - GAP, needed)
         bottom = HEAD + len(rows) * (height + GAP) + FOOT
@@ -74,17 +74,15 @@ class ContactSheet:
         sheet = Image.new("RGB", size, BACKGROUND)
         pen = ImageDraw.Draw(sheet)
         line = HEAD // 2 + 4
-        pen.text((MARGIN, line), ascii_only(title), INK, default_font(22), anchor="lm")
-        right = size[0] - MARGIN, line
-        pen.text(right, ascii_only(verdict), ACCENT, default_font(26), anchor="rm")
+        write(pen, (MARGIN, line), title, INK, 22)
+        write(pen, (size[0] - MARGIN, line), verdict, ACCENT, 26, "rm")
         for row, (name, remark, pictures) in enumerate(rows):
             _draw_row(sheet, pen, HEAD + row * (height + GAP), name, remark, pictures)
         for place, column in enumerate(columns):
             left = MARGIN + LABELS + place * (width + GAP) + width // 2
             top = HEAD + len(rows) * (height + GAP) + 6
-            pen.text((left, top), f"frame {column.index}", FAINT, default_font(15), anchor="mt")
-        place = (MARGIN, bottom + FOOTNOTE // 2)
-        pen.text(place, ascii_only(footnote), ACCENT, default_font(18), anchor="lm")
+            write(pen, (left, top), f"frame {column.index}", FAINT, 15, "mt")
+        write(pen, (MARGIN, bottom + FOOTNOTE // 2), footnote, ACCENT, 18)
         return sheet
 
     def _keep(self, source: Tensor, result: Tensor) -> None:
@@ -106,8 +104,8 @@ def _draw_row(
 ) -> None:
     """Draw pictures side by side, with a label to their left."""
     width, height = pictures[0].size
-    pen.text((MARGIN, top + height // 2 - 10), name, INK, default_font(18), anchor="lm")
-    pen.text((MARGIN, top + height // 2 + 14), remark, FAINT, default_font(15), anchor="lm")
+    write(pen, (MARGIN, top + height // 2 - 10), name, INK, 18)
+    write(pen, (MARGIN, top + height // 2 + 14), remark, FAINT, 15)
     for place, picture in enumerate(pictures):
         left = MARGIN + LABELS + place * (width + GAP)
         sheet.paste(picture, (left, top))

@@ -1,6 +1,5 @@
 """The benchmark: order, figures, memory of a call, chart, and command."""
 
-import functools
 import importlib.util
 import json
 import math
@@ -24,7 +23,7 @@ from fast_video_vae.vae.bench.baselines import contestants
 from fast_video_vae.vae.bench.chart import COLORS, draw_chart
 from fast_video_vae.vae.bench.compare import Contestant, compare, psnr, relative_error
 from fast_video_vae.vae.bench.content import Clip, fitted, random_latent
-from fast_video_vae.vae.bench.measure import Gauge, Taken
+from fast_video_vae.vae.bench.measure import measured
 from fast_video_vae.vae.bench.report import BenchmarkReport, Comparison, ContestantResult
 from fast_video_vae.vae.checkpoint import load_vae, read_checkpoint
 from fast_video_vae.vae.streaming import precision
@@ -54,13 +53,15 @@ class Course:
 
         return Contestant(name, run)
 
-    def measure(self, run):
+    def measured(self, device, run):
         result = run()
-        return result, Taken(*next(self.times[self.order[-1]]))
+        return result, *next(self.times[self.order[-1]])
 
     def compare(self, **changed):
-        options = {"rounds": 3, "dtype": "fp32", "measure": self.measure} | changed
-        return compare("decode", self.contestants, **options)
+        options = {"rounds": 3, "dtype": "fp32", "device": CPU} | changed
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys.modules[compare.__module__], "measured", self.measured)
+            return compare("decode", self.contestants, **options)
 
 
 def test_the_order_rotates_each_round_after_a_warm_up():
@@ -118,7 +119,7 @@ def test_results_are_compared_with_the_first_contestant():
     first, *others = course.compare(rounds=1).results
     assert first.psnr is None
     assert [each.psnr for each in others] == [psnr(images(n), images(0)) for n in (1, 2)]
-    latents = compare("encode", course.contestants[:2], rounds=1, dtype="", measure=Gauge(CPU))
+    latents = compare("encode", course.contestants[:2], rounds=1, dtype="", device=CPU)
     assert latents.results[1].relative_error == relative_error(images(1), images(0))
     assert latents.results[1].psnr is None
 
@@ -143,7 +144,7 @@ def broken():
 def test_incomparable_results_are_an_error(runs, rounds, error, message):
     contestants = [Contestant(name, run) for name, run in zip("ab", runs, strict=False)]
     with pytest.raises(error, match=message):
-        compare("decode", contestants, rounds=rounds, dtype="", measure=Gauge(CPU))
+        compare("decode", contestants, rounds=rounds, dtype="", device=CPU)
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
@@ -162,7 +163,7 @@ def test_a_contestant_out_of_memory_is_skipped_afterwards(at, failing):
 
     contestants = [Contestant("a", runs(0)), Contestant("b", runs(1))]
     passed = []
-    options = {"rounds": 3, "dtype": "", "measure": Gauge(CPU), "passed": lambda: passed.append(0)}
+    options = {"rounds": 3, "dtype": "", "device": CPU, "passed": lambda: passed.append(0)}
     found = compare("decode", contestants, **options).results
     assert (calls[failing], calls[1 - failing]) == (at + 1, 4)
     assert len(passed) == 8
@@ -181,20 +182,13 @@ def takes(mebibytes, seconds=0.0):
     return run
 
 
-WATCHES = {"of this system": gauge.memory_watch(CPU)}
-if gauge.resident_reader() is not None:
-    WATCHES["sampled"] = functools.partial(gauge.sampled, gauge.resident_reader())
-
-
-@pytest.mark.parametrize("watch", [*WATCHES.values()], ids=WATCHES)
-def test_the_peak_excludes_memory_from_before_the_call(watch):
-    if watch is gauge.unknown:
+def test_the_peak_excludes_memory_from_before_the_call():
+    if gauge.resident_reader() is None:
         pytest.skip("neither Linux nor psutil reports the memory of this process")
-    measure = Gauge(CPU, watch=watch)
     kept = torch.ones(40 * MIB, dtype=torch.uint8)  # allocated before, so not counted
     for mebibytes in (96, 32):  # the second takes less than the first
-        _, taken = measure(takes(mebibytes, seconds=0.05))
-        assert mebibytes - 4 <= taken.peak_bytes / MIB <= mebibytes + 24
+        _, _, peak = measured(CPU, takes(mebibytes, seconds=0.05))
+        assert mebibytes - 4 <= peak / MIB <= mebibytes + 24
     assert kept.numel() == 40 * MIB
 
 
@@ -204,28 +198,34 @@ def test_on_a_gpu_the_peak_counts_tensors_and_time_includes_the_work():
     device = torch.device("cuda")
     kept = torch.ones(64 * MIB, dtype=torch.uint8, device=device)
     square = torch.rand(8192, 8192, device=device)
-    _, small = Gauge(device)(lambda: torch.ones(MIB, dtype=torch.uint8, device=device))
-    _, large = Gauge(device)(lambda: square @ square)
-    assert small.peak_bytes == MIB
-    assert square.nbytes <= large.peak_bytes <= square.nbytes + 64 * MIB  # cuBLAS's workspace
+    _, _, small = measured(device, lambda: torch.ones(MIB, dtype=torch.uint8, device=device))
+    _, seconds, large = measured(device, lambda: square @ square)
+    assert small == MIB
+    assert square.nbytes <= large <= square.nbytes + 64 * MIB  # cuBLAS's workspace
     # 1.1 TFLOP at no more than 1000 TFLOP/s in float32; a launch alone returns sooner.
-    assert large.seconds > 1e-3
+    assert seconds > 1e-3
     assert kept.all()
 
 
-def test_a_sampling_thread_ends_with_its_call():
-    watch = functools.partial(gauge.sampled, gauge.resident_reader() or (lambda: 0))
+def test_a_sampling_thread_ends_with_its_call(monkeypatch):
+    monkeypatch.setattr(gauge, "resident_reader", lambda: lambda: 0)
+    names = lambda: {each.name for each in threading.enumerate()}  # noqa: E731
+    assert "fast-video-vae-memory" in measured(CPU, names)[0]
     with pytest.raises(KeyboardInterrupt):
-        Gauge(CPU, watch=watch)(lambda: (_ for _ in ()).throw(KeyboardInterrupt))
-    assert "fast-video-vae-memory" not in {each.name for each in threading.enumerate()}
+        measured(CPU, lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert "fast-video-vae-memory" not in names()
+
+
+def test_without_linux_psutil_measures_memory(monkeypatch, tmp_path):
+    psutil = pytest.importorskip("psutil", reason="psutil is not installed")
+    monkeypatch.setattr(gauge, "_MEMORY", tmp_path / "statm")
+    assert abs(gauge.resident_reader()() - psutil.Process().memory_info().rss) < 16 * MIB
 
 
 def test_without_linux_and_psutil_memory_is_not_measured(monkeypatch, tmp_path):
-    monkeypatch.setattr(gauge, "_PROCESS", tmp_path)
+    monkeypatch.setattr(gauge, "_MEMORY", tmp_path / "statm")
     monkeypatch.setitem(sys.modules, "psutil", None)
-    assert gauge.memory_watch(CPU) is gauge.unknown
-    _, taken = Gauge(CPU)(takes(1))
-    assert taken.peak_bytes is None
+    assert measured(CPU, takes(1))[2] is None
 
 
 def report(*comparisons, notes=()):
