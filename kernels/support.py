@@ -15,7 +15,7 @@ from .cuda_ops.compiler import compiler
 from .devices import default_device
 from .dispatch import ask
 from .errors import Refusal
-from .native_ops.library import CPU
+from .native_ops.build import CPU
 from .ready import sample_inputs
 
 # Ops that only move values or add them in one order: bit-identical on all backends.

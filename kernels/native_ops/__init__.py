@@ -1,4 +1,4 @@
-"""The ops in C++ for the CPU; `csrc/cpu` has the kernels, and `library.py` builds them.
+"""The ops in C++ for the CPU; `csrc/cpu` has the kernels, and `build.py` builds them.
 
 Each function refuses what it does not support, and runs an op of `torch.ops.fast_video_vae`.
 """
@@ -19,7 +19,7 @@ from ..constraints import (
     window_of,
 )
 from ..errors import Refusal
-from .library import CPU
+from .build import CPU
 
 
 def rms_norm_silu(

@@ -2,16 +2,19 @@
 
 The library is cached under a hash of its inputs: sources, flags and the version of torch, so a
 stale one is never loaded. A failure is logged once and remembered, and another backend runs.
+
+Environment:
+    FAST_VIDEO_VAE_NATIVE: 0 disables the CPU kernels.
 """
 
 import hashlib
 import logging
+import os
 import platform
 import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -32,12 +35,10 @@ _lock = threading.Lock()
 
 
 class Library:
-    """A library of PyTorch ops that is built from sources; subclasses define its inputs."""
+    """The library of PyTorch ops that is built from `sources`."""
 
-    namespace: str
-    title: str
-    minutes: str
-    sources: Path
+    namespace = "fast_video_vae"
+    sources = Path(__file__).parents[1] / "csrc" / "cpu"
 
     def __init__(self) -> None:
         self._outcome: str | None = None  # "": loaded; otherwise the reason why not
@@ -65,7 +66,7 @@ class Library:
                 if self._job is None and self._is_built():
                     self._job = background.DONE
                 elif self._job is None:
-                    self._job = background.submit(f"the build of the {self.title}", self._settle)
+                    self._job = background.submit("the build of the CPU kernels", self._settle)
             if self._job is background.DONE:
                 self._settle()
         return self._job
@@ -85,7 +86,7 @@ class Library:
 
     def _is_built(self) -> bool:
         """Return whether nothing is compiled to load the library, or to find that it cannot be."""
-        return bool(self.switched_off()) or any(self.folder().glob("*.so"))
+        return bool(_switched_off()) or any(self.folder().glob("*.so"))
 
     def folder(self) -> Path:
         """Return the cache folder of this library."""
@@ -100,25 +101,17 @@ class Library:
             sys.platform,
             platform.machine(),
         )
-        return cache.key_of(texts, self.files())
-
-    def files(self) -> Sequence[Path]:
-        """Return every source file of the library."""
-        return sorted(self.sources.iterdir())
-
-    def switched_off(self) -> str:
-        """Return the reason why the user has disabled the library; "": it is enabled."""
-        return ""
+        return cache.key_of(texts, sorted(self.sources.iterdir()))
 
     def _try(self) -> str:
-        if reason := self.switched_off():
+        if reason := _switched_off():
             _logger.info("Fast Video VAE: %s", reason)
             return reason
         try:
             self._find_or_build()
         except Failure as failure:
             log_once(
-                f"no native {self.title}: {failure}. PyTorch runs these ops instead, more slowly. "
+                f"no native CPU kernels: {failure}. PyTorch runs these ops instead, more slowly. "
                 f"To build them: {failure.advice}."
             )
             return str(failure)
@@ -136,7 +129,7 @@ class Library:
                 "keep one version installed",
             )
         if not _loads(self.folder()):
-            with preparing("kernel build", self.title):
+            with preparing("kernel build", "CPU kernels"):
                 self._build(self.folder(), key)
 
     def _build(self, place: Path, key: str) -> None:
@@ -154,7 +147,7 @@ class Library:
                 "set FAST_VIDEO_VAE_CACHE to a writable folder",
             ) from error
         try:
-            _logger.info("Fast Video VAE: building the %s once, about %s", self.title, self.minutes)
+            _logger.info("Fast Video VAE: building the CPU kernels once, about half a minute")
             built = compiler.build(command, sorted(self.sources.glob("*.cpp")), work, key)
             final = place / f"{_digest(built)}.so"
             place.mkdir(exist_ok=True)
@@ -170,6 +163,16 @@ class Library:
             ) from error
         finally:
             shutil.rmtree(work, ignore_errors=True)
+
+
+CPU = Library()
+
+
+def _switched_off() -> str:
+    """Return the reason why the user has disabled the library; "": it is enabled."""
+    if os.environ.get("FAST_VIDEO_VAE_NATIVE") == "0":
+        return "FAST_VIDEO_VAE_NATIVE=0 disables the native kernels"
+    return ""
 
 
 def _loads(place: Path) -> bool:

@@ -23,7 +23,7 @@ from ..convolution.weight import ConvWeight
 from ..cuda_ops.driver import relaxed_captures
 from ..devices import current as on_device
 from ..devices import device_kind, indexed, runtime
-from ..native_ops.library import CPU
+from ..native_ops.build import CPU
 from ..warmup_log import preparing
 from . import background, facts, selfcheck, variants
 

@@ -19,7 +19,7 @@ import torch
 from fast_video_vae.kernels import cache
 from fast_video_vae.kernels.errors import Refusal
 from fast_video_vae.kernels.native_ops import build, compiler
-from fast_video_vae.kernels.native_ops.library import CPU
+from fast_video_vae.kernels.native_ops.build import CPU
 
 CONFTEST = Path(__file__).resolve().parents[1] / "conftest.py"
 

@@ -18,7 +18,7 @@ import torch
 from fast_video_vae import kernels
 from fast_video_vae.kernels import errors
 from fast_video_vae.kernels.native_ops import compiler
-from fast_video_vae.kernels.native_ops.library import CPU
+from fast_video_vae.kernels.native_ops.build import CPU
 
 # sys.platform, platform.machine(), sysconfig.get_platform(), Clang's target.
 PLATFORMS = {

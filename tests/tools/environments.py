@@ -63,7 +63,7 @@ _WITHOUT_DEPENDENCIES = {"spandrel", "kornia"}
 
 _BUILD = """
 import torch
-from fast_video_vae.kernels.native_ops.library import CPU
+from fast_video_vae.kernels.native_ops.build import CPU
 CPU.load()
 print("native kernels for", torch.ops.fast_video_vae.isa())
 """
