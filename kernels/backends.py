@@ -3,6 +3,9 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import TypeVar
+
+_Value = TypeVar("_Value")
 
 # Fastest first. The reference accepts every call that passes the checks of the op.
 ORDER = ("triton", "cuda", "native", "reference")
@@ -35,6 +38,17 @@ _forced: ContextVar[str | None] = ContextVar("forced backend", default=None)
 
 
 @contextmanager
+def within(variable: ContextVar[_Value], value: _Value) -> Iterator[_Value]:
+    """Set a `variable` of this thread to `value` until the end of the block."""
+    before = variable.get()
+    variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.set(before)  # no token: a generator can end in another context
+
+
+@contextmanager
 def use_backend(name: str) -> Iterator[None]:
     """Run ops on one of `ORDER` or `CONVOLUTIONS` in this thread, without fallback."""
     # A backend without any convolution does not restrict the convolutions, and a candidate that has
@@ -42,11 +56,8 @@ def use_backend(name: str) -> Iterator[None]:
     known = tuple(dict.fromkeys((*ORDER, *CONVOLUTIONS)))
     if name not in known:
         raise ValueError(f"backend is {name!r}; expected one of {', '.join(known)}")
-    token = _forced.set(name)
-    try:
+    with within(_forced, name):
         yield
-    finally:
-        _forced.reset(token)
 
 
 def forced() -> str | None:

@@ -5,13 +5,12 @@ Environment:
 """
 
 import hashlib
-import json
 import os
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,12 +27,6 @@ def folder(name: str) -> Path:
     else:
         root = Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache") / "fast-video-vae"
     return root.absolute() / name
-
-
-def path_for(name: str, made_on: Mapping[str, str]) -> Path:
-    """Return the path of a file of the kind `name` about what `made_on` describes."""
-    text = json.dumps(made_on, sort_keys=True)
-    return folder(name) / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
 def _home() -> Path:

@@ -7,6 +7,7 @@ that write at the same time replace whole files: a fact that is lost so is found
 
 import ctypes
 import functools
+import hashlib
 import json
 import sys
 import threading
@@ -95,7 +96,8 @@ class Facts:
 
 
 def _kept(made_on: Mapping[str, str]) -> Facts:
-    path = cache.path_for("facts", made_on)
+    text = json.dumps(made_on, sort_keys=True)
+    path = cache.folder("facts") / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
     with _lock:
         if path not in _opened:
             _opened[path] = Facts(path, made_on)

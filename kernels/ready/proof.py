@@ -8,8 +8,8 @@ after the video. No caller waits, and no kind is proved twice on a machine.
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import routes
+from ..backends import within
 from ..convolution.weight import ConvWeight
 from ..devices import memory_bytes, runtime
 from ..errors import Refusal, is_out_of_memory
@@ -124,15 +125,9 @@ def current_proofs() -> Proofs | None:
     return _current.get()
 
 
-@contextmanager
-def proving(proofs: Proofs | None) -> Iterator[None]:
+def proving(proofs: Proofs | None) -> AbstractContextManager[object]:
     """Let calls in this thread make `proofs` until the end of the block."""
-    before = _current.get()
-    _current.set(proofs)
-    try:
-        yield
-    finally:
-        _current.set(before)
+    return within(_current, proofs)
 
 
 def _in(

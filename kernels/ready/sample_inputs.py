@@ -222,13 +222,3 @@ def forms(op: str, given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         for name in missing
     }
     return [{**given, **added}, given]
-
-
-def moved_bytes(arguments: Mapping[str, Any], result: Tensor) -> int:
-    """Return the bytes that a call must move: each argument read once, the result written once."""
-    # A tail is read and written. The second read of `x` for the statistics of a norm over frames is
-    # not counted.
-    tail = arguments.get("tail")
-    tensors = [x for name, x in arguments.items() if name != "out" and isinstance(x, Tensor)]
-    tensors += [result] if tail is None else [result, tail]
-    return sum(x.numel() * x.element_size() for x in tensors)

@@ -10,7 +10,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends import CONVOLUTIONS_OPS, TRIED
+from ..backends import CONVOLUTIONS_OPS, TRIED, within
 from ..convolution.weight import ConvWeight
 from ..cuda_ops.driver import relaxed_captures
 from ..devices import current as on_device
@@ -81,26 +81,9 @@ def recorder() -> Recorder | None:
     return _recorder.get()
 
 
-@contextmanager
-def seeing(seen: Snapshot) -> Iterator[None]:
+def seeing(seen: Snapshot) -> AbstractContextManager[object]:
     """Let ops in this thread run what `seen` has, until the end of the block."""
-    before = _snapshot.get()
-    _snapshot.set(seen)
-    try:
-        yield
-    finally:
-        _snapshot.set(before)  # no token: a generator can end in another context
-
-
-@contextmanager
-def recording(device: torch.device) -> Iterator[Recorder]:
-    """Note the calls on `meta` in this thread as calls on `device`, until the end of the block."""
-    made = Recorder(device)
-    token = _recorder.set(made)
-    try:
-        yield made
-    finally:
-        _recorder.reset(token)
+    return within(_snapshot, seen)
 
 
 def backends_of(
@@ -227,7 +210,8 @@ class Prepared:
 
     def _work(self) -> None:
         proofs = _last
-        with recording(self._device) as made:
+        made = Recorder(self._device)
+        with within(_recorder, made):
             self._record()
         for each in made.wanted.values():
             each()

@@ -30,7 +30,7 @@ from fast_video_vae.kernels.convolution.weight import ConvWeight
 from fast_video_vae.kernels.errors import first_line, is_out_of_memory
 from fast_video_vae.kernels.ready import sample_inputs
 from fast_video_vae.kernels.triton_ops.convolution_tiles import WIDEST, ConvTile, tiles_of
-from fast_video_vae.tests.benchmarks import peers
+from fast_video_vae.tests.benchmarks import peers, timing
 from fast_video_vae.tests.benchmarks.routed import routed
 from fast_video_vae.tests.benchmarks.weights import random_input, random_weights
 from fast_video_vae.vae import load_vae
@@ -315,7 +315,7 @@ def ops(bench: Bench) -> Cases:
             expected, given = dispatch.ask("reference", op, **make()), make()
             apart = _error(dispatch.ask(backend, op, **make()), expected.double())
             ms = bench.ms(lambda: dispatch.ask(backend, op, **given))
-        rate = 1e-6 * sample_inputs.moved_bytes(given, expected) / ms
+        rate = 1e-6 * timing.moved_bytes(given, expected) / ms
         copy = next((row["GB/s"] for row in bench.found("limits") if "GB/s" in row), math.inf)
         more = {"% of copy": 100 * rate / copy, "apart": apart, "op": op, "route": backend}
         return {"ms": ms, "GB/s": rate, **more}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fast_video_vae.kernels import synchronize
 from fast_video_vae.tests.benchmarks import record
@@ -75,3 +76,13 @@ def append(
             ours_is_faster_by=round(ratios[name], 3),
         )
     return medians, ratios
+
+
+def moved_bytes(arguments: Mapping[str, Any], result: Tensor) -> int:
+    """Return the bytes that a call must move: each argument read once, the result written once."""
+    # A tail is read and written. The second read of `x` for the statistics of a norm over frames is
+    # not counted.
+    tail = arguments.get("tail")
+    tensors = [x for name, x in arguments.items() if name != "out" and isinstance(x, Tensor)]
+    tensors += [result] if tail is None else [result, tail]
+    return sum(x.numel() * x.element_size() for x in tensors)
