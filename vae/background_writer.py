@@ -111,7 +111,8 @@ class BackgroundWriter:
         if threading.current_thread() is self._thread:
             return  # the garbage collector closes a dropped stream here; the thread ends by itself
         try:
-            self._join()
+            # It must not write to a removed file.
+            join(self._thread, self._ended, self._stopped.set)
         finally:
             self._free, self._filled = queue.Queue(), queue.Queue()
             self._streams.clear()
@@ -273,24 +274,29 @@ class BackgroundWriter:
                 if left:
                     return None
 
-    def _join(self) -> None:
-        """Wait for the thread, also after an interrupt: it must not write to a removed file."""
-        interrupt: BaseException | None = None
-        while True:
-            # Not Thread.join: before Python 3.13 it treats the thread as ended after an interrupt.
-            try:
-                if self._ended.wait(TICK_S):
-                    break
-            except BaseException as error:
-                self._stopped.set()
-                interrupt = error
-        self._thread.join()
-        if interrupt is not None:
-            raise interrupt
-
     def _raise(self) -> None:
         if self._error is not None:
             raise self._error
+
+
+def join(
+    thread: threading.Thread,
+    ended: threading.Event,
+    interrupted: Callable[[], object] = lambda: None,
+) -> None:
+    """Wait for a `thread` that sets `ended`, also after an interrupt, which is raised then."""
+    interrupt: BaseException | None = None
+    while True:
+        # Not Thread.join: before Python 3.13 it treats the thread as ended after an interrupt.
+        try:
+            if ended.wait(TICK_S):
+                break
+        except BaseException as error:
+            interrupted()
+            interrupt = error
+    thread.join()
+    if interrupt is not None:
+        raise interrupt
 
 
 def _host_buffer(size: int, *, pinned: bool) -> Tensor:

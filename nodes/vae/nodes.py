@@ -54,7 +54,24 @@ def _settings(dtype: str, encode_dtype: str, chunk: str, precision: str) -> list
     ]
 
 
-class Load(io.ComfyNode):
+class _Kept(io.ComfyNode):
+    """A node whose settings a VAE keeps."""
+
+    @classmethod
+    def validate_inputs(
+        cls, precision: str | None = None, devices: str | None = None
+    ) -> bool | str:
+        """Check what a saved workflow may have from an older version or another machine."""
+        # Before anything runs; linked ones are None.
+        return check_text(
+            {
+                "precision": lambda: precision is None or check_precision(precision),
+                "devices": lambda: devices is None or machine.check_selection(devices),
+            }
+        )
+
+
+class Load(_Kept):
     """Load a VAE file as a fast VAE."""
 
     @classmethod
@@ -87,13 +104,6 @@ class Load(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(
-        cls, precision: str | None = None, devices: str | None = None
-    ) -> bool | str:
-        """Check what a saved workflow may have from an older version or another machine."""
-        return _check_saved(precision, devices)
-
-    @classmethod
     @checked
     def execute(
         cls,
@@ -110,7 +120,7 @@ class Load(io.ComfyNode):
             return io.NodeOutput(_loaded(vae_name, choice))
 
 
-class Accelerate(io.ComfyNode):
+class Accelerate(_Kept):
     """Accelerate a VAE that another node loaded."""
 
     @classmethod
@@ -139,13 +149,6 @@ class Accelerate(io.ComfyNode):
             ],
             outputs=[io.Vae.Output(display_name="VAE")],
         )
-
-    @classmethod
-    def validate_inputs(
-        cls, precision: str | None = None, devices: str | None = None
-    ) -> bool | str:
-        """Check what a saved workflow may have from an older version or another machine."""
-        return _check_saved(precision, devices)
 
     @classmethod
     @checked
@@ -332,13 +335,3 @@ def _choice(dtype: str, encode_dtype: str, chunk: int, precision: str, devices: 
         kernels.log_once("precision: 'int8 and encode' is 'int8', which is for decodes")
     wish = INT8 if precision in (INT8, INT8_AND_ENCODE) else None
     return accelerate.Choice(*dtypes, chunk or None, devices=found, precision=wish)
-
-
-def _check_saved(precision: str | None, devices: str | None) -> bool | str:
-    """Check both before anything runs; linked ones are None."""
-    return check_text(
-        {
-            "precision": lambda: precision is None or check_precision(precision),
-            "devices": lambda: devices is None or machine.check_selection(devices),
-        }
-    )

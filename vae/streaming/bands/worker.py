@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ....kernels import runtime
-from ...background_writer import TICK_S
+from ...background_writer import TICK_S, join
 from ..precision import layer_modes
 
 # The default for new threads is global, so only one caller changes it at a time.
@@ -72,17 +72,7 @@ class Worker:
         self._tasks.put(None)
         if thread is threading.current_thread() or thread.ident is None:
             return  # the garbage collector closes a dropped stream in the thread itself
-        interrupt: BaseException | None = None
-        while True:
-            # Not Thread.join: before Python 3.13 it treats the thread as ended after an interrupt.
-            try:
-                if self._ended.wait(TICK_S):
-                    break
-            except BaseException as error:
-                interrupt = error
-        thread.join()
-        if interrupt is not None:
-            raise interrupt
+        join(thread, self._ended)
 
 
 def share_cores(workers: Sequence[Worker]) -> None:
