@@ -69,7 +69,9 @@ def launch(
         if reason is not None:
             raise Refusal(reason)
     try:
-        with nullcontext() if _is_current(device) else current(device):
+        # To ask which one is current takes less time than to make it so.
+        is_current = device.type == "cuda" and device.index == torch.cuda.current_device()
+        with nullcontext() if is_current else current(device):
             kernel[tuple(grid)](*args, num_warps=warps, enable_fp_fusion=True, **constants)
     except Exception as error:  # whatever the compiler and the driver raise
         if is_out_of_memory(error):
@@ -79,11 +81,6 @@ def launch(
             log_once(f"triton: {reason}; a slower backend runs such calls. Try a newer Triton")
         _broken[_variant(kernel, device, args, warps, constants)] = reason
         raise Refusal(reason) from error
-
-
-def _is_current(device: torch.device) -> bool:
-    """Return whether `device` is current, which takes less time than to make it so."""
-    return device.type == "cuda" and device.index == torch.cuda.current_device()
 
 
 def _variant(

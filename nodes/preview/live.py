@@ -56,7 +56,8 @@ def playing(
         yield latent_preview.prepare_callback(model, steps, seen)
         return
     makers = _makers(model, first)
-    player = ClipPlayer(_FPS.get(first.shape[1], 16) / _frames_per_latent(model))
+    frames = max(1, getattr(model.model.latent_format, "temporal_downscale_ratio", 4))
+    player = ClipPlayer(_FPS.get(first.shape[1], 16) / frames)
     bar = comfy.utils.ProgressBar(steps)
 
     def step_done(step: int, x0: Any, x: Any, total_steps: int) -> None:  # noqa: ANN401, tensors
@@ -89,16 +90,6 @@ def _make(makers: list[_Maker], x0: Tensor) -> numpy.ndarray | None:
             makers[:] = makers[: makers.index(maker) + 1]
             return pictures
     return None
-
-
-class _Colors:
-    """Makes pictures by the factors of a latent format."""
-
-    def __init__(self, latent_format: Any) -> None:  # noqa: ANN401, any format
-        self._format = latent_format
-
-    def __call__(self, x0: Tensor) -> numpy.ndarray:
-        return color(self._format, x0[0]).cpu().numpy()
 
 
 # Where a decode does not fit into the time or the memory, there are none. A decode that takes
@@ -159,25 +150,18 @@ def _may_play(model: ModelPatcher, latent: Tensor) -> bool:
         return False
     if _is_of_comfyui(latent_preview.get_previewer):
         return True
-    # Another pack may return ComfyUI's previewer, such as one whose switch is off.
-    with _colors_chosen():
+    # Another pack may return ComfyUI's previewer, such as one whose switch is off. With taesd a
+    # previewer loads its decoder.
+    method, args.preview_method = args.preview_method, LatentPreviewMethod.Latent2RGB
+    try:
         return type(latent_preview.get_previewer(model.load_device, latent_format)) in kinds
+    finally:
+        args.preview_method = method
 
 
 def _is_of_comfyui(function: Callable[..., object]) -> bool:
     """Return whether a function was defined in ComfyUI's file; a wrapper can have its name."""
     return getattr(function, "__globals__", None) is vars(latent_preview)
-
-
-@contextmanager
-def _colors_chosen() -> Iterator[None]:
-    """Set the method to latent2rgb within the block: with taesd a previewer loads its decoder."""
-    method = args.preview_method
-    args.preview_method = LatentPreviewMethod.Latent2RGB
-    try:
-        yield
-    finally:
-        args.preview_method = method
 
 
 def _is_wan(latent_format: Any) -> bool:  # noqa: ANN401, any format
@@ -187,7 +171,7 @@ def _is_wan(latent_format: Any) -> bool:  # noqa: ANN401, any format
 def _makers(model: ModelPatcher, latent: Tensor) -> list[_Maker]:
     """Return what makes pictures, the preferred one first, for latents like `[B, C, t, h, w]`."""
     latent_format, device = model.model.latent_format, model.load_device
-    makers: list[_Maker] = [_Colors(latent_format)]
+    makers: list[_Maker] = [lambda x0: color(latent_format, x0[0]).cpu().numpy()]
     if args.preview_method != LatentPreviewMethod.TAESD:
         return makers
     channels = latent.shape[1]
@@ -199,8 +183,3 @@ def _makers(model: ModelPatcher, latent: Tensor) -> list[_Maker]:
     except Exception as error:
         _logger.warning("Fast Video VAE: no tiny decoder for previews; using latent2rgb: %s", error)
         return makers
-
-
-def _frames_per_latent(model: ModelPatcher) -> int:
-    """Return video frames per latent frame."""
-    return max(1, getattr(model.model.latent_format, "temporal_downscale_ratio", 4))

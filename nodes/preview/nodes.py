@@ -85,18 +85,13 @@ class PreviewLatent(io.ComfyNode):
             fps = fps / frames
         else:
             videos = latent if latent.ndim == 5 else latent.unsqueeze(2)
-            images = _decode(name, videos)
+            with about("decoder"):
+                decoders.tiny_model(name, videos.shape[1])
+            with about("samples"):
+                images = decoders.decode(name, videos)
         with timing.span("file", "animated preview"):
             saved = clip_file.save_animation(images, fps)
         return io.NodeOutput(images, fps, ui=saved)
-
-
-def _decode(name: str, latent: Tensor) -> Tensor:
-    """Return the frames of `[B, C, t, h, w]`; errors name the input that is wrong."""
-    with about("decoder"):
-        decoders.tiny_model(name, latent.shape[1])
-    with about("samples"):
-        return decoders.decode(name, latent)
 
 
 def _color(latent: Tensor) -> tuple[Tensor, int]:

@@ -42,12 +42,16 @@ def random_latent(config: VAEConfig, clip: Clip) -> Tensor:
     step = config.spatial_compression
     shape = (config.latent_frames(clip.frames), clip.height // step, clip.width // step)
     seeded = torch.Generator().manual_seed(0)
-    noise = torch.randn(1, config.latent_channels, *shape, generator=seeded)
+    return denormalized(config, torch.randn(1, config.latent_channels, *shape, generator=seeded))
+
+
+def denormalized(config: VAEConfig, latent: Tensor) -> Tensor:
+    """Return `latent` `[B, C_latent, t, h, w]` with the channel statistics of a VAE."""
     mean, std = (
         torch.tensor(values).view(1, -1, 1, 1, 1)
         for values in (config.latent_mean, config.latent_std)
     )
-    return noise * std + mean
+    return latent * std + mean
 
 
 def moving_pictures(clip: Clip) -> Tensor:

@@ -13,7 +13,7 @@ from ..streaming.int8.settings import AUTO, INT8
 from ..streaming.options import AUTOMATIC, StreamOptions
 from ..streaming.precision import compute_dtype
 from .compare import psnr
-from .content import Clip
+from .content import Clip, denormalized
 from .precision_report import PrecisionReport
 
 # Size of the clip without a given latent, in pixels.
@@ -45,9 +45,7 @@ def compare_precision(
     narrow = _images(plain, latent, replace(options, dtype=torch.bfloat16))
     mixed = _images(coded, latent, options)
     count, height, width = exact.shape[1:4]
-    config = vae.config
     return PrecisionReport(
-        f"{config.family}, base width {config.decoder_width}",
         Clip(width, height, len(exact) * count),
         dtype,
         compute_dtype(torch.bfloat16, vae.device),
@@ -62,11 +60,7 @@ def smooth_latent(config: VAEConfig) -> Tensor:
     height, width = (side // config.spatial_compression for side in (_HEIGHT, _WIDTH))
     frames = 1 if config.temporal_compression == 1 else _LATENTS
     drawn = probe(config.latent_channels, max(height, width), frames=frames)
-    mean, std = (
-        torch.tensor(values).view(1, -1, 1, 1, 1)
-        for values in (config.latent_mean, config.latent_std)
-    )
-    return drawn[..., :height, :width] * std + mean
+    return denormalized(config, drawn[..., :height, :width])
 
 
 def _with_precision(vae: VideoVAE, precision: str) -> VideoVAE:

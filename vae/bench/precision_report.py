@@ -14,7 +14,6 @@ from .tables import aligned, dtype_label, finite, markdown
 class PrecisionReport:
     """A decode in bfloat16 and one with int8, each against float32 on the same weights."""
 
-    vae: str
     clip: Clip
     dtype: torch.dtype  # of the layers that are not in int8
     bf16_dtype: torch.dtype  # float32 on a CPU whose convolutions in bfloat16 are slow

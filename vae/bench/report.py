@@ -83,28 +83,18 @@ class Comparison:
         """Return how many times less memory than the first contestant `result` takes."""
         return _ratio(self.results[0].peak_bytes, result.peak_bytes)
 
-    def lines(self) -> list[str]:
-        """Return a line for each contestant but the first, with its ratio to the first."""
-        return [
-            f"{self.task}, {each.name}: " + "; ".join(self._words(each))
-            for each in self.results[1:]
-        ]
-
-    def _words(self, result: ContestantResult) -> list[str]:
-        first = self.results[0]
+    def words(self, result: ContestantResult) -> str:
+        """Return how `result` compares with that of the first contestant."""
         if result.failure is not None:
-            return [result.failure]
-        speed, words = self.speed(result), []
+            return result.failure
+        first, speed, taken = self.results[0], self.speed(result), seconds(result.median)
         if speed is None:
-            words.append(f"{seconds(result.median)}; {first.name}: {first.failure}")
+            words = [f"{taken}; {first.name}: {first.failure}"]
         else:
-            words.append(
-                f"{times(speed)} as fast, {seconds(result.median)} instead of "
-                f"{seconds(first.median)}"
-            )
+            words = [f"{times(speed)} as fast, {taken} instead of {seconds(first.median)}"]
         if self.thrift(result) is not None:
             words.append(f"{size(result.peak_bytes)} instead of {size(first.peak_bytes)}")
-        return [*words, result.agreement()] if result.agreement() else words
+        return "; ".join(filter(None, [*words, result.agreement()]))
 
 
 @dataclass(frozen=True)
@@ -173,7 +163,11 @@ class BenchmarkReport:
 
     def summary(self) -> str:
         """Return a line for each task and contestant but the first."""
-        return "\n".join(line for each in self.comparisons for line in each.lines())
+        return "\n".join(
+            f"{each.task}, {result.name}: {each.words(result)}"
+            for each in self.comparisons
+            for result in each.results[1:]
+        )
 
 
 def tasks_of(choice: str) -> tuple[str, ...]:

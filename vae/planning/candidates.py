@@ -178,12 +178,8 @@ class Candidate:
         return self.stream.parked_bytes / chunk / self.job.rates.host_bytes_per_s
 
     def _choice(self, chunk: int, part_bytes: int) -> StepChoice:
-        key = chunk, part_bytes
-        if key not in self._known:
-            self._known[key] = self._estimated(*key)
-        return self._known[key]
-
-    def _estimated(self, chunk: int, part_bytes: int) -> StepChoice:
+        if (known := self._known.get((chunk, part_bytes))) is not None:
+            return known
         step, rates = self.stream.step(chunk, part_bytes), self.job.rates
         seconds = (
             self.stream.work / rates.products_per_s
@@ -191,7 +187,9 @@ class Candidate:
             + step.launches * rates.launch_s
             + self.parking_s
         )
-        return StepChoice(chunk, part_bytes, step, seconds, self.tiles, self.stream.parked)
+        made = StepChoice(chunk, part_bytes, step, seconds, self.tiles, self.stream.parked)
+        self._known[chunk, part_bytes] = made
+        return made
 
 
 def places(job: StreamJob, tiles: Tiles) -> list[tuple[Span, Span]]:

@@ -54,7 +54,7 @@ class Division:
         """Return bands in proportion to `speeds`, whose halos are not considered."""
         edges, total = [0], sum(speeds.values())
         for part in itertools.accumulate(speeds.values()):
-            edges.append(round(self._units * part / total) * self.unit)
+            edges.append(round(self.length // self.unit * part / total) * self.unit)
         pairs = zip(speeds, itertools.pairwise(edges), strict=True)
         return {number: span for number, span in pairs if span[0] < span[1]}
 
@@ -70,10 +70,6 @@ class Division:
             else:
                 best, high = found, middle
         return best
-
-    @property
-    def _units(self) -> int:
-        return self.length // self.unit
 
     def _within(
         self, seconds: float, speeds: Mapping[int, float], first: int
