@@ -456,13 +456,12 @@ def frames_to_images(
     dtype: torch.dtype = torch.float32,
     patch: int = 1,
     order: str = "cthw",
-    bits: int = 16,
     out: Tensor | None = None,
 ) -> Tensor:
     """Convert decoded frames to images: `clamp((x + 1) / 2, 0, 1)`, channels last, in one pass.
 
     In uint8 a value is `floor(255 * image)`, because ComfyUI's saver truncates too. In uint16 it is
-    `round((2^bits - 1) * image)`, to nearest and half to even. NaN stays NaN, and is 0 in integers.
+    `round(65535 * image)`, to nearest and half to even. NaN stays NaN, and is 0 in integers.
     All arithmetic is float32.
 
     Args:
@@ -471,7 +470,6 @@ def frames_to_images(
         dtype: Dtype of a new result: a float dtype, uint8 or uint16.
         patch: Rows and columns of pixels in the channels.
         order: Their order, as for `pixel_shuffle_3d`.
-        bits: Bits of a value in uint16: 10, 12 or 16. Other dtypes ignore it.
         out: `[B * T, H, W, C]` or `[B, T, H, W, C]`, a float dtype, uint8 or uint16, any device and
             strides.
 
@@ -480,8 +478,8 @@ def frames_to_images(
     """
     check.video(frames=frames)
     check.shuffle(frames, (1, patch, patch), order)
-    check.images(frames, dtype, patch, bits, out)
-    options = {"dtype": dtype, "patch": patch, "order": order, "bits": bits, "out": out}
+    check.images(frames, dtype, patch, out)
+    options = {"dtype": dtype, "patch": patch, "order": order, "out": out}
     return run("frames_to_images", frames, **options)
 
 

@@ -14,9 +14,6 @@ from .convolution.weight import ConvWeight
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-# Bits of a value of images in uint16: those of video codecs, and all.
-_BITS = (10, 12, 16)
-
 
 def floats(**tensors: Tensor) -> None:
     """Check that all `tensors` have a dtype that ops compute in."""
@@ -211,10 +208,8 @@ def averages(x: Tensor, channels: int, times: int, size: int) -> None:
     divides(channels, x.shape[1] * times * size * size, "channels")
 
 
-def images(frames: Tensor, dtype: torch.dtype, patch: int, bits: int, out: Tensor | None) -> None:
-    """Check `bits`, dtype and buffer of `frames_to_images`; `dtype` is that of new images."""
-    if bits not in _BITS:
-        raise ValueError(f"bits is {bits}; expected 10, 12 or 16")
+def images(frames: Tensor, dtype: torch.dtype, patch: int, out: Tensor | None) -> None:
+    """Check dtype and buffer of `frames_to_images`; `dtype` is that of new images."""
     if out is not None:
         dtype = out.dtype
         flat = shapes.images(frames, patch)

@@ -91,11 +91,9 @@ def images(frames: Tensor, patch: int) -> Shape:
     return batch * length, height, width, channels
 
 
-def white(dtype: torch.dtype, bits: int) -> int:
-    """Return the value of 1.0 in images of `dtype`; uint16 has `bits` bits."""
-    if dtype == torch.uint16:
-        return (1 << bits) - 1
-    return 255 if dtype == torch.uint8 else 1
+def white(dtype: torch.dtype) -> int:
+    """Return the value of 1.0 in images of `dtype`."""
+    return {torch.uint8: 255, torch.uint16: 65535}.get(dtype, 1)
 
 
 def convolved(

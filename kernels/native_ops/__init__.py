@@ -138,7 +138,6 @@ def frames_to_images(
     dtype: torch.dtype = torch.float32,
     patch: int = 1,
     order: str = "cthw",
-    bits: int = 16,
     out: Tensor | None = None,
 ) -> Tensor:
     """Convert and clamp rows of pixels."""
@@ -156,8 +155,7 @@ def frames_to_images(
     refuse_overlap(out, frames=frames)
     if out is None:
         out = torch.empty(shapes.images(frames, patch), dtype=dtype, device=frames.device)
-    white = shapes.white(dtype, bits)
-    return _run("frames_to_images", frames, patch, order, white, out)
+    return _run("frames_to_images", frames, patch, order, shapes.white(dtype), out)
 
 
 def _run(op: str, *args: Any) -> Tensor:  # noqa: ANN401, those of the op

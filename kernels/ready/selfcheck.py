@@ -194,7 +194,7 @@ class _Case:
     def _has_right_levels(self, y: Tensor) -> bool:
         """Compare images in uint8, which are rounded down, or uint16, rounded to nearest."""
         given = self._sample()
-        most = white(y.dtype, given.get("bits", 16))
+        most = white(y.dtype)
         wide = self._run("reference", {**given, "dtype": torch.float32, "out": None})
         exact = wide.cpu().double() * most - (0.5 if y.dtype == torch.uint8 else 0)
         return are_codes_right(y.cpu().to(torch.int64).view(exact.shape), exact, 0, most)

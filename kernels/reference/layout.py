@@ -99,7 +99,6 @@ def frames_to_images(
     dtype: torch.dtype = torch.float32,
     patch: int = 1,
     order: str = "cthw",
-    bits: int = 16,
     out: Tensor | None = None,
 ) -> Tensor:
     """Convert some rows at a time, so that the whole video is never held in float32."""
@@ -107,7 +106,7 @@ def frames_to_images(
     pixels = _blocks_of_pixels(frames, (1, patch, patch), order)[:, :, :, 0].movedim(1, -1)
     if out is None:
         out = torch.empty(shapes.images(frames, patch), dtype=dtype, device=frames.device)
-    words, white = out.dtype == torch.uint16, shapes.white(out.dtype, bits)
+    words, white = out.dtype == torch.uint16, shapes.white(out.dtype)
     # int16 of the same bits: Apple GPUs have no uint16 before PyTorch 2.9.
     target = out.view(torch.int16) if words else out
     target = target if out.ndim == 5 else target.unflatten(0, (batch, length))

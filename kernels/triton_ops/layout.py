@@ -89,12 +89,11 @@ def frames_to_images(
     dtype: torch.dtype = torch.float32,
     patch: int = 1,
     order: str = "cthw",
-    bits: int = 16,
     out: Tensor | None = None,
 ) -> Tensor:
     """Convert the values that a shuffle moves."""
     out, pixels = image_target(frames, dtype, patch, out)
-    _write_blocks(frames, (1, patch, patch), order, pixels, shapes.white(out.dtype, bits))
+    _write_blocks(frames, (1, patch, patch), order, pixels, shapes.white(out.dtype))
     return out
 
 

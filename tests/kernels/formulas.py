@@ -245,17 +245,17 @@ def pixel_shuffle_3d(x, size, order="cthw"):
     return out, None
 
 
-def frames_to_images(x, *, patch=1, order="cthw", dtype=torch.float32, bits=16):
+def frames_to_images(x, *, patch=1, order="cthw", dtype=torch.float32):
     """`clamp((x + 1) / 2, 0, 1)`, channels last, in float32.
 
-    uint8 drops the fraction; uint16 of `bits` bits rounds the product, to nearest even.
+    uint8 drops the fraction; uint16 rounds the product, to nearest even.
     """
     x, _ = pixel_shuffle_3d(x, (1, patch, patch), order)
     y = ((x.float() + 1) * 0.5).clamp(0, 1).permute(0, 2, 3, 4, 1).flatten(0, 1)
     if dtype == torch.uint8:
         return (y.nan_to_num(0) * 255).floor().to(dtype), None
     if dtype == torch.uint16:
-        return (y.nan_to_num(0) * (2**bits - 1)).double().round().int().to(dtype), None
+        return (y.nan_to_num(0) * 65535).double().round().int().to(dtype), None
     return y.to(dtype), None
 
 

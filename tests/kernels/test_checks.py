@@ -116,13 +116,6 @@ WRONG = {
         kernels.frames_to_images, (v(*X),), {"dtype": torch.int16},
         "images are int16; expected a float dtype, uint8 or uint16",
     ),
-    "images of 8 bits": (
-        kernels.frames_to_images, (v(*X),), {"dtype": torch.uint16, "bits": 8},
-        "bits is 8; expected 10, 12 or 16",
-    ),
-    "bits that are not used": (
-        kernels.frames_to_images, (v(*X),), {"dtype": torch.uint8, "bits": 14}, "bits is 14",
-    ),
     "images out": (
         kernels.frames_to_images, (v(*X),), {"out": torch.ones(3, 4, 6, 8)},
         r"expected \[6, 4, 6, 8\] or \[2, 3, 4, 6, 8\]",

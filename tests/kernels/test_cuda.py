@@ -104,7 +104,7 @@ def test_frames_may_be_more_than_2_32_numbers_apart():
         ("bias_residual", (numbers[0],), {}),
         ("average_down", (), {"channels": 16, "times": 1, "size": 2}),
         ("frames_to_images", (), {"patch": 2}),
-        ("frames_to_images", (), {"patch": 2, "dtype": torch.uint16, "bits": 10}),
+        ("frames_to_images", (), {"patch": 2, "dtype": torch.uint16}),
         ("interleave_time", (2,), {}),
         ("merge_phases", (source, 2), {}),
         ("pixel_shuffle_3d", ((2, 2, 2),), {}),

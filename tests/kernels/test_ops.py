@@ -59,9 +59,8 @@ SHUFFLES = [
     ((3, 1, 2), "ctwh"), ((2, 1, 1), "hwtc"), ((1, 1, 1), "cthw"),
 ]  # fmt: skip
 
-# Dtypes of images, and bits of those in uint16.
-INTEGERS = [(torch.uint8, 16), (torch.uint16, 10), (torch.uint16, 12), (torch.uint16, 16)]
-FORMATS = [(torch.float32, 16), *INTEGERS]
+# Dtypes of images.
+FORMATS = [torch.float32, torch.uint8, torch.uint16]
 IMAGES = [(1, "cthw"), (2, "cthw"), (2, "ctwh"), (3, "hwtc")]
 
 YES_NO = (True, False)
@@ -160,7 +159,7 @@ TABLE = {
         lambda c: product(SIZES if c < 96 else SIZES[1:3], IMAGES, FORMATS),
         lambda c, dtype, size, image, form: (
             (clip(min(c, 16) * image[0] ** 2, size, dtype),),
-            {"patch": image[0], "order": image[1], "dtype": form[0], "bits": form[1]},
+            {"patch": image[0], "order": image[1], "dtype": form},
         ),
     ),
 }
@@ -312,17 +311,17 @@ def around(steps):
 
 @pytest.mark.parametrize("backend", serving("frames_to_images"), indirect=True)
 @each_dtype
-@pytest.mark.parametrize(("to", "bits"), FORMATS)
-def test_images_are_exact_for_all_numbers(backend, dtype, to, bits):
+@pytest.mark.parametrize("to", FORMATS)
+def test_images_are_exact_for_all_numbers(backend, dtype, to):
     """Test all numbers of a 16-bit dtype, and float32 numbers around each of the steps."""
-    white = {torch.float32: 1, torch.uint8: 255}.get(to, 2**bits - 1)
+    white = {torch.float32: 1, torch.uint8: 255}.get(to, 65535)
     if dtype == torch.float32:
         first = 0.5 if to == torch.uint16 else 0.0  # rounded in the middle, or dropped
         x = around((torch.arange(-1, white + 2, dtype=torch.float64) + first) / white)
     else:
         x = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype).view(1, 1, 1, 1, -1)
-    actual = kernels.frames_to_images(x, dtype=to, bits=bits)
-    expected, _ = formulas.frames_to_images(x, dtype=to, bits=bits)
+    actual = kernels.frames_to_images(x, dtype=to)
+    expected, _ = formulas.frames_to_images(x, dtype=to)
     if to == torch.float32:
         torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
     else:
@@ -330,12 +329,11 @@ def test_images_are_exact_for_all_numbers(backend, dtype, to, bits):
 
 
 @pytest.mark.parametrize("backend", serving("frames_to_images"), indirect=True)
-@pytest.mark.parametrize("bits", [10, 12, 16])
-def test_16_bit_images_round_the_rounded_product_half_to_even(backend, bits):
+def test_16_bit_images_round_the_rounded_product_half_to_even(backend):
     """Float32 numbers around 1,024 of the middles; a product in one rounding would differ."""
-    white = 2**bits - 1
-    x = around((torch.arange(0, white + 1, 2**bits // 1024, dtype=torch.float64) + 0.5) / white)
-    actual = kernels.frames_to_images(x, dtype=torch.uint16, bits=bits).flatten()
+    white = 65535
+    x = around((torch.arange(0, white + 1, 64, dtype=torch.float64) + 0.5) / white)
+    actual = kernels.frames_to_images(x, dtype=torch.uint16).flatten()
     image = formulas.frames_to_images(x)[0].flatten().nan_to_num(0)
     product, exact = (image * white).double(), image.double() * white
     floor = product.floor()
