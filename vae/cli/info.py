@@ -137,12 +137,8 @@ def tables_of(matrix: Sequence[Support]) -> list[list[Support]]:
     for each in matrix:
         backends = names[each.device, each.op]
         tables.setdefault((each.device, *backends), []).append(each)
-    return [
-        entries
-        for device in dict.fromkeys(each.device for each in matrix)
-        for (where, *_), entries in tables.items()
-        if where == device
-    ]
+    devices = [each.device for each in matrix]
+    return sorted(tables.values(), key=lambda entries: devices.index(entries[0].device))
 
 
 def reasons_of(matrix: Sequence[Support]) -> list[str]:
