@@ -114,20 +114,16 @@ def _is_left_out(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether PyTorch would unfold a convolution over time instead of calling cuDNN."""
     if device_kind(device) != "nvidia" or dtype not in (torch.float16, torch.bfloat16):
         return False
-    return _unfolds(torch.__version__, _cudnn_version())
+    major, minor = torch.__version__.split(".")[:2]
+    version = _cudnn_version()
+    if version is None or not _TORCH[0] <= (int(major), int(minor)) <= _TORCH[1]:
+        return False
+    return _CUDNN[0] <= version < _CUDNN[1]
 
 
 def _cudnn_version() -> int | None:
     """Return cuDNN's version as one number; None without cuDNN."""
     return torch.backends.cudnn.version() if torch.version.cuda else None
-
-
-def _unfolds(torch_version: str, cudnn_version: int | None) -> bool:
-    """Return whether these versions are among those that do not work together."""
-    major, minor = torch_version.split(".")[:2]
-    if cudnn_version is None or not _TORCH[0] <= (int(major), int(minor)) <= _TORCH[1]:
-        return False
-    return _CUDNN[0] <= cudnn_version < _CUDNN[1]
 
 
 def _window(

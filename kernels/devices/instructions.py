@@ -33,7 +33,8 @@ def slow_on_cpu(dtype: torch.dtype) -> bool:
     query = getattr(torch.ops.mkldnn, name, None)  # of PyTorch 2.6 and later
     if query is None or not query():
         return True
-    narrow = dtype == torch.float16 and _is_x86()
+    is_x86 = "AVX" in torch.backends.cpu.get_cpu_capability() or "sse2" in cpu_features()
+    narrow = dtype == torch.float16 and is_x86
     return narrow and not {"avx512_fp16", "amx_fp16"} & cpu_features()
 
 
@@ -58,7 +59,3 @@ def _listed(name: str) -> str:
     with suppress(OSError), _CPUINFO.open(encoding="utf-8", errors="replace") as lines:
         return next((line.partition(":")[2].strip() for line in lines if name in line), "")
     return ""
-
-
-def _is_x86() -> bool:
-    return "AVX" in torch.backends.cpu.get_cpu_capability() or "sse2" in cpu_features()

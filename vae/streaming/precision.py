@@ -231,10 +231,11 @@ def _released(device_type: str) -> list[tuple[Any, str]]:
 
 def _values(switches: list[_Switch]) -> _Saved:
     """Return owner, name and value of every switch, even if the older ones cannot be read."""
-    newer = [(owner, owner.fp32_precision) for owner, name, *_ in switches if _is_newer(name)]
+    new = "fp32_precision"
+    newer = [(owner, owner.fp32_precision) for owner, name, *_ in switches if name == new]
     saved = []
     for owner, name, value, _ in switches:
-        if _is_newer(name):
+        if name == new:
             continue
         try:
             found = getattr(owner, name)
@@ -246,18 +247,13 @@ def _values(switches: list[_Switch]) -> _Saved:
             except RuntimeError:
                 found = not value  # "none" agrees with `value`
         saved.append((owner, name, found))
-    saved += [(owner, "fp32_precision", value) for owner, value in newer]
-    return saved
+    return saved + [(owner, new, value) for owner, value in newer]
 
 
 @functools.cache
 def _hide_advice() -> None:
     """Hide the warning of PyTorch 2.9 that the older switches are used at all."""
     warnings.filterwarnings("ignore", "Please use the new API settings to control TF32")
-
-
-def _is_newer(name: str) -> bool:
-    return name == "fp32_precision"
 
 
 @functools.cache
