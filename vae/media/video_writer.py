@@ -32,6 +32,7 @@ from .codecs import (
     codec_named,
     container_of,
     find_encoding,
+    other_encoder,
     sound_encoder,
 )
 from .encoder_options import options_of
@@ -220,7 +221,10 @@ class VideoWriter:
                 container.metadata.update(self.metadata)
             begin = functools.partial(self._add_sound, container)
             if SegmentEncoder.serves(encoder):
-                stream = SegmentEncoder(settings, container, begin)
+                other = other_encoder(self.codec, encoder)
+                options = options_of(other, self.quality, pixels, dithered=is_dithered)
+                spare = settings._replace(encoder=other, options=options)
+                stream = SegmentEncoder(settings, spare, container, begin)
             else:
                 stream = add_stream(container, settings)
                 begin()
