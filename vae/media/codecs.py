@@ -177,12 +177,6 @@ def sound_encoder(codec: Codec, path: Path) -> str:
     return name
 
 
-def other_encoder(codec: Codec, encoder: str) -> str:
-    """Return another software encoder of this build of PyAV for `codec`, or `encoder` itself."""
-    others = (name for name in codec.software if name != encoder and _built_in(name))
-    return next(others, encoder)
-
-
 def check_size(name: str, height: int, width: int) -> None:
     """Check that a codec can store frames of a size, before any work is done."""
     codec = codec_named(name)

@@ -2,7 +2,7 @@
 
 SVT-AV1 4.1 can wait for itself for ever, and the thread of an encoder cannot be ended. A process
 can: a segment in which it makes no progress is encoded again by a new one, from frames that are
-kept until their segment is complete, and in the last attempt by another encoder.
+kept until their segment is complete.
 """
 
 import io
@@ -43,15 +43,10 @@ class SegmentEncoder:
     """Encodes frames as a video stream of PyAV does, by a process with settings for it."""
 
     def __init__(
-        self,
-        settings: Settings,
-        spare: Settings,
-        container: OutputContainer,
-        begin: Callable[[], None],
+        self, settings: Settings, container: OutputContainer, begin: Callable[[], None]
     ) -> None:
         """Prepare; `begin` is called when the stream has been added to `container`."""
-        self._settings, self._spare = settings, spare
-        self._container, self._begin = container, begin
+        self._settings, self._container, self._begin = settings, container, begin
         self._kept: list[list[bytes]] = []  # the frames of a segment
         self._sent, self._done = 0, 0  # of them, frames that the process has; frames before them
         self._process: subprocess.Popen[bytes] | None = None
@@ -86,9 +81,8 @@ class SegmentEncoder:
     def _send(self, *, end: bool) -> bytes:
         """Send the kept frames, and return the segment at its `end`, in several attempts."""
         frames = f"frames {self._done}-{self._done + len(self._kept) - 1}"
-        for attempt, patience in enumerate(PATIENCE_S, 1):
-            if attempt == len(PATIENCE_S):
-                self._settings = self._spare  # for the rest of the video too
+        name = self._settings.encoder
+        for patience in PATIENCE_S:
             try:
                 self._process = self._process or _started()
                 for planes in self._kept[self._sent :]:
@@ -103,9 +97,9 @@ class SegmentEncoder:
                 self.close()
                 LOG.info(
                     "Fast Video VAE: %s crashed or made no progress for %g s at %s; they are "
-                    "encoded again", self._settings.encoder, patience, frames,
+                    "encoded again", name, patience, frames,
                 )  # fmt: skip
-        raise FFmpegError(0, f"its encoder failed {len(PATIENCE_S)} times at {frames}")
+        raise FFmpegError(0, f"{name} failed {len(PATIENCE_S)} times at {frames}")
 
     def _ask(
         self, process: "subprocess.Popen[bytes]", given: list[Any], patience: float

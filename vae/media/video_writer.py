@@ -32,7 +32,6 @@ from .codecs import (
     codec_named,
     container_of,
     find_encoding,
-    other_encoder,
     sound_encoder,
 )
 from .encoder_options import options_of
@@ -221,10 +220,7 @@ class VideoWriter:
                 container.metadata.update(self.metadata)
             begin = functools.partial(self._add_sound, container)
             if SegmentEncoder.serves(encoder):
-                other = other_encoder(self.codec, encoder)
-                options = options_of(other, self.quality, pixels, dithered=is_dithered)
-                spare = settings._replace(encoder=other, options=options)
-                stream = SegmentEncoder(settings, spare, container, begin)
+                stream = SegmentEncoder(settings, container, begin)
             else:
                 stream = add_stream(container, settings)
                 begin()
