@@ -2,7 +2,7 @@
 
 SVT-AV1 4.1 can wait for itself for ever, and the thread of an encoder cannot be ended. A process
 can: a segment in which it makes no progress is encoded again by a new one, from frames that are
-kept until their segment is complete.
+kept until their segment is complete, with as few threads as it can.
 """
 
 import io
@@ -26,6 +26,7 @@ LOG = logging.getLogger(__name__)
 
 # Encoders that are known to hang.
 ENCODERS = ("libsvtav1",)
+_PARAMS = "svtav1-params"
 # Seconds without progress after which an encoder counts as hanging, by the attempt.
 PATIENCE_S = (60.0, 120.0, 240.0)
 # A segment has the seconds between key frames of SVT-AV1, and the least frames, unless they take
@@ -99,6 +100,10 @@ class SegmentEncoder:
                     "Fast Video VAE: %s crashed or made no progress for %g s at %s; they are "
                     "encoded again", name, patience, frames,
                 )  # fmt: skip
+                # The least threads that wait for each other; the bits are the same.
+                params = {*self._settings.options.get(_PARAMS, "").split(":"), "lp=1"} - {""}
+                options = self._settings.options | {_PARAMS: ":".join(sorted(params))}
+                self._settings = self._settings._replace(options=options)
         raise FFmpegError(0, f"{name} failed {len(PATIENCE_S)} times at {frames}")
 
     def _ask(

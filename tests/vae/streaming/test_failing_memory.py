@@ -191,7 +191,7 @@ def test_a_file_has_every_frame_whatever_allocation_fails(vae, tmp_path):
     latent, path = latent_for(vae, 2, 16, 16), tmp_path / "decoded.mkv"
 
     def written(memory):
-        writer = VideoWriter(path, 16, codec="ffv1")
+        writer = VideoWriter(path, 16, codec="ffv1", overwrite=True)
         with memory, writer, BackgroundWriter(writer.write) as background:
             relief = Relief(vae.device, "a decode")
             for piece in vae.decode_stream(latent, STEP):
