@@ -75,11 +75,15 @@ class BackgroundWriter:
         write: Callable[..., None],
         depth: int = 2,
         dtype: torch.dtype | None = torch.uint8,
+        cancel: Callable[[], None] = lambda: None,
     ) -> None:
-        """Prepare for pieces of `dtype` (None: any); the thread starts on entry of the context."""
+        """Prepare for pieces of `dtype` (None: any); the thread starts on entry of the context.
+
+        If the body raises, `cancel` is called to end a `write` that takes long.
+        """
         if depth < 1:
             raise ValueError(f"depth is {depth}; expected at least 1")
-        self._write, self._dtype = write, dtype
+        self._write, self._dtype, self._cancel = write, dtype, cancel
         self._free: queue.Queue[Tensor | None] = queue.Queue()
         self._filled: queue.Queue[_Piece | None] = queue.Queue()
         for _ in range(depth):
@@ -106,18 +110,22 @@ class BackgroundWriter:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            self._stopped.set()
+            self._stop()
         self._filled.put(None)
         if threading.current_thread() is self._thread:
             return  # the garbage collector closes a dropped stream here; the thread ends by itself
         try:
             # It must not write to a removed file.
-            join(self._thread, self._ended, self._stopped.set)
+            join(self._thread, self._ended, self._stop)
         finally:
             self._free, self._filled = queue.Queue(), queue.Queue()
             self._streams.clear()
         if kind is None:
             self._raise()
+
+    def _stop(self) -> None:
+        self._stopped.set()
+        self._cancel()
 
     @property
     def error(self) -> BaseException | None:

@@ -95,7 +95,9 @@ class VideoTarget:
             path = next(names)
             with self._writer(path, audio, tags, names) as writer:
                 relief = library.Relief(torch.device("cpu"), "a decode")
-                with media.BackgroundWriter(writer.write, dtype=self.dtype) as background:
+                with media.BackgroundWriter(
+                    writer.write, dtype=self.dtype, cancel=writer.cancel
+                ) as background:
                     for pictures in pieces:
                         relief.finish(functools.partial(background.put, pictures))
                 throw_exception_if_processing_interrupted()

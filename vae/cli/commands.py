@@ -91,7 +91,7 @@ def decode(args: argparse.Namespace, say: Say) -> str:
         build_kernels(vae, say)
         with (
             ProgressBar(args.command, len(wanted), quiet=args.quiet) as progress,
-            BackgroundWriter(writer.write, dtype=writer.dtype) as background,
+            BackgroundWriter(writer.write, dtype=writer.dtype, cancel=writer.cancel) as background,
             shared(args, vae),
         ):
             relief = Relief(vae.device, "a decode")

@@ -43,7 +43,8 @@ def whole_file(
     `x_2.mp4` and so on; `overwrite` replaces the older file instead.
     """
     path = Path(path)
-    with _appearing(path, others, overwrite=overwrite) as draft:
+    names = others or _numbered(path, path.suffix)
+    with _appearing(path, names, overwrite=overwrite) as draft:
         _check_replaceable(path)
         if others is None and not overwrite and path.exists():
             raise ValueError(f"{path} exists already; expected a new name, or to overwrite it")
@@ -59,7 +60,7 @@ def whole_folder(
 ) -> Iterator[Draft]:
     """Yield a new folder, which takes its name as a file does; an empty one may be there."""
     path = Path(path)
-    with _appearing(path, others) as draft:
+    with _appearing(path, others or _numbered(path, "")) as draft:
         if others is None and path.exists() and not (path.is_dir() and not any(path.iterdir())):
             raise ValueError(f"{path} exists already; expected the name of a new folder")
         draft.part.mkdir()
@@ -67,9 +68,7 @@ def whole_folder(
 
 
 @contextmanager
-def _appearing(
-    path: Path, others: Iterator[Path] | None, *, overwrite: bool = False
-) -> Iterator[Draft]:
+def _appearing(path: Path, others: Iterator[Path], *, overwrite: bool = False) -> Iterator[Draft]:
     """Give what the body makes the first free name, or remove it after an error.
 
     A symbolic link `path` is kept, and the name is that of what it points to.
@@ -85,7 +84,7 @@ def _appearing(
         if overwrite:
             part.replace(final)
         else:
-            names = itertools.chain([path], others or _numbered(path))
+            names = itertools.chain([path], others)
             draft.path = next(name for name in names if _takes(part, name.resolve()))
         unfinished.discard(part)
     except BaseException as error:
@@ -100,8 +99,10 @@ def _appearing(
         raise
 
 
-def _numbered(path: Path) -> Iterator[Path]:
-    return (path.with_stem(f"{path.stem}_{number}") for number in itertools.count(2))
+def _numbered(path: Path, suffix: str) -> Iterator[Path]:
+    """Yield `x_2.mp4` and so on for `x.mp4`; a long name is cut, as systems limit its bytes."""
+    stem = path.name.removesuffix(suffix)[:60]
+    return (path.with_name(f"{stem}_{number}{suffix}") for number in itertools.count(2))
 
 
 def _takes(part: Path, final: Path) -> bool:
@@ -122,11 +123,10 @@ def _takes(part: Path, final: Path) -> bool:
         # A network disk may repeat a request that succeeded.
         if not (final.exists() and part.samefile(final)):
             return False
-    except FileNotFoundError:
-        raise
     except OSError:
         return _takes_without_links(part, final)
-    part.unlink()
+    with suppress(OSError):  # the file has its name, whatever happens to the other one
+        part.unlink()
     return True
 
 

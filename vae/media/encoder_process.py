@@ -33,6 +33,7 @@ class Settings(NamedTuple):
 
 def add_stream(container: OutputContainer, settings: tuple[Any, ...]) -> Any:  # noqa: ANN401
     """Add a stream for frames to a file, and open its encoder."""
+    os.environ.setdefault("SVT_LOG", "1")  # SVT-AV1 logs its settings; 1: errors only
     encoder, options, rate, (width, height), pixels, more = settings
     stream: Any = container.add_stream(encoder, rate=rate, options=options)
     stream.width, stream.height, stream.pix_fmt = width, height, pixels

@@ -34,9 +34,10 @@ PATIENCE_S = (60.0, 120.0, 240.0)
 _SECONDS, _LEAST_FRAMES, _MOST_BYTES = 5, 65, 256 << 20
 
 _SCRIPT = Path(__file__).with_name("encoder_process.py")
-# As `python FILE` the modules next to it would hide those of Python.
+# As `python FILE` the modules next to it would hide those of Python. Isolated, because what users
+# have Python import at its start can print to the pipe.
 _COMMAND = (
-    "import runpy, sys; sys.path[0] = sys.argv[2]; runpy.run_path(sys.argv[1], None, '__main__')"
+    "import runpy, sys; sys.path.append(sys.argv[2]); runpy.run_path(sys.argv[1], None, '__main__')"
 )
 
 
@@ -51,12 +52,14 @@ class SegmentEncoder:
         self._kept: list[list[bytes]] = []  # the frames of a segment
         self._sent, self._done = 0, 0  # of them, frames that the process has; frames before them
         self._process: subprocess.Popen[bytes] | None = None
+        self._cancelled = self._hung = False
         self._stream: Any = None
 
     @staticmethod
     def serves(encoder: str) -> bool:
         """Return whether `encoder`, FFmpeg's name, needs a process, and one can be started."""
-        return encoder in ENCODERS and "python" in Path(sys.executable or "").name.lower()
+        is_python = "python" in Path(sys.executable or "").name.lower()
+        return encoder in ENCODERS and is_python and not getattr(sys, "frozen", False)
 
     def encode(self, frame: av.VideoFrame | None) -> list[Packet]:
         """Take a frame, or None at the end; return the packets of a segment that is complete."""
@@ -72,6 +75,12 @@ class SegmentEncoder:
             self.close()
         return packets
 
+    def cancel(self) -> None:
+        """Make `encode` raise in another thread, even while the encoder hangs."""
+        self._cancelled = True
+        if (process := self._process) is not None:
+            process.kill()
+
     def close(self) -> None:
         """End the process, whatever it does."""
         if self._process is not None:
@@ -81,11 +90,13 @@ class SegmentEncoder:
 
     def _send(self, *, end: bool) -> bytes:
         """Send the kept frames, and return the segment at its `end`, in several attempts."""
-        frames = f"frames {self._done}-{self._done + len(self._kept) - 1}"
-        name = self._settings.encoder
+        what = f"{self._settings.encoder} at frames {self._done}-{self._done + len(self._kept) - 1}"
+        reason = ""
         for patience in PATIENCE_S:
+            if reason:
+                LOG.info("Fast Video VAE: %s; they are encoded again with fewer threads", reason)
+            self._process = self._process or _started()
             try:
-                self._process = self._process or _started()
                 for planes in self._kept[self._sent :]:
                     given = [planes] if self._sent else [tuple(self._settings), planes]
                     self._ask(self._process, given, patience)
@@ -95,23 +106,24 @@ class SegmentEncoder:
                     reply = self._ask(self._process, [], patience)
                 return reply or b""
             except (OSError, EOFError, pickle.UnpicklingError):
+                code = self._process.wait()
+                ended = f"made no progress for {patience:g} s" if self._hung else f"ended ({code})"
+                reason, self._hung = f"{what} {ended}", False
                 self.close()
-                LOG.info(
-                    "Fast Video VAE: %s crashed or made no progress for %g s at %s; they are "
-                    "encoded again", name, patience, frames,
-                )  # fmt: skip
+                if self._cancelled:
+                    break
                 # The least threads that wait for each other; the bits are the same.
                 params = {*self._settings.options.get(_PARAMS, "").split(":"), "lp=1"} - {""}
                 options = self._settings.options | {_PARAMS: ":".join(sorted(params))}
                 self._settings = self._settings._replace(options=options)
-        raise FFmpegError(0, f"{name} failed {len(PATIENCE_S)} times at {frames}")
+        raise FFmpegError(0, reason)
 
     def _ask(
         self, process: "subprocess.Popen[bytes]", given: list[Any], patience: float
     ) -> bytes | None:
         """Return the reply to what is `given`; the process is ended after some seconds."""
         requests, replies = cast(Any, process.stdin), cast(Any, process.stdout)
-        timer = threading.Timer(patience, process.kill)
+        timer = threading.Timer(patience, self._give_up, [process])
         timer.daemon = True
         timer.start()
         try:
@@ -122,8 +134,13 @@ class SegmentEncoder:
         finally:
             timer.cancel()
         if isinstance(reply, tuple):
+            self.close()
             raise FFmpegError(*reply)
         return reply
+
+    def _give_up(self, process: "subprocess.Popen[bytes]") -> None:
+        self._hung = True
+        process.kill()
 
     def _packets(self, segment: bytes) -> list[Packet]:
         """Return the packets of a segment, with the times of the video."""
@@ -144,6 +161,8 @@ class SegmentEncoder:
                     packet.time_base, packet.duration = 1 / rate, 1
                     packet.stream = self._stream
                     packets.append(packet)
+        if len(packets) != len(self._kept):
+            raise FFmpegError(0, f"{len(packets)} of {len(self._kept)} frames were encoded")
         self._done, self._sent = self._done + len(packets), 0
         self._kept.clear()
         return packets
@@ -152,9 +171,10 @@ class SegmentEncoder:
 def _started() -> "subprocess.Popen[bytes]":
     home = str(Path(av.__file__).parents[1])
     return subprocess.Popen(
-        [sys.executable, "-c", _COMMAND, str(_SCRIPT), home],
+        [sys.executable, "-IS", "-c", _COMMAND, str(_SCRIPT), home],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,  # SVT-AV1 logs its settings
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C in a terminal is for the caller
         creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
     )

@@ -167,6 +167,11 @@ class VideoWriter:
                 if self._sound:
                     self._sound.write_until(self.frames / self.fps)
 
+    def cancel(self) -> None:
+        """Make `write` raise in another thread, even while the encoder hangs."""
+        if self._output is not None and isinstance(self._output[1], SegmentEncoder):
+            self._output[1].cancel()
+
     def _found(
         self, bit_depth: int | None, *, alpha: bool | None = None, hardware: bool = True
     ) -> Encoding:

@@ -54,18 +54,21 @@ def write(part, text):
 
 
 @pytest.mark.usefixtures("disk")
-@pytest.mark.parametrize("whole", [whole_file, whole_folder])
-def test_a_name_that_is_taken_meanwhile_is_kept(tmp_path, whole):
+@pytest.mark.parametrize(
+    ("whole", "older", "next_name"),
+    [(whole_file, "a_2.b", "a_3.b"), (whole_folder, "a.b_2", "a.b_3")],
+)
+def test_a_name_that_is_taken_meanwhile_is_kept(tmp_path, whole, older, next_name):
     path = tmp_path / "a.b"
-    (tmp_path / "a_2.b").write_text("older")
+    (tmp_path / older).write_text("older")
     found = make(whole, path, "second")
-    assert found.name == "a_3.b"
+    assert found.name == next_name
     names = (tmp_path / f"x{number}.b" for number in itertools.count())
     (tmp_path / "x0.b").write_text("older")
     assert make(whole, tmp_path / "y.b", "second", others=names).name == "x1.b"
     texts = {p.name: (p / "0" if p.is_dir() else p).read_text() for p in tmp_path.iterdir()}
     assert texts == {
-        "a.b": "first", "a_2.b": "older", "a_3.b": "second",
+        "a.b": "first", older: "older", next_name: "second",
         "y.b": "first", "x0.b": "older", "x1.b": "second",
     }  # fmt: skip
 

@@ -13,7 +13,7 @@ import torch
 
 from fast_video_vae.tests.builders import refused, script_command
 from fast_video_vae.tests.videos import moving_clip, stacked, write
-from fast_video_vae.vae.media import Audio, segments
+from fast_video_vae.vae.media import Audio, BackgroundWriter, VideoWriter, segments
 
 pytestmark = pytest.mark.skipif(
     not segments.SegmentEncoder.serves("libsvtav1") or "libsvtav1" not in av.codecs_available,
@@ -95,15 +95,47 @@ def test_a_segment_whose_encoder_hangs_is_encoded_again(tmp_path, faults, caplog
     assert torch.equal(stacked(found), expected)
     lines = [line for line in caplog.messages if "libsvtav1" in line]
     assert len(lines) == len(planted)
-    assert "libsvtav1 crashed or made no progress for 3 s at frames " in lines[0]
+    reason = "ended (" if planted[0].startswith("crash") else "made no progress for 3 s"
+    assert lines[0].startswith("Fast Video VAE: libsvtav1 at frames ")
+    assert lines[0].endswith("; they are encoded again with fewer threads")
+    assert reason in lines[0]
 
 
 @pytest.mark.slow
 def test_an_encoder_that_always_hangs_is_a_line_of_error(tmp_path, faults):
     faults(*["hang@3"] * 4)
-    with refused(r"a\.mp4 cannot be encoded \(libsvtav1 failed 3 times at frames 0-2"):
+    with refused(r"a\.mp4 cannot be encoded \(libsvtav1 at frames 0-2 made no progress for 12 s"):
         write(tmp_path / "a.mp4", moving_clip(5, 64, 64), codec="av1")
     assert not list(tmp_path.glob("*.mp4"))
+
+
+def test_a_stop_does_not_wait_for_an_encoder_that_hangs(tmp_path, faults, monkeypatch):
+    monkeypatch.setattr(segments, "PATIENCE_S", (60.0, 60.0))
+    faults("hang@2")
+    begin = time.monotonic()
+
+    def work():
+        with (
+            VideoWriter(tmp_path / "a.mp4", 24, codec="av1") as writer,
+            BackgroundWriter(writer.write, cancel=writer.cancel) as background,
+        ):
+            background.put(moving_clip(5, 64, 64))
+            time.sleep(1)  # it hangs
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert time.monotonic() - begin < 30
+    assert not list(tmp_path.glob("*a.mp4*"))
+
+
+def test_what_users_have_python_import_does_not_matter(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text("print('hello')")
+    for name in ("queue", "pathlib", "fractions"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert len(stacked(write(tmp_path / "a.mp4", moving_clip(3, 64, 64), codec="av1"))) == 3
 
 
 KILLED = """
