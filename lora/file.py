@@ -9,7 +9,7 @@ import json
 import os
 import re
 import stat
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -160,7 +160,7 @@ class LoraFile:
 
     def _sort(self, targets: Targets) -> None:
         found: dict[Target, dict[str, str]] = {}
-        kinds, applied = unsupported_kinds(self._places), ""
+        kinds, known = unsupported_kinds(self._places), list[tuple[Target, str, str, str]]()
         scales = set(self._scales_of.values())
         for key in (key for key in self._places if key not in scales):
             parsed = split_key(key)
@@ -174,12 +174,12 @@ class LoraFile:
                 self.report.unknown.append(key)
             elif target is None:
                 self.report.absent[_leaf(stem, part)] += 1
-            elif adapter and adapter != (applied := applied or adapter):
-                self.report.repeated += 1
             else:
-                part = "diff" if part in _DIFFERENCES else part
-                if found.setdefault(target, {}).setdefault(part, key) != key:
-                    self.report.repeated += 1
+                known.append((target, "diff" if part in _DIFFERENCES else part, adapter, key))
+        left_out = _of_other_adapters(known)
+        for target, part, adapter, key in known:
+            if adapter in left_out or found.setdefault(target, {}).setdefault(part, key) != key:
+                self.report.repeated += 1
         for target, keys in found.items():
             self._add(target, keys, targets)
 
@@ -280,6 +280,22 @@ def _check_shapes(entry: FileEntry, shape: tuple[int, ...]) -> str | None:
     if len(shape) > 1 and size == (shape[0], prod(shape[1:])):
         return None
     return f"a pair for {spell(size)} and a parameter of {spell(shape)}"
+
+
+def _of_other_adapters(keys: list[tuple[Target, str, str, str]]) -> set[str]:
+    """Return the names of adapters that have a weight in common with an earlier one."""
+    places: dict[str, set[Target]] = defaultdict(set)
+    for target, _, adapter, _ in keys:
+        if adapter:
+            places[adapter].add(target)
+    taken: set[Target] = set()
+    left_out: set[str] = set()
+    for adapter, targets in places.items():
+        if taken.isdisjoint(targets):
+            taken |= targets
+        else:
+            left_out.add(adapter)
+    return left_out
 
 
 def _leaf(stem: str, part: str) -> str:

@@ -45,5 +45,7 @@ class KeyReport:
         if self.text_encoder:
             lines.append(f"  {self.text_encoder} keys for a text encoder: not applied to a model")
         if self.repeated:
-            lines.append(f"  {self.repeated} keys repeat earlier keys and are ignored")
+            lines.append(
+                f"  {self.repeated} keys are ignored: earlier keys or adapters have their weights"
+            )
         return lines + [f"  {note}" for note in self.notes]

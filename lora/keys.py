@@ -73,7 +73,7 @@ _MOST_PREFIXES = 16
 
 # Segments that PyTorch's wrappers add to the name of a module, anywhere in it.
 _WRAPPER = r"_(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)"
-_WRAPPERS = re.compile(rf"^(?:{_WRAPPER}[._])+|(?:[._]{_WRAPPER})+(?![^._])")
+_WRAPPERS = re.compile(rf"^(?:{_WRAPPER}[._])+|(?:[._]{_WRAPPER})+(?![^._])|(?:\.module)+(?=\.|$)")
 
 # Words in the keys of kinds that are not supported.
 _UNSUPPORTED = {

@@ -15,7 +15,7 @@ from ..kernels import guarded, line, shown
 from .checkpoint_io.checkpoint_file import read_file
 from .checkpoint_io.networks import flattened
 from .model import VideoVAE
-from .models.checkpoint_keys import VAES, scaled, take_scales, to_wan_keys
+from .models.checkpoint_keys import ENCODER_NORM, VAES, scaled, take_scales, to_wan_keys
 from .models.config import SEEDVR2, LayoutError, Shapes, VAEConfig, read_configs
 from .streaming.precision import check_computes, fastest_decode_dtype
 from .validation import widened
@@ -104,7 +104,8 @@ def read_checkpoint(source: str | os.PathLike[str] | Mapping[str, Tensor]) -> Ch
     Raises:
         OSError: The file is missing or cannot be opened.
         LayoutError: The weights belong to another network.
-        ValueError: The file is not a checkpoint, or the weights do not fit the layout.
+        ValueError: The file is not a checkpoint, or has two different VAEs, or the weights do not
+            fit the layout.
     """
     name = "the state dict" if isinstance(source, Mapping) else str(Path(source))
     with guarded(name, keep=(LayoutError,)):
@@ -120,6 +121,9 @@ def read_checkpoint(source: str | os.PathLike[str] | Mapping[str, Tensor]) -> Ch
         for key, shape in shapes.items():
             fits = key in weights and weights[key].numel() == math.prod(shape)
             weights[key] = weights[key].reshape(shape) if fits else torch.zeros(shape)
+        lost = [] if config.encoder_width else [key for key in left if ENCODER_NORM.search(key)]
+        if lost:
+            raise ValueError(f"{shown(lost[0])} is of an encoder; expected it next to its decoder")
         _check_values(weights)
         _check_ends(weights, config, name)
     if left:
@@ -176,8 +180,8 @@ def _fit(given: Shapes) -> tuple[VAEConfig, Shapes]:
             expected = VideoVAE(config, torch.float32, torch.float32).state_dict()
         shapes = dict(given)
         for key, value in expected.items() if config.taps == 1 else ():
-            flat = (*value.shape[:2], *value.shape[3:])
-            if given.get(key) == flat or (config.is_of_one_frame and ".time_conv." in key):
+            is_flat = value.shape[2:3] == (1,) and given.get(key) == value[:, :, 0].shape
+            if is_flat or (config.is_of_one_frame and ".time_conv." in key):
                 shapes[key] = tuple(value.shape)
         missing = [key for key in expected if key not in shapes]
         unexpected = [shown(key) for key in shapes if key not in expected]

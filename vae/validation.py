@@ -110,7 +110,9 @@ def check_frames(frames: Tensor, config: VAEConfig, at: int | None, *, values: b
 
 def _check_count(frames: int, config: VAEConfig) -> None:
     if config.is_of_one_frame and frames > 1:
-        raise ValueError(f"got {frames} frames; expected 1: the weights of this VAE are 2D")
+        raise ValueError(
+            f"got {frames} frames; expected 1: the weights of this VAE are of single frames"
+        )
 
 
 def checked(pieces: Tensor | Iterable[Tensor], check: Callable[..., None]) -> Iterator[Tensor]:

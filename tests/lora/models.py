@@ -189,6 +189,7 @@ SPELLINGS = {
     "compiled-blocks": lambda name: f"transformer.{_compiled(name)}",
     "compiled-blocks-kohya": lambda name: f"lora_unet_{flat(_compiled(name))}",
     "compiled-layers": lambda name: f"{name}._orig_mod",
+    "ddp-layers": lambda name: f"{name}.module",
     "checkpointed-fsdp": lambda name: (
         f"_fsdp_wrapped_module.{name}._checkpoint_wrapped_module._orig_mod"
     ),

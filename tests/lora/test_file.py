@@ -142,6 +142,8 @@ def test_the_first_of_two_pairs_for_one_weight_is_applied(write):
     others = random_pairs(WAN, [*SOME], rank=8, seed=1)
     one, two = spelled(SOME), spelled(others, "transformer", "kohya", names=names)
     file = LoraFile(write(one | two), TARGETS)
-    assert file.report.lines()[1:] == [f"  {len(two)} keys repeat earlier keys and are ignored"]
+    assert file.report.lines()[1:] == [
+        f"  {len(two)} keys are ignored: earlier keys or adapters have their weights"
+    ]
     ranks = {len(file.read(entry).down) for entry in file.entries}
     assert len(ranks) == 1

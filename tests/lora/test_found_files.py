@@ -107,6 +107,17 @@ def test_a_scale_of_another_shape_is_refused(write, shape):
     assert len(str(caught.value)) <= 160
 
 
+def test_adapters_of_different_layers_are_applied_together(write):
+    tensors = {
+        f"blocks.0.self_attn.{layer}.lora_{part}.{name}.weight": numbers(*shape)
+        for layer, name in (("q", "high"), ("v", "low"))
+        for part, shape in (("A", (4, 16)), ("B", (16, 4)))
+    }
+    file = LoraFile(write(tensors), TARGETS)
+    assert len(read(file)) == 2
+    assert file.report.used == 4
+
+
 def test_one_of_the_adapters_of_a_file_is_applied(write):
     """Its pair with the magnitudes, or in other layers the pairs, of another would be wrong."""
     one = {
@@ -125,7 +136,9 @@ def test_one_of_the_adapters_of_a_file_is_applied(write):
     (adapter,) = read(file).values()
     assert torch.equal(adapter.up, one["lora_B.my-style.v2.weight"])
     assert adapter.dora_scale is None
-    assert file.report.lines()[1:] == ["  6 keys repeat earlier keys and are ignored"]
+    assert file.report.lines()[1:] == [
+        "  6 keys are ignored: earlier keys or adapters have their weights"
+    ]
 
 
 # Names of kinds and endings of keys, the shared ones of a file with its prefix.

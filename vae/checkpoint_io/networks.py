@@ -3,6 +3,7 @@
 Other entries, of training or of other models, are left out by name; their values are not read.
 """
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -16,6 +17,10 @@ from ...kernels import shown
 _MOST_AROUND, _MOST_NETWORKS = 200, 8
 
 
+# What PyTorch adds to the names of compiled and distributed parts.
+_WRAPPERS = re.compile(r"_orig_mod\.|(?<=\.)module\.")
+
+
 class Network(NamedTuple):
     """The keys of a network: some that no other one has, by which it is found, and its parts."""
 
@@ -25,7 +30,7 @@ class Network(NamedTuple):
     def places(self, names: Collection[str]) -> dict[str, dict[str, str]]:
         """Return the prefix of each such network, and its keys by the names of entries."""
         found: dict[str, dict[str, str]] = {}
-        bare = {name: name.replace("_orig_mod.", "") for name in names}  # of compiled parts
+        bare = {name: _WRAPPERS.sub("", name) for name in names}
         for name in bare.values():
             prefix = name[: max(0, name.rfind("decoder."))]
             if prefix[-1:] in ("", ".") and name[len(prefix) :] in self.anchors:

@@ -10,7 +10,11 @@ from ...kernels import shown
 from ..checkpoint_io.networks import Network, check_different
 from .config import SEEDVR2_KEY, WAN_KEY
 
-_DIFFUSERS_KEY = "decoder.mid_block.resnets.0.norm1.gamma"  # the same tensor as `WAN_KEY`
+# Hunyuan's VAEs have the other names of the decoder too.
+_DIFFUSERS_KEY = "decoder.mid_block.attentions.0.to_qkv.weight"
+
+# Norms of an encoder, by all names of Wan.
+ENCODER_NORM = re.compile(r"\.(downsamples|down_blocks)\.0\.(\w+\.)*gamma$")
 
 VAES = Network(
     (WAN_KEY, _DIFFUSERS_KEY, SEEDVR2_KEY),
@@ -81,19 +85,20 @@ def take_scales(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         is_first = weight in weights and weight not in scales
         if is_first and end in ("weight_scale", "scale_weight"):
             scales[weight] = weights.pop(key)
-    for key in scales:
-        for end in ("input_scale", "scale_input", "comfy_quant"):  # for activations in float8
-            weights.pop(key.removesuffix("weight") + end, None)
+        elif f"{base}.weight" in weights and end in ("input_scale", "scale_input", "comfy_quant"):
+            del weights[key]  # for activations in float8
     return scales
 
 
 def scaled(key: str, weight: Tensor, scale: Tensor) -> Tensor:
     """Return the weight `key` times its scale: one, or one for each of its outputs."""
+    if weight.is_floating_point() and weight.itemsize > 1 and scale.numel() == 1 == scale.item():
+        return weight
     count, dtypes = weight.shape[0], (torch.float32, torch.float16, torch.bfloat16)
     fits = scale.numel() == 1 or scale.shape[:1] == (count,) == (scale.numel(),)
     if not (fits and scale.dtype in dtypes and weight.is_floating_point() and weight.itemsize == 1):
         raise ValueError(
             f"{shown(key)} is {weight.dtype} with scales {list(scale.shape)} in {scale.dtype}; "
-            f"expected float8 with 1 or {count} in float32"
+            f"expected float8 with 1 or {count} floats"
         )
     return weight.float() * scale.float().reshape(-1, *[1] * (weight.ndim - 1))

@@ -67,5 +67,5 @@ def test_a_vae_of_single_frames_refuses_a_video(picture_vae):
         lambda: ours("Decode", vae=picture_vae, samples=samples),
         lambda: ours("DecodeVideo", vae=picture_vae, samples=samples),
     ):
-        with refused("frames; expected 1: the weights of this VAE are 2D"):
+        with refused("frames; expected 1: the weights of this VAE are of single frames"):
             call()

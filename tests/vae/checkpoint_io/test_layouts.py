@@ -151,6 +151,8 @@ def changed(value, key="weight", **more):
 WIDE, ONE = torch.zeros(32, 16, 3, 3, 3), torch.ones(())
 FLOAT8 = WIDE.to(torch.float8_e5m2)
 HALF = {key: value for key, value in SMALL.items() if key.startswith("decoder.")}
+FLAT = {k: v[:, :, -1] if v.ndim == 5 else v for k, v in SMALL.items() if ".time_conv." not in k}
+CUT = next(key for key in FLAT if key.endswith("resample.1.weight"))
 REFUSED = [
     ({"state_dict": SMALL, "ema": OTHER}, "different networks, at state_dict and ema; expected"),
     (SMALL | put("ema.", OTHER), "at its root and ema; expected one"),
@@ -175,7 +177,9 @@ REFUSED = [
     (changed(FLOAT8, scale_weight=ONE.char()), "in torch.int8; expected float8"),
     (changed(FLOAT8, weight_scale=ONE, scale_weight=ONE), "1 unexpected"),
     (changed(FLOAT8, scale_weight=ONE / 0), "hold NaN or infinity"),
-    (changed(WIDE.bfloat16(), weight_scale=ONE), "is torch.bfloat16 with scales"),
+    (changed(WIDE.bfloat16(), weight_scale=2 * ONE), "is torch.bfloat16 with scales"),
+    ({k.replace("encoder.", "enc."): v for k, v in SMALL.items()}, "enc.* is of an encoder; exp"),
+    (FLAT | {CUT: FLAT[CUT][..., 0]}, "1 of another shape"),
     (changed(WIDE.char(), weight_scale=ONE), "is torch.int8 with scales"),
     (changed(None, weight_scale=ONE), "has no decoder.conv1.weight"),
 ]
@@ -186,6 +190,27 @@ def test_what_is_not_clear_is_refused_in_one_line(tmp_path, number):
     content, words = REFUSED[number]
     with refused(words, "vae.pth"):
         load_vae(saved(content, tmp_path, ".pth"))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        # AutoencoderKLHunyuanVideo15 has most of the names of Wan in diffusers.
+        put("hy.", {"decoder.mid_block.resnets.0.norm1.gamma": ONE}),
+        {"decoder.conv1.weight_scale": ONE},
+        {"decoder.conv1.input_scale": ONE},
+    ],
+)
+def test_what_changes_nothing_is_left_out(more):
+    weights = read_checkpoint(SMALL | more).weights
+    assert weights.keys() == SMALL.keys()
+    assert all(torch.equal(weights[key], value) for key, value in SMALL.items())
+
+
+def test_distributed_parts_are_found():
+    names = {key: key.replace("decoder.", "decoder.module.") for key in SMALL}
+    weights = read_checkpoint({names[key]: value for key, value in SMALL.items()}).weights
+    assert weights.keys() == SMALL.keys()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the file system has no holes")
@@ -226,7 +251,7 @@ def test_weights_of_single_frames_give_the_frame_of_a_video_vae(tmp_path, family
         lambda: vae.encode(video), lambda: list(vae.encode_stream(iter(video.split(1, 2)))),
         lambda: vae.decode(latents), lambda: list(vae.decode_stream(iter(latents.split(1, 2)))),
     ):  # fmt: skip
-        with refused("frames; expected 1: the weights of this VAE are 2D"):
+        with refused("frames; expected 1: the weights of this VAE are of single frames"):
             call()
 
 
