@@ -107,9 +107,9 @@ def read_checkpoint(source: str | os.PathLike[str] | Mapping[str, Tensor]) -> Ch
         ValueError: The file is not a checkpoint, or has two different VAEs, or the weights do not
             fit the layout.
     """
-    name = "the state dict" if isinstance(source, Mapping) else str(Path(source))
+    mapped = isinstance(source, Mapping)
+    name = "the state dict" if mapped else str(Path(source))
     with guarded(name, keep=(LayoutError,)):
-        mapped = isinstance(source, Mapping)
         entries = flattened(source) if mapped else read_file(Path(source), VAES)
         network, left = VAES.take(entries)
         weights = to_wan_keys(network)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from fast_video_vae.kernels import errors
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.nodes.checkout import import_comfyui, why_unavailable
 from fast_video_vae.tests.nodes.lora.lora_models import lora_for, random_weights
@@ -23,6 +24,18 @@ def comfyui(tmp_path_factory):
     base = tmp_path_factory.mktemp("comfyui")
     import_comfyui(base)
     return base
+
+
+@pytest.fixture
+def size_lines(monkeypatch, caplog):
+    """The lines in the log about sizes, from now on."""
+    monkeypatch.setattr(errors, "_logged", set())
+
+    def found():
+        texts = [record.getMessage() for record in caplog.records]
+        return [text for text in texts if " rows and " in text]
+
+    return found
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,7 +5,6 @@ import types
 import pytest
 import torch
 
-from fast_video_vae.kernels import errors
 from fast_video_vae.tests.nodes.sampling.sampler_models import expert, prompts, run
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("comfyui")]
@@ -14,18 +13,6 @@ LINE = (
     "Fast Video VAE: the latent has {} rows and {} columns; this model needs {}, so ComfyUI "
     "repeats the opposite edge, which can show. In pixels: {}"
 )
-
-
-@pytest.fixture
-def lines(monkeypatch, caplog):
-    """The lines in the log about sizes, from now on."""
-    monkeypatch.setattr(errors, "_logged", set())
-
-    def found():
-        texts = [record.getMessage() for record in caplog.records]
-        return [text for text in texts if " rows and " in text]
-
-    return found
 
 
 def of_size(height, width, channels=16, frames=3):
@@ -48,18 +35,18 @@ def check(found, words, needs="even numbers"):
         ("qwen-image", 16, (5, 6), "height 32 or 48"),  # whose patch is one number
     ],
 )
-def test_a_size_that_the_model_cuts_is_logged_once(lines, kind, channels, size, fits):
+def test_a_size_that_the_model_cuts_is_logged_once(size_lines, kind, channels, size, fits):
     one = {"model_high": expert(kind), "model_low": None}
     latent = of_size(*size, channels, 1 if kind == "qwen-image" else 3)
     for seed in (1, 2):
         result = run(kind, **one, latent_image=latent, seed=seed, steps=2, shift_high="auto")
         assert result["LATENT"]["samples"].shape == latent["samples"].shape
-        check(lines(), fits and (*size, fits))
+        check(size_lines(), fits and (*size, fits))
 
 
-def test_both_experts_log_it_once(lines):
+def test_both_experts_log_it_once(size_lines):
     run(latent_image=of_size(5, 8))
-    check(lines(), (5, 8, "height 32 or 48"))
+    check(size_lines(), (5, 8, "height 32 or 48"))
 
 
 @pytest.mark.parametrize(
@@ -76,17 +63,19 @@ def test_both_experts_log_it_once(lines):
         ([2], {}, (5, 7), None, ""),
     ],
 )
-def test_the_patch_is_that_of_the_model(lines, monkeypatch, patch, of_network, size, words, needs):
+def test_the_patch_is_that_of_the_model(
+    size_lines, monkeypatch, patch, of_network, size, words, needs
+):
     from fast_video_vae.nodes.sampling import run as of_sampler
 
     model = expert()
     network = types.SimpleNamespace(patch_size=patch, **of_network)
     monkeypatch.setitem(model.model._modules, "diffusion_model", network)
     of_sampler._checked_latent([model], of_size(*size))
-    check(lines(), words, needs)
+    check(size_lines(), words, needs)
 
 
-def test_sound_has_no_rows(lines, monkeypatch):
+def test_sound_has_no_rows(size_lines, monkeypatch):
     from fast_video_vae.nodes.sampling import run as of_sampler
 
     model = expert()
@@ -94,7 +83,7 @@ def test_sound_has_no_rows(lines, monkeypatch):
         model.model._modules, "diffusion_model", types.SimpleNamespace(patch_size=(1, 2))
     )
     of_sampler._checked_latent([model], {"samples": torch.zeros(1, 16, 7)})
-    assert lines() == []
+    assert size_lines() == []
 
 
 @torch.inference_mode()

@@ -6,7 +6,6 @@ import re
 import pytest
 import torch
 
-from fast_video_vae.kernels import errors
 from fast_video_vae.tests.builders import random_state_dict, refused
 from fast_video_vae.tests.nodes.vae.pairs import clip, fast_vae, latents, node, ours, v3_node
 from fast_video_vae.tests.nodes.wan_wrapper.wrapped import wrapped
@@ -86,13 +85,13 @@ def test_another_vae_and_the_sampler_refuse_it_with_the_same_words(stock):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Return a function after which the next looks at frames, so many of them, see no values."""
+    """Give a function that makes the next `times` checks of frames skip the values, as on a GPU."""
     monkeypatch.setattr(session, "Upload", OfGPU)
     return lambda times: monkeypatch.setattr(model, "check_frames", unchecked(times))
 
 
 def unchecked(times):
-    """`check_frames` that does not look at values so many times."""
+    """Return a `check_frames` whose first `times` calls skip the values."""
     left = iter(range(times))
 
     def check(*given, values):
@@ -184,18 +183,6 @@ def test_the_nodes_that_an_error_names_make_such_latents(comfyui, vae_of):
         ours("Decode", vae=vae, samples=made)
 
 
-@pytest.fixture
-def lines(monkeypatch, caplog):
-    """The lines in the log about sizes, from now on."""
-    monkeypatch.setattr(errors, "_logged", set())
-
-    def found():
-        texts = [record.getMessage() for record in caplog.records]
-        return [text for text in texts if " rows and " in text]
-
-    return found
-
-
 LINE = (
     "Fast Video VAE: the latent has {} rows and {} columns; Wan 2.2 5B needs even numbers, so "
     "ComfyUI repeats the opposite edge, which can show. In pixels: {}"
@@ -213,29 +200,29 @@ LINE = (
     ],
 )
 def test_an_encode_for_wan_2_2_5b_logs_a_size_that_its_model_cuts(
-    vae_of, lines, height, width, words
+    vae_of, size_lines, height, width, words
 ):
     vae = vae_of("wan2.2")
     expected = [] if words is None else [LINE.format(*words)]
     for count, batch in ((1, "video"), (9, "video"), (3, "images")):
         ours("Encode", vae=vae, pixels=clip(count, height, width), batch=batch, chunk=1)
-        assert lines() == expected
+        assert size_lines() == expected
     (video,) = v3_node("nodes_video", "CreateVideo", images=clip(9, height, width), fps=12.0)
     ours("EncodeVideo", vae=vae, video=video, chunk=1)
-    assert lines() == expected
+    assert size_lines() == expected
 
 
-def test_an_encode_of_a_video_logs_it_for_each_size(vae_of, lines):
+def test_an_encode_of_a_video_logs_it_for_each_size(vae_of, size_lines):
     (video,) = v3_node("nodes_video", "CreateVideo", images=clip(9, 80, 64), fps=12.0)
     for _ in range(2):
         ours("EncodeVideo", vae=vae_of("wan2.2"), video=video)
-        assert lines() == [LINE.format(5, 4, "height 64 or 96")]
+        assert size_lines() == [LINE.format(5, 4, "height 64 or 96")]
     ours("EncodeVideo", vae=vae_of("wan2.2"), video=video, height=112, width=64)
-    assert lines()[1:] == [LINE.format(7, 4, "height 96 or 128")]
+    assert size_lines()[1:] == [LINE.format(7, 4, "height 96 or 128")]
 
 
 @pytest.mark.parametrize("family", ["wan2.1", "seedvr2", "qwen-image-2.1"])
-def test_an_encode_for_several_models_logs_no_size(vae_of, lines, family):
+def test_an_encode_for_several_models_logs_no_size(vae_of, size_lines, family):
     vae = vae_of(family)
     ours("Encode", vae=vae, pixels=clip(1, 48, 80, channels=vae.output_channels))
-    assert lines() == []
+    assert size_lines() == []
