@@ -16,7 +16,10 @@ TRIED = ("nvidia", "amd", "intel")
 CONVOLUTIONS_OPS = ("conv2d", "conv3d", "int8_conv3d")
 
 # The candidates of the convolutions.
-CONVOLUTIONS = ("triton", "aten", "sliced", "reference")
+CONVOLUTIONS = ("hopper", "triton", "aten", "sliced", "reference")
+
+# Those of our own, which serve on a GPU once they are built and right.
+OWN_CONVOLUTIONS = ("hopper", "triton")
 
 # The library's own first.
 CONVOLUTION_ORDER = ("aten", "reference")

@@ -66,6 +66,24 @@ def window_of(
     return NormWindow(tail, out, border, codes, saturated)
 
 
+# Why descriptors, also called tensor maps, do not describe a video.
+UNDESCRIBED = "descriptors need memory at multiples of 16 bytes, and videos of whole frames"
+
+
+def described_strides(x: Tensor) -> list[int] | None:
+    """Return the strides of `x` `[B, C, T, H, W]` in the order B, T, H, W, C for a descriptor."""
+    # Addresses are multiples of 16 bytes, and each stride is a multiple of the next one ("CUDA
+    # driver API", `cuTensorMapEncodeTiled`). The strides of lengths of one are arbitrary. None:
+    # there is no descriptor.
+    batches, channels, frames, height, width = x.shape
+    plane = height * width * channels
+    frame = x.stride(2) if frames > 1 else plane
+    batch = x.stride(0) if batches > 1 else frames * frame
+    whole = frame >= plane and frame % plane == 0 and batch >= frame and batch % frame == 0
+    aligned = channels * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+    return [batch, frame, width * channels, channels, 1] if whole and aligned else None
+
+
 def refuse_subclass(x: Tensor) -> None:
     """Refuse tensor subclasses, which may have no memory."""
     if type(x) not in (Tensor, torch.nn.Parameter):

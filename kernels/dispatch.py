@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backends import CONVOLUTIONS, INT8_ORDER, ORDER, TRIED, forced
+from .backends import CONVOLUTIONS, INT8_ORDER, ORDER, OWN_CONVOLUTIONS, TRIED, forced
 from .convolution.compose import composed
 from .convolution.weight import ConvWeight
 from .devices import device_kind
@@ -68,14 +68,17 @@ def run_convolution(
         route = route_of(x, weight, kwargs["stride"], kwargs["padding"], norm=norm)
     notes, reasons = serving.recorder(), dict[str, str]()
     if notes is not None:
-        if route.candidates[0] == "triton":
-            serving.note(_tile_asks(route.tile), notes, op, given, kwargs)
+        if route.kernel is not None:
+            serving.note(_asks(route.kernel), notes, op, given, kwargs)
             return recorded.result_of(op, given, kwargs)
         return composed(recorded.convolution, route.fused, run, *given, **kwargs)
+    if route.kernel is not None:
+        try:
+            return _run_kernel(route.kernel, op, given, kwargs)
+        except Refusal as refusal:
+            reasons[route.kernel] = str(refusal)
     for name in route.candidates:
         try:
-            if name == "triton" and forced() is None:
-                return _tile(route, op, given, kwargs)
             if route.proves is not None and (proofs := current_proofs()) is not None:
                 plain = functools.partial(ask, name, op, *given, **kwargs)
                 return proofs.proved(ask, route.proves, op, given, kwargs, plain)
@@ -136,20 +139,21 @@ def _order(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str,
     return ORDER if seen is None or seen.native else _WITHOUT_NATIVE
 
 
-def _tile(route: Route, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Run the tile of a route, or refuse if its kernel for these terms is not there yet."""
-    asks = _tile_asks(route.tile)
-    if serving.backends_of(asks, op, args, kwargs) == serving.LIBRARY:
+def _run_kernel(kernel: str, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Run a convolution by one of our kernels, or refuse if that for these terms is not built."""
+    if serving.backends_of(_asks(kernel), op, args, kwargs) == serving.LIBRARY:
         raise Refusal("its kernel is not built yet")
-    return asks("triton", op, *args, **kwargs)
+    return ask(kernel, op, *args, **kwargs)
 
 
 @functools.cache
-def _tile_asks(tile: int | None) -> Any:  # noqa: ANN401, a function like `ask`
-    """Return `ask` for one tile."""
+def _asks(kernel: str) -> Any:  # noqa: ANN401, a function like `ask`
+    """Return `ask` without other convolutions of ours than `kernel`."""
 
     def asks(backend: str, op: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, those of the op
-        is_tile = backend == "triton" and tile is not None
-        return ask(f"triton:{tile}" if is_tile else backend, op, *args, **kwargs)
+        is_own = backend == kernel.partition(":")[0]
+        if backend in OWN_CONVOLUTIONS and not is_own:
+            raise Refusal("the route has another kernel")
+        return ask(kernel if is_own else backend, op, *args, **kwargs)
 
     return asks

@@ -9,6 +9,7 @@ _MODULES = {
     "cuda": ".cuda_ops.ops",
     "native": ".native_ops",
     "reference": ".reference",
+    "hopper": ".cuda_ops.hopper",
     "aten": ".convolution.aten",
     "sliced": ".convolution.sliced",
 }

@@ -16,7 +16,7 @@ from .convolution.weight import ConvWeight
 from .devices import device_kind
 from .modules import module_of
 from .ready import facts, serving
-from .tables import SUMS_IN_HALF, TILES, Kind
+from .tables import KERNELS, SUMS_IN_HALF, Kind
 from .triton_ops.convolution_tiles import tiles_of
 from .triton_ops.tiles import chip_of
 
@@ -39,8 +39,8 @@ class Route:
     """What runs the calls of a layer at a size."""
 
     candidates: tuple[str, ...]  # in order: the next one runs what one refuses
-    tile: int | None  # number of the tile of `triton`; None: the first that fits
-    fused: Fused  # what the first candidate does in its own pass
+    kernel: str | None  # one of ours, with its variant, which serves once it is built and right
+    fused: Fused  # what the kernel, or the first candidate, does in its own pass
     proves: "ProofKey | None" = None  # what a tile would be proved for on this chip
 
 
@@ -91,28 +91,26 @@ def route_of(
     device = x.device if note is None else note.device
     chosen = forced()
     if chosen in CONVOLUTIONS:
-        names, tile, proves = (str(chosen),), None, None
+        names, kernel, proves = (str(chosen),), None, None
     else:
-        names, tile, proves = _chosen(op, x, weight, stride, device)
-    fused = module_of(names[0]).fuses(x, weight, stride, padding, norm=norm)
-    return Route(names, tile, fused, proves)
+        names, kernel, proves = _chosen(op, x, weight, stride, device)
+    fused = module_of(kernel or names[0]).fuses(x, weight, stride, padding, norm=norm)
+    return Route(names, kernel, fused, proves)
 
 
 def _chosen(
     op: str, x: Tensor, weight: ConvWeight, stride: tuple[int, ...], device: torch.device
-) -> tuple[tuple[str, ...], int | None, ProofKey | None]:
+) -> tuple[tuple[str, ...], str | None, ProofKey | None]:
     kind = device_kind(device)
     library = convolution_order(op, kind)
     if kind not in TRIED or x.dtype not in _NARROW or not x.numel():
         return library, None, None
     found = _kind_of(op, x, weight, stride)
     chip = chip_of(device)
-    entries = TILES.get(chip)
+    entries = KERNELS.get(chip)
     if entries is not None:
-        tile = entries.get(found)
-        if tile is None or not serving.has_tile(op, x, weight, stride):
-            return library, None, None
-        return ("triton", *library), tile, None
+        kernel = entries.get(found)
+        return library, kernel if serving.has_tile(op, x, weight, stride) else None, None
     key = ProofKey(device, found, torch.float16 if chip in SUMS_IN_HALF else x.dtype)
     if not tiles_of(chip, key.dtype, found.outputs):
         return library, None, None
@@ -122,7 +120,7 @@ def _chosen(
     # A tile in float16 that was proved next to a library in bfloat16 serves calls in float16.
     serves = proof.right and proof.ms <= _GAIN * proof.plain_ms and key.dtype == x.dtype
     serves = serves and serving.has_tile(op, x, weight, stride)
-    return (("triton", *library), 0, None) if serves else (library, None, None)
+    return library, "triton:0" if serves else None, None
 
 
 def _kind_of(op: str, x: Tensor, weight: ConvWeight, stride: tuple[int, ...]) -> Kind:

@@ -2,6 +2,13 @@
 
 from typing import NamedTuple
 
+from torch import Tensor
+
+from .weight import ConvWeight
+
+# Most channels of a tile of our kernels; more would spill registers.
+WIDEST = 192
+
 
 class Fused(NamedTuple):
     """What the convolution that runs some calls does without another pass."""
@@ -18,3 +25,10 @@ class Fused(NamedTuple):
     def adds_bias(self) -> bool:
         """Whether a bias costs nothing."""
         return self.bias or self.sums
+
+
+def fuses(
+    x: Tensor, weight: ConvWeight, stride: tuple[int, ...], padding: tuple[int, int], *, norm: bool
+) -> Fused:
+    """Return what our kernels fuse: everything, the norm where a tile has all channels."""
+    return Fused(tail=True, sums=True, bias=True, norm=norm and weight.shape[0] <= WIDEST)

@@ -18,7 +18,7 @@ from ..shapes import strides
 from .runtime import refuse_counts
 
 # Fields of a structure: their format, and their values.
-Fields = tuple[str, tuple[float, ...]]
+Fields = tuple[str, tuple[float | bytes, ...]]
 
 # Threads of a block.
 THREADS = 256
@@ -40,7 +40,7 @@ def _forms(fields: Sequence[Fields]) -> str:
     return "".join(form for form, _ in fields)
 
 
-def _values(fields: Sequence[Fields]) -> Iterator[float]:
+def _values(fields: Sequence[Fields]) -> Iterator[float | bytes]:
     return chain.from_iterable(values for _, values in fields)
 
 

@@ -29,6 +29,9 @@ _FOLDERS = (
 # Jetson's chips, whose code does not run on others of their generation, nor the reverse.
 _EMBEDDED = frozenset((53, 62, 72, 87, 101, 110))
 
+# The chip with instructions that no later one has, and the first version of NVRTC with them.
+_HOPPER, _KNOWS_OWN = 90, 12
+
 # NVRTC opens this library by its name. Version 13.0 does not look in its own folder, so the library
 # is loaded before.
 _BUILTINS = "*nvrtc-builtins*"
@@ -57,7 +60,7 @@ class Compiler:
         self._library, self._prefix = library, prefix
         major, minor = ctypes.c_int(), ctypes.c_int()
         self._call("Version", ctypes.byref(major), ctypes.byref(minor))
-        self.version = f"{prefix} {major.value}.{minor.value}"
+        self.major, self.version = major.value, f"{prefix} {major.value}.{minor.value}"
         if is_rocm():
             self.version += f" of ROCm {torch.version.hip}"  # hiprtc is 9.0 in all of them
 
@@ -130,7 +133,9 @@ def architecture(found: Compiler, device: torch.device) -> str:
         if not before:
             raise Refusal(f"{found.version} knows no chip of compute capability {major}.{minor}")
         chip = max(before)
-    return f"--gpu-architecture=sm_{chip}"
+    # Instructions of Hopper alone need the "a", which NVRTC 11 does not know.
+    own = "a" if chip == _HOPPER == 10 * major + minor and found.major >= _KNOWS_OWN else ""
+    return f"--gpu-architecture=sm_{chip}{own}"
 
 
 def _load() -> Compiler | str:

@@ -10,7 +10,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,8 +21,23 @@ from .compiler import opened
 # CU_STREAM_CAPTURE_MODE_RELAXED
 _RELAXED = 2
 
-# cuLaunchKernel and cuModuleLoadData in a thread without a context.
+# CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, and CU_TENSOR_MAP_L2_PROMOTION_L2_256B.
+_SHARED, _PROMOTION = 8, 3
+
+# cuLaunchKernel, cuModuleLoadData and cuTensorMapEncodeTiled in a thread without a context.
 _INVALID_CONTEXT = 201
+
+
+class Boxes(NamedTuple):
+    """A tensor of which boxes are loaded; the fastest dimension comes first."""
+
+    address: int  # a multiple of 16
+    kind: int  # `CUtensorMapDataType`
+    sizes: tuple[int, ...]  # numbers in each dimension
+    steps: tuple[int, ...]  # bytes from one to the next in each dimension but the first
+    box: tuple[int, ...]  # numbers of a load in each dimension
+    swizzle: int  # `CUtensorMapSwizzle`
+    device: int  # of the address
 
 
 class Driver:
@@ -37,8 +52,8 @@ class Driver:
         word, pointer = ctypes.c_uint, ctypes.c_void_p
         self._launch.argtypes = [pointer, *(word,) * 7, pointer, pointer, pointer]
 
-    def load(self, code: bytes, names: Iterable[str], device: int) -> "Module":
-        """Load a binary on a device, which is current."""
+    def load(self, code: bytes, names: Iterable[str], device: int, shared: int = 0) -> "Module":
+        """Load a binary on a device, which is current, for blocks with `shared` bytes of memory."""
         # The functions are looked up at once, because that can load their code, which a captured
         # CUDA graph does not allow.
         handle, kernels = ctypes.c_void_p(), {}
@@ -46,7 +61,26 @@ class Driver:
         for name in names:
             kernels[name] = ctypes.c_void_p()
             self._run(device, self._get, ctypes.byref(kernels[name]), handle, name.encode())
-        return Module(functools.partial(self._run, device, self._launch), kernels)
+            if shared:  # beyond 48 KiB only on request
+                self._run(
+                    device, self._function("FuncSetAttribute"), kernels[name], _SHARED, shared
+                )
+        return Module(functools.partial(self._run, device, self._launch), kernels, shared)
+
+    def tensor_map(self, of: Boxes) -> bytes:
+        """Return the 128 bytes of a `CUtensorMap`, whose loads have zeros outside."""
+        # It is made at a multiple of 64 bytes, since CUDA 13 of 128.
+        rank, memory = len(of.sizes), ctypes.create_string_buffer(2 * 128)
+        skipped = -ctypes.addressof(memory) % 128
+        halves = ctypes.c_uint32 * rank
+        self._run(
+            of.device, self._function("TensorMapEncodeTiled"),
+            ctypes.c_void_p(ctypes.addressof(memory) + skipped), of.kind, rank,
+            ctypes.c_void_p(of.address), (ctypes.c_uint64 * rank)(*of.sizes),
+            (ctypes.c_uint64 * (rank - 1))(*of.steps), halves(*of.box), halves(*[1] * rank),
+            0, of.swizzle, _PROMOTION, 0,
+        )  # fmt: skip
+        return memory.raw[skipped : skipped + 128]
 
     def _run(self, device: int, function: Any, *arguments: object) -> None:  # noqa: ANN401
         status = function(*arguments)
@@ -75,8 +109,10 @@ class Driver:
 class Module:
     """Kernels on a device, which `start` launches."""
 
-    def __init__(self, start: Callable[..., None], kernels: Mapping[str, ctypes.c_void_p]) -> None:
-        self._start, self._kernels = start, kernels
+    def __init__(
+        self, start: Callable[..., None], kernels: Mapping[str, ctypes.c_void_p], shared: int
+    ) -> None:
+        self._start, self._kernels, self._shared = start, kernels, shared
 
     def launch(
         self, kernel: str, blocks: int, threads: tuple[int, int], arguments: bytes, stream: int
@@ -85,7 +121,7 @@ class Module:
         memory = ctypes.create_string_buffer(arguments, len(arguments))
         places = (ctypes.c_void_p * 1)(ctypes.addressof(memory))
         grid = blocks, 1, 1, *threads, 1
-        self._start(self._kernels[kernel], *grid, 0, stream, places, None)
+        self._start(self._kernels[kernel], *grid, self._shared, stream, places, None)
 
 
 @contextmanager

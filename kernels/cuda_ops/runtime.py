@@ -50,7 +50,7 @@ def refuse_device(device: torch.device) -> None:
     """Refuse devices other than GPUs, before anything is loaded."""
     if device.type != "cuda":
         raise Refusal(f"the tensors are on {device.type}; cuda needs an NVIDIA or AMD GPU")
-    if forced() != "cuda" and os.environ.get("FAST_VIDEO_VAE_CUDA") == "0":
+    if forced() not in ("cuda", "hopper") and os.environ.get("FAST_VIDEO_VAE_CUDA") == "0":
         raise Refusal("FAST_VIDEO_VAE_CUDA=0 disables it")
 
 
@@ -107,7 +107,8 @@ def _load(source: str, constants: Mapping[str, object], device: torch.device) ->
     try:
         found = compiler()
         code = binary(found, source, constants, architecture(found, device))
-        return driver().load(code, kernels(source), device.index or 0)
+        shared = int(str(constants.get("SHARED", 0)))
+        return driver().load(code, kernels(source), device.index or 0, shared)
     except Refusal as refusal:
         return str(refusal)
     except Exception as error:  # whatever the compiler and the driver raise

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..backends import OWN_CONVOLUTIONS
 from ..codes import zero_of
 from ..convolution.weight import ConvWeight
 from ..devices import device_kind, device_name
@@ -40,7 +41,7 @@ _BEFORE_ROUNDING = 16 * torch.finfo(torch.float32).eps
 _REASON_LENGTH = 80
 
 # Backends whose kernels are checked, fastest first.
-CHECKED = ("triton", "cuda")
+_CHECKED = ("triton", "cuda")
 
 # Runs an op on a backend, or raises its `Refusal`: `dispatch.ask`.
 Ask = Callable[..., Tensor]
@@ -72,10 +73,15 @@ def are_codes_right(codes: Tensor, exact: Tensor, lowest: int, highest: int) -> 
     return bool((distance <= 0.5 + _BEFORE_ROUNDING * (highest - lowest)).all())
 
 
+def kernels_of(op: str) -> tuple[str, ...]:
+    """Return the backends or candidates whose kernels for `op` are checked."""
+    return OWN_CONVOLUTIONS if op in ("conv2d", "conv3d") else _CHECKED
+
+
 def checked(ask: Ask, op: str, samples: list[Callable[[], dict[str, Any]]]) -> tuple[str, ...]:
-    """Return the first backend of `CHECKED` that computes all samples rightly; empty: none does."""
+    """Return the first backend of an op that computes all samples rightly; empty: none does."""
     cases = [_Case(ask, op, sample) for sample in samples]
-    for name in CHECKED:
+    for name in kernels_of(op):
 
         def right(name: str = name) -> bool:
             return all(case.is_right(name) for case in cases)

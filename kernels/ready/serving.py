@@ -135,12 +135,11 @@ def build(ask: selfcheck.Ask, key: variants.Key, op: str, samples: variants.Samp
     kept, name = facts.of_kernels(device), f"right: {variants.name_of(key)}"
     known = kept.get(name)
     with _apart(device), preparing("kernel build", op):
-        if known in selfcheck.CHECKED:
+        names: tuple[str, ...] = ()
+        if known in selfcheck.kernels_of(op):
             # It was right in an earlier process: a call loads it from the disk.
             names = selfcheck.running(ask, str(known), op, samples)
-        elif known in (_NONE, _AGAIN):
-            names = ()
-        else:
+        if not names and known not in (_NONE, _AGAIN):
             # A kernel that ends the process is tried twice, because users end processes too.
             kept.put(name, _TRYING if known is None else _AGAIN)
             names = selfcheck.checked(ask, op, samples)

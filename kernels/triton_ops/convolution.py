@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import shapes
-from ..constraints import refuse_overlap, refuse_videos
+from ..constraints import UNDESCRIBED, described_strides, refuse_overlap, refuse_videos
 from ..convolution.weight import ConvWeight
 from ..errors import Refusal
 from .convolution_kernels import convolve
@@ -95,27 +95,11 @@ def _first_fit(
     """Return the first tile that can load `x` and `tail` `[B, C, T, H, W]`, or refuse."""
     videos = [x] if tail is None else [x, tail]
     for tile in tiles:
-        if not tile.columns or all(_is_described(each, taps) for each in videos):
+        if not tile.columns or (
+            all(described_strides(each) for each in videos) and taps.data_ptr() % 16 == 0
+        ):
             return tile
-    raise Refusal("descriptors need memory at multiples of 16 bytes, and videos of whole frames")
-
-
-def _is_described(x: Tensor, taps: Tensor) -> bool:
-    """Return whether descriptors can describe `x` `[B, C, T, H, W]` and `taps` `[C_out, ...]`."""
-    # Addresses are multiples of 16 bytes, and each stride is a multiple of the next one ("CUDA
-    # driver API", `cuTensorMapEncodeTiled`).
-    batch, frame, *_ = _steps(x)
-    plane = math.prod(x.shape[3:]) * x.shape[1]
-    whole = frame >= plane and frame % plane == 0 and batch >= frame and batch % frame == 0
-    return whole and unit_of(_LOAD, x.shape[1], x) == _LOAD and taps.data_ptr() % 16 == 0
-
-
-def _steps(x: Tensor) -> list[int]:
-    """Return the strides of `x` `[B, C, T, H, W]`, channels last; those of lengths of one too."""
-    _, channels, frames, height, width = x.shape
-    frame = x.stride(2) if frames > 1 else height * width * channels
-    batch = x.stride(0) if x.shape[0] > 1 else frames * frame
-    return [batch, frame, width * channels, channels, 1]
+    raise Refusal(UNDESCRIBED)
 
 
 def _run(
@@ -183,7 +167,7 @@ def _descriptors(tile: ConvTile, x: Tensor, tail: Tensor, taps: Tensor) -> list[
     made = []
     for video in (x, tail):
         batch, channels, *sizes = video.shape
-        made.append(descriptor(video, [batch, *sizes, channels], _steps(video), block))
+        made.append(descriptor(video, [batch, *sizes, channels], described_strides(video), block))
     outputs, summed = taps.shape[0], taps[0].numel()
     for width in tile.outputs:
         block = [width or tile.outputs[0], tile.depth]

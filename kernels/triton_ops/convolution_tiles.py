@@ -22,14 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..convolution.fused import Fused
+from ..convolution.fused import WIDEST as WIDEST
 from ..convolution.weight import ConvWeight
 from ..errors import Refusal
 from .runtime import GRID_LIMIT
 from .tiles import Chip, blocks, chip_of, refuse_span
-
-# Most channels of a tile; more would spill registers.
-WIDEST = 192
 
 # Channels of the tiles that hold whole pixels, and of those that hold parts, best first.
 _WHOLE = (16, 32, 64, 96, 128, 160, 192)
@@ -162,13 +159,6 @@ _FAMILIES = {
     (12, 0): _GEFORCE_BLACKWELL,
     (12, 1): _GEFORCE_BLACKWELL,
 }
-
-
-def fuses(
-    x: Tensor, weight: ConvWeight, stride: tuple[int, ...], padding: tuple[int, int], *, norm: bool
-) -> Fused:
-    """Return what is fused: everything, the norm up to `WIDEST` channels."""
-    return Fused(tail=True, sums=True, bias=True, norm=norm and weight.shape[0] <= WIDEST)
 
 
 def tiles_for(x: Tensor, weight: ConvWeight, stride: tuple[int, ...]) -> tuple[ConvTile, ...]:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..constraints import DTYPES, refuse_dtype, refuse_subclass
+from ..convolution.fused import fuses as fuses
 from ..errors import Refusal
-from .convolution_tiles import fuses as fuses
 from .runtime import refuse_device, require
 
 

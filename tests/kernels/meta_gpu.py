@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fast_video_vae.kernels import routes
+from fast_video_vae.kernels.cuda_ops import hopper
 from fast_video_vae.kernels.devices import kinds
 from fast_video_vae.kernels.ready import background, selfcheck
 from fast_video_vae.tests.benchmarks import count_bytes
@@ -48,8 +49,9 @@ class Machine:
         jobs: What waits for the background thread.
     """
 
-    def __init__(self, backend, monkeypatch, tmp_path):
+    def __init__(self, backend, monkeypatch, tmp_path, kernels=None):
         self.compiled, self.jobs, self._backend = set(), [], backend
+        self._kernels = {(9, 0): kernels or {}}
         restart(monkeypatch)
         monkeypatch.setenv("FAST_VIDEO_VAE_CACHE", str(tmp_path))
         monkeypatch.setattr(preparation, "_prepared", {})
@@ -70,7 +72,8 @@ class Machine:
         return self.jobs[-1]
 
     def _checked(self, ask, op, samples):
-        return selfcheck.running(ask, self._backend, op, samples)
+        own = self._backend == "cuda" and op in ("conv2d", "conv3d")
+        return selfcheck.running(ask, "hopper" if own else self._backend, op, samples)
 
     def _launch(self, *args, **options):
         constants = tuple(sorted(options.items(), key=str))
@@ -88,7 +91,11 @@ class Machine:
                 own = importlib.import_module(CONVOLUTION)
                 stack.enter_context(mock.patch.object(own, "launch", self._launch))
             else:
-                stack.enter_context(mock.patch.object(routes, "TILES", {(9, 0): {}}))
+                for owner, name, value in (
+                    (routes, "KERNELS", self._kernels), (hopper.runtime, "launch", self._launch),
+                    (hopper, "tensor_map", lambda _: b""), (hopper, "multiprocessors", lambda _: 9),
+                ):  # fmt: skip
+                    stack.enter_context(mock.patch.object(owner, name, value))
             stack.enter_context(ChannelsLast())
             yield
 

@@ -32,16 +32,16 @@ _USED = {
 
 
 @functools.cache
-def compiler():
-    """Return NVRTC, or None if it is not installed."""
-    library = opened([f"libnvrtc.so.{major}" for major in (13, 12)])
+def compiler(*majors):
+    """Return NVRTC, of some major versions or of any, or None if it is not installed."""
+    library = opened([f"libnvrtc.so.{major}" for major in majors or (13, 12)])
     return library and Compiler(library)
 
 
 def variants():
     """Return the sources with the constants of all binaries that ops can ask for."""
     found = []
-    for path in sorted(SOURCES.glob("*.cu")):
+    for path in sorted({*SOURCES.glob("*.cu")} - {SOURCES / "hopper_conv.cu"}):
         for dtype, wide in _PACKS.items():
             if path.stem == "softmax" and dtype == "float":
                 continue

@@ -67,7 +67,8 @@ def playing(monkeypatch, tmp_path, chip=CHIP, table=None):
     with played("nvidia", monkeypatch, tmp_path) as device:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: chip)
         monkeypatch.setitem(modules._loaded, "triton", own)
-        monkeypatch.setattr(routes, "TILES", {CHIP: {CUBE: 0}} if table is None else table)
+        entries = {CHIP: {CUBE: "triton:0"}} if table is None else table
+        monkeypatch.setattr(routes, "KERNELS", entries)
         monkeypatch.setattr(variants, "_ELEMENTS", 1 << 12)  # of a check: less time
         yield device, own
     facts.of_kernels.cache_clear()

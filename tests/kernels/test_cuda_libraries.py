@@ -19,7 +19,7 @@ GPU = torch.device("cuda", 0)
 class Known:
     """A compiler of some chips."""
 
-    version = "nvrtc 12.8"
+    version, major = "nvrtc 12.8", 12
 
     def chips(self):
         return [75, 80, 86, 87, 89, 90, 100, 101]
@@ -32,6 +32,7 @@ class Known:
         ((8, 9), "sm_89"),
         ((8, 8), "sm_86"),  # unknown: the last known chip of its generation before it
         ((10, 3), "sm_100"),  # 10.1 is a Jetson, whose code does not run elsewhere
+        ((9, 0), "sm_90a"),  # the instructions of no other chip
         ((9, 1), "sm_90"),
         ((6, 1), None),
         ((7, 2), None),
@@ -43,6 +44,8 @@ def test_an_unknown_chip_runs_code_of_its_generation_or_is_refused(monkeypatch, 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     if option:
         assert compiler.architecture(Known(), GPU) == f"--gpu-architecture={option}"
+        monkeypatch.setattr(Known, "major", 11)  # does not know them
+        assert compiler.architecture(Known(), GPU).endswith(option.rstrip("a"))
         return
     number = "{}.{}".format(*capability)
     with pytest.raises(Refusal, match=f"^nvrtc 12.8 knows no chip of compute capability {number}$"):
@@ -162,8 +165,8 @@ def test_a_compilation_passes_sources_headers_and_options(prefix, kind):
 class Functions:
     """The functions of a driver, which return the `statuses` of a launch one after another."""
 
-    def __init__(self, *statuses):
-        self.calls, self.arguments, self._statuses = [], [], list(statuses)
+    def __init__(self, *statuses, bytes=8):
+        self.calls, self.arguments, self.statuses, self._bytes = [], [], list(statuses), bytes
         self._known = {}
 
     def __getattr__(self, name):
@@ -172,10 +175,10 @@ class Functions:
             def run(*given):
                 self.calls.append((name, given))
                 if "LaunchKernel" in name:  # whose arguments are valid until it returns
-                    self.arguments.append(ctypes.string_at(given[-2][0], 8))
+                    self.arguments.append(ctypes.string_at(given[-2][0], self._bytes))
                 if name.endswith("GetErrorString"):
                     given[1]._obj.value = b"an error"
-                return self._statuses.pop(0) if "LaunchKernel" in name and self._statuses else 0
+                return self.statuses.pop(0) if "LaunchKernel" in name and self.statuses else 0
 
             self._known[name] = run
         return self._known[name]

@@ -57,7 +57,7 @@ class StandIn:
         self.options.append(options)
         return Binary(json.dumps([name, options]).encode(), "")
 
-    def load(self, code, kernels, device):
+    def load(self, code, kernels, device, shared):
         if self.driver_error:
             raise self.driver_error
         name, options = json.loads(code)
@@ -329,8 +329,9 @@ def test_the_backend_can_be_disabled(monkeypatch):
     monkeypatch.setenv("FAST_VIDEO_VAE_CUDA", "0")
     with pytest.raises(Refusal, match="FAST_VIDEO_VAE_CUDA=0 disables it"):
         runtime.refuse_device(GPU)
-    with use_backend("cuda"):
-        runtime.refuse_device(GPU)
+    for name in ("cuda", "hopper"):
+        with use_backend(name):
+            runtime.refuse_device(GPU)
 
 
 def test_kernels_run_on_the_device_and_the_current_stream_of_the_tensors(monkeypatch):

@@ -114,7 +114,7 @@ def test_a_choice_holds_for_its_thread_only(team):
 
 
 def test_an_unknown_backend_lists_the_known_ones():
-    known = "triton, cuda, native, reference, aten, sliced"
+    known = "triton, cuda, native, reference, hopper, aten, sliced"
     with pytest.raises(ValueError, match=f"backend is 'metal'; expected one of {known}$"):
         use_backend("metal").__enter__()
 

@@ -13,8 +13,13 @@ using uint64 = unsigned long long;
 
 constexpr int kWarp = 32;
 
-// Threads of a block: eight warps.
-constexpr int kThreads = 8 * kWarp;
+// Threads of a block, and fewest blocks per multiprocessor. Three are 80 registers per thread. Each
+// block reads 32 to 64 bytes per thread at a time: 24 KB in flight hide the latency of an H200.
+#if !defined(FVV_THREADS)
+#define FVV_THREADS 256
+#define FVV_BLOCKS 3
+#endif
+constexpr int kThreads = FVV_THREADS;
 
 #if defined(__HIP__)
 
@@ -27,9 +32,7 @@ __device__ __forceinline__ float exchange(float v, int distance) {
 
 #else
 
-// Fewest blocks per multiprocessor: 80 registers per thread. Each block reads 32 to 64 bytes per
-// thread at a time, so that 24 KB are in flight, which hides the latency of an H200.
-#define FVV_KERNEL extern "C" __global__ void __launch_bounds__(fast_video_vae::kThreads, 3)
+#define FVV_KERNEL extern "C" __global__ void __launch_bounds__(FVV_THREADS, FVV_BLOCKS)
 
 // The value of the lane whose number differs in the bit `distance`. All lanes take part.
 __device__ __forceinline__ float exchange(float v, int distance) {

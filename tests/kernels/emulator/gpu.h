@@ -1,6 +1,6 @@
 // What the kernels use of CUDA, on the CPU: g++ compiles the same .cu files.
 //
-// The threads of a block are fibers: each runs until it waits at a barrier or in a shuffle, or
+// The threads of a block are fibers: each runs until it waits at a barrier or in a shuffle, polls, or
 // ends. A barrier that not all threads of the block reach, and a shuffle that not all lanes of the
 // warp take part in, are launch errors. A warp runs as far as it can before the next one starts;
 // every other block runs its warps and lanes in reverse order, so a missing barrier changes results.
@@ -15,6 +15,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #define __global__
@@ -36,7 +37,14 @@ namespace emulator {
 constexpr unsigned kWarp = 32, kMostThreads = 1024;
 constexpr size_t kStackBytes = 1 << 17;
 
-enum class State { ready, barrier, shuffle, done };
+// Turns of all threads without progress after which those that poll wait for ever.
+constexpr unsigned kMostIdle = 3;
+
+enum class State { ready, barrier, shuffle, polling, done };
+
+// Whether a thread has changed what others poll for, and why a kernel ends with an error.
+inline bool progress = false;
+inline const char* problem = nullptr;
 
 struct Thread {
   dim3 index;
@@ -59,7 +67,8 @@ class Block {
       threads_[i]->state = State::ready;
     }
     const unsigned warps = (count + kWarp - 1) / kWarp;
-    for (;;) {
+    for (unsigned idle = 0;;) {
+      progress = false;
       for (unsigned warp = 0; warp < warps; ++warp) {
         const unsigned first = (backwards ? warps - 1 - warp : warp) * kWarp;
         const unsigned end = first + kWarp < count ? first + kWarp : count;
@@ -70,13 +79,22 @@ class Block {
           }
         } while (shuffled(first, end));
       }
-      unsigned done = 0, waiting = 0, shuffling = 0;
+      unsigned done = 0, waiting = 0, shuffling = 0, polling = 0;
       for (unsigned i = 0; i < count; ++i) {
         done += threads_[i]->state == State::done;
         waiting += threads_[i]->state == State::barrier;
         shuffling += threads_[i]->state == State::shuffle;
+        polling += threads_[i]->state == State::polling;
+        if (threads_[i]->state == State::polling) threads_[i]->state = State::ready;
+      }
+      idle = progress ? 0 : idle + 1;
+      if (polling && idle > kMostIdle) problem = "a wait that never ends";
+      if (problem) {
+        threads_.clear();
+        return std::exchange(problem, nullptr);
       }
       if (done == count) return "";
+      if (polling) continue;
       if (waiting < count) {
         threads_.clear();  // their stacks are inside the kernel
         return shuffling ? "a shuffle that not all lanes of the warp take part in"
@@ -248,7 +266,7 @@ const char* launch(void (*kernel)(Arguments), unsigned blocks, unsigned x, unsig
               std::to_string(expected);
     return message.c_str();
   }
-  alignas(16) char copy[expected];
+  alignas(alignof(Arguments) > 16 ? alignof(Arguments) : 16) char copy[expected];
   memcpy(copy, memory, bytes);
   const Arguments& arguments = *reinterpret_cast<const Arguments*>(copy);
   return run(dim3(blocks), dim3(x, y), [&] { kernel(arguments); });

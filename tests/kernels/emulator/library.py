@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import os
 import shlex
+import struct
 import subprocess
 import tempfile
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -18,7 +19,7 @@ from unittest.mock import patch
 import torch
 
 from fast_video_vae.kernels import cache
-from fast_video_vae.kernels.cuda_ops import attention, runtime
+from fast_video_vae.kernels.cuda_ops import attention, hopper, runtime
 from fast_video_vae.kernels.cuda_ops.binaries import SOURCES, kernels, key
 from fast_video_vae.kernels.errors import Refusal
 
@@ -29,10 +30,11 @@ blocks = importlib.import_module("fast_video_vae.kernels.reference.attention")
 
 # -O1: tests wait for the compiler, and switches between threads take most of the time afterwards.
 # No fused multiply-adds: they would hide sums that a GPU rounds twice.
+# Each library has its own variables, whose sizes depend on macros.
 # Memory that is not aligned ends the process: a GPU does not read it, and x86 does.
 FLAGS = (
     "-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-Wno-unknown-pragmas",
-    "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error",
+    "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", "-fno-gnu-unique",
 )  # fmt: skip
 
 _ENTRY = """
@@ -68,9 +70,10 @@ def compiler():
 def compiled(source, constants):
     """Compile a source with macros, once for all test runs."""
     macros = [f"-DFVV_{name}={value}" for name, value in sorted(constants)]
-    text = f'#include "gpu.h"\n#include "{source}.cu"\n'
+    more = '#include "hopper.h"\n' if source == "hopper_conv" else ""
+    text = f'#include "gpu.h"\n{more}#include "{source}.cu"\n'
     text += "".join(map(_ENTRY.format, kernels(source)))
-    header = (FOLDER / "gpu.h").read_text()
+    header = "".join((FOLDER / name).read_text() for name in ("gpu.h", "hopper.h"))
     digest = hashlib.sha256(key(source, (*FLAGS, *macros, header, text)).encode()).hexdigest()[:32]
     path = cache.folder("emulated") / f"{source}-{digest}.so"
     if not path.exists():
@@ -110,12 +113,23 @@ def emulated():
             (runtime, "loaded", loaded),
             (runtime, "here", lambda _: nullcontext()),
             (runtime, "stream", lambda _: 0),
+            (hopper, "tensor_map", tensor_map),
+            (hopper, "refuse_chip", functools.cache(refuse_device)),
+            (hopper, "multiprocessors", lambda _: 3),
             # Products of 16-bit numbers with results in float32, which only GPUs have.
             (attention, "multiplies_mixed", lambda *_: True),
             (attention, "in_blocks", functools.partial(in_blocks, mixed_product)),
         ):
             stack.enter_context(patch.object(module, name, stand_in))
         yield
+
+
+def tensor_map(of):
+    """Return `Map` of hopper.h for `Boxes`."""
+    assert min(of.sizes)
+    ones = [1] * (5 - len(of.sizes))
+    steps = 2, *of.steps, *ones
+    return struct.pack("P5Q5Q5II", of.address, *of.sizes, *ones, *steps, *of.box, *ones, of.swizzle)
 
 
 def in_blocks(product, q, k, v, **options):

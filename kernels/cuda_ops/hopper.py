@@ -1,0 +1,167 @@
+"""The convolution for Hopper: refusals and the launch.
+
+It has two variants: 0 loads the pixels of a tile once per column of taps, 1 once per frame (see
+`hopper_tile.py`).
+"""
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import shapes
+from ..constraints import (
+    UNDESCRIBED,
+    described_strides,
+    refuse_dtype,
+    refuse_overlap,
+    refuse_subclass,
+    refuse_videos,
+)
+from ..convolution.fused import fuses as fuses
+from ..convolution.weight import ConvWeight
+from ..devices import device_kind
+from ..errors import Refusal, first_line, is_out_of_memory, log_once
+from . import runtime
+from .arguments import Fields, blocks, divisor, pack_of, packed, pointer, video
+from .driver import Boxes, driver
+from .hopper_tile import THREADS, TILE, HopperTile, tile_of
+
+# By dtype: the name in the instruction, and `CUtensorMapDataType`.
+_KINDS = {torch.float16: ('"f16"', 6), torch.bfloat16: ('"bf16"', 9)}
+
+# Bytes at multiples of which packs of numbers lie, and a structure with tensor maps.
+_PACK, _STRUCT = 16, 64
+
+
+def conv3d(
+    x: Tensor,
+    weight: ConvWeight,
+    bias: Tensor | None = None,
+    *,
+    stride: tuple[int, ...],
+    padding: tuple[int, int],
+    tail: Tensor | None = None,
+    residual: Tensor | None = None,
+    residual_bias: Tensor | None = None,
+    gamma: Tensor | None = None,
+    out: Tensor | None = None,
+    variant: int = 0,
+) -> Tensor:
+    """Convolve a video, or frames as one."""
+    refuse_chip(x.device)
+    refuse_dtype(x, tuple(_KINDS))
+    if not x.numel():
+        raise Refusal("the tensor is empty")
+    if any(step != 1 for step in stride) or variant not in (0, 1):
+        raise Refusal(f"it has variants 0 and 1 at stride 1, not {variant} at {list(stride)}")
+    outputs, inputs, *kernel = weight.shape
+    copies, norm = not variant, gamma is not None
+    tile = tile_of((1, *kernel)[-3:], inputs, outputs, copies=copies, norm=norm)
+    tail, taps = tail if tail is not None and tail.shape[2] else None, weight.plain()
+    if out is None:
+        out = shapes.new_video(x, shapes.convolved(x, weight.shape, stride, padding, tail))
+    frames, result = _as_video(x), _as_video(out)
+    added = None if residual is None else _as_video(residual)
+    vectors = _dense(x, bias, residual_bias, gamma)
+    _refuse_memory(frames, tail, added, result, [taps, *vectors])
+    batch, _, times, height, width = result.shape
+    parts = outputs // tile.width, times, blocks(width, TILE), blocks(height, TILE)
+    tiles, known = math.prod(parts) * batch, 0 if tail is None else tail.shape[2]
+    runtime.refuse_counts(tiles, (height + TILE) * (width + TILE) * outputs)
+    arguments = packed(
+        *_maps(tile, frames, tail, taps), video(added), video(result),
+        *map(pointer, vectors), ("I", (tiles,)), *map(divisor, parts),
+        ("iiiiiii", (height, width, outputs, inputs, known, *padding)),
+        ("f", (math.sqrt(outputs),)),
+    )  # fmt: skip
+    dtype = next((each.dtype for each in vectors if each is not None), x.dtype)
+    try:
+        runtime.launch(
+            "hopper_conv", "convolve_boxes", x, min(tiles, multiprocessors(x.device)), (THREADS, 1),
+            arguments.ljust(blocks(len(arguments), _STRUCT) * _STRUCT, b"\0"),
+            **tile.constants, KIND=_KINDS[x.dtype][0], VECTOR=runtime.dtype_name(dtype),
+        )  # fmt: skip
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        raise _refusal(error) from error
+    return out
+
+
+conv2d = conv3d
+
+
+def refuse_chip(device: torch.device) -> None:
+    """Refuse devices other than the chip, whose instructions no other has."""
+    if device_kind(device) != "nvidia" or torch.cuda.get_device_capability(device) != (9, 0):
+        raise Refusal("it needs an NVIDIA GPU of compute capability 9.0")
+    runtime.refuse_device(device)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Return the multiprocessors of `device`, each of which runs one block."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.lru_cache(maxsize=1024)
+def tensor_map(boxes: Boxes) -> bytes:
+    """Return a tensor map, or refuse it with the driver's reason."""
+    try:
+        return driver().tensor_map(boxes)
+    except (RuntimeError, AttributeError) as error:
+        raise _refusal(error) from error
+
+
+def _refusal(error: Exception) -> Refusal:
+    """Log once that the driver refuses what it was asked, before anything is written."""
+    reason = f"the driver refuses it ({first_line(error)})"
+    log_once(f"hopper: {reason}, so other convolutions run; try another driver")
+    return Refusal(reason)
+
+
+def _maps(tile: HopperTile, x: Tensor, tail: Tensor | None, taps: Tensor) -> list[Fields]:
+    """Return the tensor maps of the frames, of those before them, and of the weight."""
+    rows, columns, slab = tile.box
+    kind, swizzle, boxes = _KINDS[x.dtype][1], tile.swizzle, list[Boxes]()
+    device = x.device.index or 0
+    for frames in (x, x if tail is None else tail):
+        strides = described_strides(frames)
+        if strides is None:
+            raise Refusal(UNDESCRIBED)
+        sizes = tuple(frames.shape[dim] for dim in (1, 4, 3, 2, 0))
+        steps = tuple(each * x.element_size() for each in reversed(strides[:-1]))
+        box = slab, columns, rows, 1, 1
+        boxes.append(Boxes(frames.data_ptr(), kind, sizes, steps, box, swizzle, device))
+    sizes, steps = (taps[0].numel(), taps.shape[0]), (taps[0].nbytes,)
+    boxes.append(Boxes(taps.data_ptr(), kind, sizes, steps, (slab, tile.width), swizzle, device))
+    return [("128s", (tensor_map(each),)) for each in boxes]
+
+
+def _refuse_memory(
+    x: Tensor, tail: Tensor | None, residual: Tensor | None, out: Tensor, others: list[Any]
+) -> None:
+    """Refuse memory that the kernel cannot read; `others` are the weight and vectors, or None."""
+    refuse_videos(x=x, tail=tail, residual=residual, out=out)
+    refuse_overlap(out, x=x, tail=tail)
+    refuse_overlap(out, residual=residual, same=True)
+    known = [each for each in (x, tail, residual, out, *others) if each is not None]
+    for each in known:
+        refuse_subclass(each)
+    packs = pack_of(x.dtype, out.shape[1], video(out), video(residual))
+    if packs == 1 or any(each.data_ptr() % _PACK for each in known):
+        raise Refusal(UNDESCRIBED)
+
+
+def _as_video(x: Tensor) -> Tensor:
+    """View frames `[N, C, H, W]` as those of one video, `[1, C, N, H, W]`."""
+    return x.transpose(0, 1).unsqueeze(0) if x.ndim == 4 else x
+
+
+def _dense(x: Tensor, *vectors: Tensor | None) -> list[Tensor | None]:
+    """Return vectors `[C]` dense, all in the dtype of `x` or all in float32."""
+    same = all(each is None or each.dtype == x.dtype for each in vectors)
+    dtype = x.dtype if same else torch.float32
+    return [None if each is None else each.to(dtype).contiguous() for each in vectors]

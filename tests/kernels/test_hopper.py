@@ -1,0 +1,286 @@
+"""The convolution for Hopper: its source in the emulator, its binaries, its calls of the driver."""
+
+import ctypes
+import importlib.util
+import logging
+import re
+import struct
+import subprocess
+from contextlib import nullcontext
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from fast_video_vae.kernels import BackendError, ConvWeight, Route, conv3d, errors, use_backend
+from fast_video_vae.kernels.cuda_ops import hopper, runtime
+from fast_video_vae.kernels.cuda_ops.binaries import SOURCES, headers, options
+from fast_video_vae.kernels.cuda_ops.driver import Driver
+from fast_video_vae.kernels.cuda_ops.hopper_tile import MOST_SHARED, tile_of
+from fast_video_vae.kernels.ready import serving
+from fast_video_vae.tests.kernels import formulas, nvrtc
+from fast_video_vae.tests.kernels.cases import missing, place, random, video
+from fast_video_vae.tests.kernels.convolutions import build, kept, taps_of
+from fast_video_vae.tests.kernels.test_cuda_libraries import Functions
+
+CUBE, FLAT, ONE = (3, 3, 3), (1, 3, 3), (1, 1, 1)
+ALL = ("bias", "residual", "residual_bias")
+NORM = (*ALL, "gamma")
+FP16, BF16 = torch.float16, torch.bfloat16
+
+# Channels, taps, padding, frames of tail and x, size, terms, dtype.
+CALLS = {
+    "a residual block": ((96, 96), CUBE, (1, 1), (2, 2), (17, 18), NORM, BF16),
+    "a first frame": ((96, 96), CUBE, (1, 1), (0, 3), (5, 33), ALL, FP16),
+    "one new frame": ((192, 192), CUBE, (1, 1), (2, 1), (3, 5), NORM, BF16),
+    "an odd slab": ((160, 160), CUBE, (1, 1), (1, 2), (16, 1), NORM, BF16),
+    "a border": ((64, 128), CUBE, (0, 0), (2, 3), (6, 19), ALL, FP16),
+    "two tiles of channels": ((32, 384), FLAT, (1, 0), (0, 2), (1, 17), ALL, BF16),
+    "folded phases": ((64, 512), (2, 2), (1, 1), (0, 3), (16, 7), ("bias",), BF16),
+    "up in time": ((64, 320), (3, 1, 1), (0, 0), (2, 2), (4, 18), ("bias",), BF16),
+    "a picture": ((64, 192), (3, 3), (1, 1), (0, 1), (33, 15), ("gamma",), FP16),
+}  # fmt: skip
+
+# The calls that run by default, each by one variant; the first is in both.
+USUAL = {
+    ("a residual block", 0),
+    ("a residual block", 1),
+    ("two tiles of channels", 0),
+    ("a picture", 1),
+}
+RUNS = [
+    pytest.param(
+        call,
+        variant,
+        marks=() if (name, variant) in USUAL else pytest.mark.slow,
+        id=f"{name}-{variant}",
+    )
+    for (name, call), variant in product(CALLS.items(), (0, 1))
+]
+
+# Kernels of the families, of which the first is compiled by default.
+COMPILED = [
+    (CUBE, 96, 96, True), (CUBE, 96, 96, False), (CUBE, 128, 128, True), (CUBE, 160, 160, True),
+    (CUBE, 192, 192, True), (CUBE, 384, 384, False), (CUBE, 320, 320, False),
+    (CUBE, 1024, 1024, False), (FLAT, 96, 96, True), ((1, 2, 2), 384, 768, False),
+    ((3, 1, 1), 384, 768, False),
+]  # fmt: skip
+
+
+@pytest.fixture
+def on_hopper():
+    """Run on a GPU of sm_90, or the source on the CPU."""
+    if reason := missing("cuda"):
+        pytest.skip(reason)
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a GPU of sm_90, or none")
+    with place("cuda"):
+        yield
+
+
+@pytest.mark.parametrize(("call", "variant"), RUNS)
+@pytest.mark.usefixtures("on_hopper")
+def test_calls_equal_the_formula_between_nan(call, variant, monkeypatch):
+    """In a batch of two, by three blocks that have several tiles."""
+    monkeypatch.setattr(
+        hopper, "tile_of", lambda *args, norm, **_: tile_of(*args, copies=not variant, norm=norm)
+    )
+    number = [*CALLS.values()].index(call)
+    channels, taps, padding, lengths, size, terms, dtype = call
+    stride, targets = (1,) * len(taps), ("a slice of frames", "the residual", "new memory")
+    target = targets[number % 3] if "residual" in terms else targets[2 * (number % 2)]
+    built = build(
+        channels, taps, stride, padding, lengths, size, terms, dtype, batch=2, target=target,
+        pick=lambda choices: 1 if 0 in choices else 64,
+        shaped=lambda values: values.repeat_interleave(2)[::2] if number % 2 else values.to(dtype),
+    )  # fmt: skip
+    with use_backend("hopper"):
+        built.check(built.run())
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_special_values_stay_in_their_pixels():
+    x, weight = video(1, 32, 1, 4, 20).to(BF16), taps_of(96, 32, 1, 1, 1).to(BF16)
+    x[..., 2, 3], residual = 0.0, torch.zeros(1, 1, 4, 20, 96, dtype=BF16).movedim(-1, 1)
+    residual[:, 5, :, 1, 17] = float("nan")
+    with use_backend("hopper"):
+        y = conv3d(x, weight, residual=residual, gamma=torch.ones(96), tail=x[:, :, :0])
+    assert y[..., 1, 17].isnan().all()
+    assert y.isnan().sum() == 96
+    assert not y[..., 2, 3].any()
+
+
+def refused(reason, args, keywords):
+    with use_backend("hopper"), pytest.raises(BackendError, match=re.escape(reason)):
+        conv3d(*args, **keywords)
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_calls_that_the_kernel_cannot_run_are_refused():
+    x, weight = video(1, 32, 2, 4, 4).to(BF16), taps_of(96, 32, 1, 1, 1).to(BF16)
+    odd = torch.empty(x.numel() + 1, dtype=BF16)[1:].view(1, 2, 4, 4, 32).movedim(-1, 1)
+    frames, square = video(1, 96, 5, 4, 4).to(BF16), taps_of(96, 96, 1, 1, 1).to(BF16)
+    three, after, before = frames[:, :, :3], frames[:, :, 3:], frames.clone()
+    apart = torch.empty_strided((1, 96, 3, 4, 4), (0, 1, 1540, 384, 96), dtype=BF16)
+    many = torch.empty(1, 1, 1, 1_316_000, 32, dtype=BF16).movedim(-1, 1)
+    high, aligned = taps_of(96, 32, 1, 4, 1).to(BF16), "memory at multiples of 16 bytes"
+    for reason, *args, keywords in (
+        ("the tensor is empty", x[:, :, :0], weight, {"tail": x}),
+        ("more items than 31 bits count", many, weight, {}),
+        ("no kernel for float32", x.float(), weight.float(), {}),
+        ("stride 1, not 0 at [1, 2, 2]", x, weight, {"stride": (1, 2, 2)}),
+        ("multiples of 192, 160, 128, 96, not 32 to 48", x, weight[:48], {}),
+        ("it takes multiples of 32 channels", x[:, :16], weight[:, :16], {}),
+        ("1 x 4 x 1; expected 3 taps at most", x, high, {"padding": (2, 0)}),
+        ("out overlaps the memory of x", three, square, {"out": frames[:, :, 2:]}),
+        ("overlaps the memory of tail", after, square, {"tail": frames[:, :, :1], "out": three}),
+        ("overlaps the memory of residual", three.clone(), square,
+         {"residual": three, "out": frames[:, :, 1:4]}),
+        ("x is not channels-last", x.contiguous(), weight, {}),
+        ("residual is not channels-last", three, square, {"residual": three.contiguous()}),
+        (aligned, odd, weight, {}),
+        (aligned, x, weight, random(97)[1:], {}),
+        (aligned, x[:, :, :1].expand(-1, -1, 2, -1, -1), weight, {}),
+        (aligned, three, square, {"out": apart}),
+        (aligned, three, square, {"residual": apart}),
+    ):  # fmt: skip
+        refused(reason, args, keywords)
+    assert torch.equal(frames, before)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is a GPU")
+@pytest.mark.parametrize(
+    ("kind", "capability"),
+    [("cpu", (9, 0)), ("nvidia", (8, 9)), ("nvidia", (10, 0)), ("amd", (9, 0))],
+)
+def test_other_devices_are_refused(kind, capability, monkeypatch):
+    x, weight = video(1, 32, 2, 4, 4).to(BF16), taps_of(96, 32, 1, 1, 1).to(BF16)
+    monkeypatch.setattr(hopper, "device_kind", lambda _: kind)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    refused("hopper: it needs an NVIDIA GPU of compute capability 9.0", (x, weight), {})
+
+
+@pytest.mark.parametrize(
+    ("call", "major"),
+    [  # NVRTC 12.0 is the first with these instructions
+        pytest.param(call, major, marks=() if not n and major == 13 else pytest.mark.slow)
+        for (n, call), major in product(enumerate(COMPILED), (12, 13))
+    ],
+)
+@pytest.mark.parametrize("copies", [True, False])
+def test_binaries_have_no_spills_and_the_wanted_products(call, major, copies, tmp_path):
+    if (compiler := nvrtc.compiler(major)) is None:
+        pytest.skip(f"NVRTC {major} is not installed")
+    *sizes, norm = call
+    tile = tile_of(*sizes, copies=copies, norm=norm)
+    assert tile.constants["SHARED"] <= MOST_SHARED
+    dtype, kind = (("bfloat16", "bf16"), ("half", "f16"))[copies]
+    constants = {**tile.constants, "DTYPE": dtype, "VECTOR": dtype, "KIND": f'"{kind}"'}
+    given = [*options(constants, "--gpu-architecture=sm_90a"), "--ptxas-options=-v"]
+    text = (SOURCES / "hopper_conv.cu").read_text("utf-8")
+    made = compiler.compile(text, headers(), given, "hopper_conv.cu")
+    assert re.search(r" 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", made.log)
+    assert "Used 168 registers" in made.log
+    assert "Potential Performance Loss" not in made.log
+    code = _disassembled(made.code, tmp_path)
+    assert {*re.findall(r"USETMAXREG\S+ (?:UP\d, )?(\w+)", code)} == {"0x28", "0xe8"}
+    products = re.findall(r"HGMMA\.(\S+)", code)
+    shape = f"64x{tile.width}x16.F32" + (".BF16" if kind == "bf16" else "")
+    taps = tile.constants["BOX_TAPS"]
+    assert products == [shape] * (2 * taps * tile.box[2] // 16)
+    assert not re.search(r"\b(LDL|STL)\b", code)
+    # Descriptors are in uniform registers from the start: no product waits for one.
+    groups = re.findall(r"WARPGROUP\.ARRIVE.*?WARPGROUP\.DEPBAR", code, re.DOTALL)
+    assert {"R2UR" in each for each in groups} == {False}
+
+
+def _disassembled(binary, folder):
+    triton = importlib.util.find_spec("triton")
+    if triton is None:
+        pytest.skip("the disassembler comes with triton")
+    path = folder / "kernel.cubin"
+    path.write_bytes(binary)
+    tool = Path(triton.origin).parent / "backends/nvidia/bin/nvdisasm"
+    return subprocess.run([tool, "-c", path], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """A driver that keeps its calls, on a GPU of sm_90; `status` is that of tensor maps."""
+    functions = Functions(bytes=576)
+    functions.maps, functions.status = [], 0
+
+    def encode(place, kind, rank, address, *given):
+        assert place.value % 128 == 0
+        ctypes.memset(place, len(functions.maps) + 1, 128)
+        assert [each._type_ for each in given[:4]] == [ctypes.c_uint64] * 2 + [ctypes.c_uint32] * 2
+        functions.maps.append((kind, rank, address.value, *map(tuple, given[:4]), *given[4:]))
+        return functions.status
+
+    functions.cuTensorMapEncodeTiled, made = encode, Driver(functions, hip=False)
+    module = made.load(b"code", ["convolve_boxes"], 0, 200_000)
+    for where, name, stand_in in (
+        (hopper, "driver", lambda: made), (hopper, "refuse_chip", lambda _: None),
+        (hopper, "multiprocessors", lambda _: 132), (runtime, "loaded", lambda *_: module),
+        (runtime, "here", lambda _: nullcontext()), (runtime, "stream", lambda _: 5),
+    ):  # fmt: skip
+        monkeypatch.setattr(where, name, stand_in)
+    monkeypatch.setattr(errors, "_logged", set())
+    hopper.tensor_map.cache_clear()
+    yield functions
+    hopper.tensor_map.cache_clear()
+
+
+def test_all_calls_of_the_driver_have_the_documented_arguments(driver):
+    """Those of `cuTensorMapEncodeTiled`, `cuFuncSetAttribute`, `cuLaunchKernel`, by its manual."""
+    memory = torch.zeros(2, 6, 5, 18, 96, dtype=BF16).movedim(-1, 1)
+    x, tail, weight = memory[:, :, 2:], memory[:, :, :2], kept(taps_of(192, 96, 3, 3, 3).to(BF16))
+    residual, bias = torch.zeros(2, 4, 5, 18, 192, dtype=BF16).movedim(-1, 1), random(192)
+    with use_backend("hopper"):
+        for _ in range(2):  # the maps of the second call are known
+            conv3d(x, weight, bias, padding=(1, 1), tail=tail, residual=residual, out=residual)
+    steps, last = (192, 18 * 192, 90 * 192, 540 * 192), (0, 2, 3, 0)
+    rest = (steps, (32, 16, 18, 1, 1), (1,) * 5, *last)
+    assert driver.maps[:2] == [
+        (9, 5, x.data_ptr(), (96, 18, 5, 4, 2), *rest),
+        (9, 5, tail.data_ptr(), (96, 18, 5, 2, 2), *rest),
+    ]
+    rest = (27 * 96, 192), (27 * 192,), (32, 192), (1, 1), *last
+    assert [each[:2] + each[3:] for each in driver.maps[2:]] == [(9, 2, *rest)]
+    attributes = [given[1:] for name, given in driver.calls if name == "cuFuncSetAttribute"]
+    assert attributes == [(8, 200_000)]
+    launched = [given[1:-2] for name, given in driver.calls if name == "cuLaunchKernel"]
+    assert launched == [(16, 1, 1, 384, 1, 1, 200_000, 5)] * 2
+    arguments, same = driver.arguments
+    assert same == arguments
+    assert arguments[:384] == b"".join(bytes([n]) * 128 for n in (1, 2, 3))
+    video = residual.data_ptr(), 4 * 5 * 18 * 192, 5 * 18 * 192
+    places = struct.unpack_from("PqqPqqPPP", arguments, 384)
+    assert places == (*video, *video, bias.data_ptr(), 0, 0)
+    tiles, *numbers, root = struct.unpack_from("I12I7if", arguments, 456)
+    assert (tiles, numbers[:12:3]) == (16, [1, 4, 2, 1])
+    assert numbers[12:] == [5, 18, 192, 96, 2, 1, 1]
+    assert root == pytest.approx(192**0.5)
+
+
+@pytest.mark.parametrize("fault", ["a map", "no function for maps", "the launch"])
+def test_a_driver_that_refuses_leaves_the_call_to_the_library_in_one_line(
+    fault, driver, monkeypatch, caplog
+):
+    if fault == "a map":
+        driver.status, reason = 1, "the driver returned 1 (an error)"
+    elif fault == "the launch":
+        driver.statuses, reason = [701, 701], "the kernel convolve_boxes did not start: the driver"
+    else:
+        monkeypatch.setattr(hopper, "driver", object)
+        reason = "'object' object has no attribute 'tensor_map'"
+    x, weight = video(1, 32, 2, 4, 4).to(BF16), ConvWeight.of(taps_of(96, 32, 1, 1, 1).to(BF16))
+    monkeypatch.setattr(serving, "backends_of", lambda *_: ("hopper", "reference"))
+    route = Route(("reference",), "hopper:1", hopper.fuses(x, weight, ONE, (0, 0), norm=False))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            formulas.check(conv3d(x, weight, route=route), *formulas.conv3d(x, weight.plain()))
+    (line,) = caplog.messages
+    assert line.startswith(f"Fast Video VAE: hopper: the driver refuses it ({reason}")
+    assert line.endswith("), so other convolutions run; try another driver")
