@@ -9,6 +9,7 @@ import ctypes
 import functools
 import hashlib
 import json
+import os
 import sys
 import threading
 from collections.abc import Mapping
@@ -34,8 +35,9 @@ _FOLDERS = (".", "ready", "convolution", "cuda_ops", "triton_ops", "csrc/cuda")
 
 _SUFFIXES = (".py", ".cu", ".cuh")
 
-# Packages whose versions decide that too, under the names of their builds.
+# Packages whose versions decide that too, under the names of their builds, and what disables some.
 _PACKAGES = ("triton", "triton-windows", "pytorch-triton", "pytorch-triton-rocm")
+_SWITCHES = ("FAST_VIDEO_VAE_TRITON", "FAST_VIDEO_VAE_CUDA")
 
 _lock = threading.Lock()
 _opened: dict[Path, "Facts"] = {}
@@ -118,6 +120,7 @@ def of_kernels(device: torch.device) -> Facts:
             **({"processor": processor()} if device.type == "cpu" else {}),
             "cudnn": str(torch.backends.cudnn.version()),
             **{package: _version(package) for package in _PACKAGES},
+            **{switch: os.environ.get(switch, "") for switch in _SWITCHES},
             "sources": sources(),
         }
     )

@@ -278,10 +278,14 @@ def test_two_processes_keep_what_both_have_found(tmp_path):
     assert json.loads(path.read_text())["format"] == 3
 
 
-def test_the_sources_decide_what_is_known(gpu, monkeypatch):
+def test_the_sources_and_switches_decide_what_is_known(gpu, monkeypatch):
     device, _ = gpu
     before = facts.of_kernels(device.device)
-    before.put("right: x", "triton")
+    before.put("right: x", "none")
+    with monkeypatch.context() as patch:
+        patch.delenv("FAST_VIDEO_VAE_CUDA")  # which disables it on a played GPU
+        facts.of_kernels.cache_clear()
+        assert facts.of_kernels(device.device).get("right: x") is None
     read = Path.read_bytes
     changed = lambda path: read(path) + (b"#" if path.name == "rows.py" else b"")  # noqa: E731
     monkeypatch.setattr(Path, "read_bytes", changed)
