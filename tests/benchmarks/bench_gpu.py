@@ -9,6 +9,7 @@ which only checks that every part runs. README.md next to this file explains the
 import argparse
 import contextlib
 import json
+import math
 import os
 import runpy
 import signal
@@ -37,7 +38,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     add, default = parser.add_argument, Path("bench-gpu-out") / "rows.jsonl"
-    add("--only", nargs="+", metavar="PART", help="these parts; default: all but peers")
+    add("--only", nargs="+", metavar="PART", help="such as hopper,conv; default: all but peers")
     add("--peers", action="store_true", help="measure diffusers too: the part peers")
     add("--out", type=Path, default=default, help=f"file of the rows (default: {default})")
     add("--commit", help="commit of this checkout, where git is not installed")
@@ -100,14 +101,19 @@ def _measure(args: argparse.Namespace) -> int:
     from fast_video_vae.tests.benchmarks import gpu_parts
 
     parts = runpy.run_path(str(args.parts))["PARTS"] if args.parts else gpu_parts.PARTS
-    names = args.only or [name for name in parts if args.peers or name != "peers"]
-    if unknown := set(names) - set(parts):
+    asked = args.only or [name for name in parts if args.peers or name != "peers"]
+    found = {each: [] for each in " ".join(asked).replace(",", " ").split()}
+    for each, names in found.items():
+        names += [each] if each in parts else [name for name in parts if name.startswith(each)]
+    if unknown := [each for each, names in found.items() if len(names) != 1]:
         sys.exit(f"part is {', '.join(unknown)}; expected {', '.join(parts)}")
+    names = dict.fromkeys(name for [name] in found.values())
     bench, lines = gpu_parts.Bench(), _read(args.progress)
     rows = _Rows(args, bench)
     if args.ended and "case" in (last := lines[-1]):
         rows.add(last["part"], last["case"], {"why": args.ended})
-        last |= {"left": last["left"] * (args.ended != "hung"), "until": time.time() + _START_S}
+        left = last.get("rest", 0) if args.ended == "hung" else last["left"]
+        last |= {"left": left, "until": time.time() + _START_S}
         rows.note(**last, done=last["part"] if last["case"] == _BETWEEN else None)
     lines = _read(args.progress)
     for name in (name for name in names if name not in {line.get("done") for line in lines}):
@@ -152,7 +158,7 @@ class _Rows:
             )
         cells = (f"{each!s:>{max(11, len(key) + 2)}}" for key, each in shown.items())
         label = f"{case}: {values['implementation']}" if "implementation" in values else case
-        print(f"{label:64}{''.join(cells)}{values.get('why', '')}", flush=True)
+        print(f"{label:63} {''.join(cells)}{values.get('why', '')}", flush=True)
 
 
 def _run(
@@ -161,15 +167,16 @@ def _run(
     """Measure the cases of a part that were not begun; return whether the GPU works."""
     seconds, cases, about = part
     print(f"\n=== {name}: {about} ({seconds} s)", flush=True)
-    bench.until, late = time.time() + left, []
+    bench.until, bench.case_s, late = time.time() + left, math.inf, []
     rows.note(part=name, case=_BETWEEN, left=left, until=bench.until + grace)
     try:
         for case, work in cases(bench):
             left, until = bench.until - time.time(), bench.until + grace
+            rest, limit = max(0.0, left - bench.case_s), min(until, time.time() + bench.case_s)
             if case in begun or left <= 0:
                 late += [] if case in begun else [case]
                 continue
-            rows.note(part=name, case=case, left=left, until=until)
+            rows.note(part=name, case=case, left=left, until=limit, rest=rest)
             try:
                 values = work()
             except Exception as error:  # whatever a kernel, a driver or a peer raises

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,28 @@ def stuck(bench):
     yield "one", dict
     time.sleep(3600)
 
+def brief(bench):
+    bench.case_s = 1
+    yield "slow", lambda: time.sleep(3600)
+    yield "next", dict
+
 PARTS = {"faults": (60, faults, ""), "stuck": (9, stuck, ""), "broken": (20, broken, "")}
+PARTS["brief"] = (200, brief, "")
+"""
+
+# In place of the kernel for Hopper the library, whose way 1 is a column off.
+PLAYED = """
+from types import SimpleNamespace
+from fast_video_vae.kernels import modules
+from fast_video_vae.kernels.convolution import aten
+from fast_video_vae.tests.benchmarks import gpu_parts
+
+def convolve(x, weight, bias=None, *, variant, **more):
+    return getattr(aten, f"conv{x.ndim - 2}d")(x, weight, bias, **more).roll(variant, -1)
+
+fields = {"conv2d": convolve, "conv3d": convolve, "fuses": aten.fuses}
+modules._loaded["hopper"] = SimpleNamespace(**fields)
+PARTS = {"hopper": gpu_parts.PARTS["hopper"]}
 """
 
 
@@ -51,6 +73,7 @@ def test_every_part_runs_without_a_gpu_and_without_a_peer(tmp_path):
     whys = {row["case"]: row["why"] for row in rows if "why" in row}
     assert {row["part"] for row in rows} == PARTS.keys() - {"peers"}
     refused = ("Refusal: the tensors", "PeerUnavailableError: no ComfyUI", "FileNotFoundError: ncu")
+    refused += ("Refusal: it needs an NVIDIA GPU of compute capability 9.0",)
     assert all(why.startswith(refused) for why in whys.values()), whys
     assert all(row["case"] in output for row in rows)
     best = next(row for row in rows if row.get("implementation") == "best per layer")
@@ -60,6 +83,7 @@ def test_every_part_runs_without_a_gpu_and_without_a_peer(tmp_path):
     assert sum(seconds for seconds, *_ in PARTS.values()) - PARTS["peers"][0] <= 450
 
 
+@pytest.mark.slow
 def test_a_fault_costs_one_case(tmp_path):
     (tmp_path / "parts.py").write_text(FAULTS, encoding="utf-8")
     path = tmp_path / "rows.jsonl"
@@ -72,8 +96,37 @@ def test_a_fault_costs_one_case(tmp_path):
         ("faults", "lost", 1.0), ("faults", "again", 2.47), ("faults", "hang", "hung"),
         ("faults", "1 cases", "no time left for late"), ("stuck", "one", None),
         ("stuck", "all", "hung"), ("broken", "before", None), ("broken", "all", module),
+        ("brief", "slow", "hung"), ("brief", "next", None),
     ]  # fmt: skip
-    assert (output.count("crashed"), output.count("hung")) == (1, 2)
+    assert (output.count("crashed"), output.count("hung")) == (1, 3)
+
+
+def test_parts_are_chosen_by_the_beginnings_of_their_names(tmp_path):
+    parts, path = tmp_path / "parts.py", tmp_path / "rows.jsonl"
+    names = "PARTS = {name: (9, lambda _, name=name: [(name, dict)], '') for name in names}"
+    parts.write_text(f"names = 'hopper', 'conv', 'convolutions', 'comfyui'\n{names}", "utf-8")
+    _, rows = run(path, "--parts", parts, "--only", "comf, hop", "conv,hopper")
+    assert [row["part"] for row in rows] == ["comfyui", "hopper", "conv"]
+    with pytest.raises(subprocess.CalledProcessError) as raised:
+        run(path, "--parts", parts, "--only", "hop,co,peer")
+    line = "part is co, peer; expected hopper, conv, convolutions, comfyui"
+    assert raised.value.stderr.splitlines()[0] == line
+
+
+def test_a_way_of_the_hopper_kernel_that_is_wrong_is_not_timed(tmp_path):
+    (tmp_path / "parts.py").write_text(PLAYED, encoding="utf-8")
+    _, rows = run(tmp_path / "rows.jsonl", "--parts", tmp_path / "parts.py", "--patience", "99")
+    wrong = [row for row in rows if "hopper 1" in row["case"]]
+    assert all(row[f"kw {column}"] > 0.1 for row in wrong[:-1] for column in range(3))
+    assert wrong[-1]["why"].startswith("not run: hopper 1, 1x3x3 64 to 96")
+    assert len({row["case"] for row in rows}) == len(rows)
+    assert [row for row in rows if "why" in row] == wrong[-1:]
+    timed = [(row["taps"][0], row["terms"]) for row in rows if row.get("by") == "hopper 0"]
+    terms = ["bare", "bias + residual", "bias + norm"]
+    assert timed == [*product((96, 192), terms), *product((384,), terms[:2])]
+    right = [row for row in rows if row not in wrong]
+    assert all(row.get("error", row.get("kw 1")) < 0.005 for row in right)
+    assert sum("cudnn" in row for row in right) >= 12
 
 
 def test_python_is_timed_per_launch_of_a_played_gpu(tmp_path):
