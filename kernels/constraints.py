@@ -121,6 +121,15 @@ def refuse_overlap(target: Tensor | None, *, same: bool = False, **sources: Tens
             raise Refusal(f"out overlaps the memory of {name}")
 
 
+def refuse_convolved(
+    x: Tensor, out: Tensor, *, tail: Tensor | None = None, residual: Tensor | None = None
+) -> None:
+    """Refuse memory of a convolution that is not dense, or that the result overlaps."""
+    refuse_videos(x=x, tail=tail, residual=residual, out=out)
+    refuse_overlap(out, x=x, tail=tail)
+    refuse_overlap(out, residual=residual, same=True)
+
+
 def video_target(
     shape: shapes.Shape, out: Tensor | None, *, same: bool = False, **sources: Tensor | None
 ) -> Tensor:

@@ -35,6 +35,11 @@ def window(x: Tensor, tail: Tensor | None, border: int = 0) -> Shape:
     return batch, channels, known + frames, height + 2 * border, width + 2 * border
 
 
+def as_video(x: Tensor) -> Tensor:
+    """View frames `[N, C, H, W]` as those of one video, `[1, C, N, H, W]`."""
+    return x.transpose(0, 1).unsqueeze(0) if x.ndim == 4 else x
+
+
 def blocks(count: int, size: int) -> int:
     """Return the number of blocks of `size` for `count` values."""
     return -(-count // size)

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ..errors import Refusal
 from .weight import ConvWeight
 
 # Most channels of a tile of our kernels; more would spill registers.
@@ -32,3 +33,9 @@ def fuses(
 ) -> Fused:
     """Return what our kernels fuse: everything, the norm where a tile has all channels."""
     return Fused(tail=True, sums=True, bias=True, norm=norm and weight.shape[0] <= WIDEST)
+
+
+def refuse_wide_norm(outputs: int, *, norm: bool) -> None:
+    """Refuse a norm over more channels than a tile of our kernels has."""
+    if norm and outputs > WIDEST:
+        raise Refusal(f"a norm needs all channels in a tile: {WIDEST} at most, not {outputs}")

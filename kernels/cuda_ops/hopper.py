@@ -15,10 +15,9 @@ from .. import shapes
 from ..constraints import (
     UNDESCRIBED,
     described_strides,
+    refuse_convolved,
     refuse_dtype,
-    refuse_overlap,
     refuse_subclass,
-    refuse_videos,
 )
 from ..convolution.fused import fuses as fuses
 from ..convolution.weight import ConvWeight
@@ -63,8 +62,8 @@ def conv3d(
     tail, taps = tail if tail is not None and tail.shape[2] else None, weight.plain()
     if out is None:
         out = shapes.new_video(x, shapes.convolved(x, weight.shape, stride, padding, tail))
-    frames, result = _as_video(x), _as_video(out)
-    added = None if residual is None else _as_video(residual)
+    frames, result = shapes.as_video(x), shapes.as_video(out)
+    added = None if residual is None else shapes.as_video(residual)
     vectors = _dense(x, bias, residual_bias, gamma)
     _refuse_memory(frames, tail, added, result, [taps, *vectors])
     batch, _, times, height, width = result.shape
@@ -144,20 +143,13 @@ def _refuse_memory(
     x: Tensor, tail: Tensor | None, residual: Tensor | None, out: Tensor, others: list[Any]
 ) -> None:
     """Refuse memory that the kernel cannot read; `others` are the weight and vectors, or None."""
-    refuse_videos(x=x, tail=tail, residual=residual, out=out)
-    refuse_overlap(out, x=x, tail=tail)
-    refuse_overlap(out, residual=residual, same=True)
+    refuse_convolved(x, out, tail=tail, residual=residual)
     known = [each for each in (x, tail, residual, out, *others) if each is not None]
     for each in known:
         refuse_subclass(each)
     packs = pack_of(x.dtype, out.shape[1], video(out), video(residual))
     if packs == 1 or any(each.data_ptr() % _PACK for each in known):
         raise Refusal(UNDESCRIBED)
-
-
-def _as_video(x: Tensor) -> Tensor:
-    """View frames `[N, C, H, W]` as those of one video, `[1, C, N, H, W]`."""
-    return x.transpose(0, 1).unsqueeze(0) if x.ndim == 4 else x
 
 
 def _dense(x: Tensor, *vectors: Tensor | None) -> list[Tensor | None]:

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from .. import shapes
-from ..constraints import UNDESCRIBED, described_strides, refuse_overlap, refuse_videos
+from ..constraints import UNDESCRIBED, described_strides, refuse_convolved
+from ..convolution.fused import refuse_wide_norm
 from ..convolution.weight import ConvWeight
 from ..errors import Refusal
 from .convolution_kernels import convolve
 from .convolution_patches import convolve_patches
-from .convolution_tiles import WIDEST, ConvTile, grid_of, tiles_for, videos_of
+from .convolution_tiles import ConvTile, grid_of, tiles_for, videos_of
 from .runtime import launch
 from .tiles import blocks, chip_of, dense, given, refuse_span, strides, unit_of
 
@@ -50,19 +51,16 @@ def conv3d(
     """Convolve a video, or frames as one, with tile `variant`; None: the first that fits."""
     tail = tail if tail is not None and tail.shape[2] else None
     tiles, taps = _tiles(x, weight, stride, gamma, variant), weight.plain()
-    video = _as_video(x)
+    video = shapes.as_video(x)
     tile = _first_fit(tiles, video, tail, taps)
     if out is None:
         out = shapes.new_video(x, shapes.convolved(x, weight.shape, stride, padding, tail))
-    terms = _Terms(bias, None if residual is None else _as_video(residual), residual_bias, gamma)
+    terms = _Terms(
+        bias, None if residual is None else shapes.as_video(residual), residual_bias, gamma
+    )
     steps = stride if x.ndim == 5 else (1, *stride)
-    _run(tile, video, tail, taps, steps, padding, terms, _as_video(out))
+    _run(tile, video, tail, taps, steps, padding, terms, shapes.as_video(out))
     return out
-
-
-def _as_video(x: Tensor) -> Tensor:
-    """View frames `[N, C, H, W]` as those of one video, `[1, C, N, H, W]`."""
-    return x.transpose(0, 1).unsqueeze(0) if x.ndim == 4 else x
 
 
 def _tiles(
@@ -76,8 +74,7 @@ def _tiles(
     if x.dtype not in (torch.float16, torch.bfloat16):
         raise Refusal(f"its convolutions are for 16 bits, x is {x.dtype}".replace("torch.", ""))
     outputs = weight.shape[0]
-    if gamma is not None and outputs > WIDEST:
-        raise Refusal(f"a norm needs all channels in a tile: {WIDEST} at most, not {outputs}")
+    refuse_wide_norm(outputs, norm=gamma is not None)
     tiles = tiles_for(x, weight, stride)
     if not tiles:
         chip = chip_of(x.device)
@@ -114,9 +111,7 @@ def _run(
 ) -> None:
     """Refuse what the kernels cannot read, and launch the one of the tile."""
     residual = terms.residual
-    refuse_videos(x=x, tail=tail, residual=residual, out=out)
-    refuse_overlap(out, x=x, tail=tail)
-    refuse_overlap(out, residual=residual, same=True)
+    refuse_convolved(x, out, tail=tail, residual=residual)
     kernel = (1, *taps.shape[2:])[-3:]
     bias, residual_bias, gamma = (
         out if each is None else dense(each)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..convolution.fused import WIDEST as WIDEST
+from ..convolution.fused import WIDEST
 from ..convolution.weight import ConvWeight
 from ..errors import Refusal
 from .runtime import GRID_LIMIT

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import shapes
 from ..codes import zero_of
-from ..constraints import refuse_overlap, refuse_videos
+from ..constraints import refuse_convolved
 from ..convolution.weight import ConvWeight
 from ..errors import Refusal
 from .convolution_tiles import ConvTile, grid_of, split_of, widths_of
@@ -126,9 +126,7 @@ def int8_conv3d(
         out = shapes.new_video(x.new_empty(0, dtype=dtype), shape)
     if summed > _MOST:
         raise Refusal(f"the tensor cores saturate sums of more than {_MOST} products")
-    refuse_videos(x=x, residual=residual, out=out)
-    refuse_overlap(out, x=x)
-    refuse_overlap(out, residual=residual, same=True)
+    refuse_convolved(x, out, residual=residual)
     kernel, taps, sums = weight.shape[2:], weight.plain(), weight.laid_out(("sums",), _sums)
     vectors = [out if each is None else dense(each) for each in (scale, bias, residual_bias)]
     added = out if residual is None else residual

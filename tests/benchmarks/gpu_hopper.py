@@ -45,7 +45,7 @@ _ODD = (
 
 def hopper(bench: Bench) -> Cases:
     """Yield what can be wrong in the kernel for Hopper alone, then odd sizes, then its seconds."""
-    bench.case_s = bench.pick(20, math.inf)  # a barrier that nobody completes costs one case
+    bench.case_s = bench.pick(20, math.inf)  # a barrier that never completes costs one case
 
     def starts(way: str, inputs: int, row: int) -> Values:
         """Return the error of one whole tile for each tap of a row as the only one."""

@@ -22,8 +22,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from fast_video_vae.kernels import dispatch, synchronize, use_backend
+from fast_video_vae.kernels.convolution.fused import WIDEST
 from fast_video_vae.kernels.ready import sample_inputs
-from fast_video_vae.kernels.triton_ops.convolution_tiles import WIDEST, ConvTile, tiles_of
+from fast_video_vae.kernels.triton_ops.convolution_tiles import ConvTile, tiles_of
 from fast_video_vae.tests.benchmarks import timing
 from fast_video_vae.tests.benchmarks.gpu_bench import (
     CONVS,

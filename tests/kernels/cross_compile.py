@@ -115,7 +115,7 @@ def convolutions(chip, dtype, inputs, outputs):
 
     for variant in range(len(tiles.tiles_of(key, dtype, outputs, inputs))):
         run((3, 3, 3), padding=(1, 1), variant=variant)
-        if outputs <= convolution.WIDEST:
+        if outputs <= tiles.WIDEST:
             gamma = torch.empty(outputs, dtype=dtype, device="meta")
             run((3, 3, 3), padding=(1, 1), variant=variant, gamma=gamma)
     run((3, 3, 3))

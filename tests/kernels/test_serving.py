@@ -109,6 +109,20 @@ def test_the_next_process_checks_nothing_and_has_the_same_bits(gpu, vae, monkeyp
     assert [bits(decoded(again)), *expected] == [expected[0]] * 3
 
 
+def test_a_convolution_whose_kernel_the_table_no_longer_names_is_checked_again(gpu, monkeypatch):
+    device, _ = gpu
+    kept = facts.of_kernels(device.device)
+    for known in (None, "hopper"):
+        for name in kept.named("right: conv"):
+            kept.put(name, known)
+        restart(monkeypatch)
+        monkeypatch.setattr(preparation, "_prepared", {})
+        load_vae(STATES["wan2.1"](), device="cuda", dtype=torch.bfloat16)
+        device.build()
+        kept = facts.of_kernels(device.device)
+        assert {*kept.named("right: conv").values()} == {"triton"}
+
+
 @pytest.mark.parametrize("fault", ["wrong", "fails"])
 def test_a_broken_kernel_is_replaced_by_the_library_in_one_line(
     gpu, monkeypatch, caplog, tmp_path, fault

@@ -1,7 +1,7 @@
 // The instructions of `hopper.cuh` on the CPU, as "PTX ISA" states them, in the worst order.
 //
 // Products are computed when a warp waits for them: what they read must still be there. Every second
-// load fills its memory with NaN, and writes its box when somebody waits for the barrier: what has
+// load fills its memory with NaN, and writes its box when a thread waits for the barrier: what has
 // not arrived is not used. Barriers lie in shared memory, so what is written over one is found.
 #pragma once
 
