@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint, build_vae, load_vae, read_checkpoint
     from .demo import CLIP_PATH, VAE_PATH
-    from .layers.oom import Relief
     from .model import VideoVAE
     from .models.config import SEEDVR2, LayoutError, VAEConfig
     from .planning.device_memory import trim_heap
     from .streaming.executor import rechunk
+    from .streaming.memory import ExhaustedError, exhausted, retried
     from .streaming.options import StreamOptions
     from .streaming.precision import eager, fastest_decode_dtype
+    from .streaming.resume import resumed
+    from .streaming.source import Rereadable
     from .validation import check_finite
 
 __all__ = [
@@ -23,31 +25,37 @@ __all__ = [
     "SEEDVR2",
     "VAE_PATH",
     "Checkpoint",
+    "ExhaustedError",
     "LayoutError",
-    "Relief",
+    "Rereadable",
     "StreamOptions",
     "VAEConfig",
     "VideoVAE",
     "build_vae",
     "check_finite",
     "eager",
+    "exhausted",
     "fastest_decode_dtype",
     "load_vae",
     "read_checkpoint",
     "rechunk",
+    "resumed",
+    "retried",
     "trim_heap",
 ]
 
 _HOMES = {
     "checkpoint": ("Checkpoint", "build_vae", "load_vae", "read_checkpoint"),
     "demo": ("CLIP_PATH", "VAE_PATH"),
-    "layers.oom": ("Relief",),
     "model": ("VideoVAE",),
     "models.config": ("SEEDVR2", "LayoutError", "VAEConfig"),
     "planning.device_memory": ("trim_heap",),
     "streaming.executor": ("rechunk",),
     "streaming.options": ("StreamOptions",),
     "streaming.precision": ("eager", "fastest_decode_dtype"),
+    "streaming.memory": ("ExhaustedError", "exhausted", "retried"),
+    "streaming.resume": ("resumed",),
+    "streaming.source": ("Rereadable",),
     "validation": ("check_finite",),
 }
 

@@ -24,8 +24,7 @@ _NUMBER_BYTES = 4
 class _Piece(NamedTuple):
     """Frames in a buffer of the ring, and the event that marks the end of their copy.
 
-    An error of the copy goes to `lost`; None: it ends the work. `note` gets the number at the end
-    of the buffer, which was copied with the frames.
+    `note` gets the number at the end of the buffer, which was copied with the frames.
     """
 
     buffer: Tensor
@@ -33,7 +32,6 @@ class _Piece(NamedTuple):
     dtype: torch.dtype
     copied: torch.cuda.Event | None
     target: tuple[Tensor, ...]
-    lost: list[Exception] | None
     note: Callable[[float], object] | None
 
     @property
@@ -48,14 +46,6 @@ class _Piece(NamedTuple):
         return self.buffer[-_NUMBER_BYTES:].view(torch.float32)
 
 
-class _Copies(threading.local):
-    """The copies of one thread that settles."""
-
-    def __init__(self) -> None:
-        self.last = 0  # Number of the last piece; 0: there is none
-        self.lost: list[Exception] = []  # Errors of the copies
-
-
 class BackgroundWriter:
     """Passes pieces of frames to `write` in a thread, in order, at most `depth` at a time.
 
@@ -65,9 +55,6 @@ class BackgroundWriter:
 
     An error of `write` or of a copy is raised by the next `put` or `wait`, or at the end. If the
     body raises, waiting pieces are dropped and the thread ends after the current piece.
-
-    Where one of several devices may fail and the others go on, the thread of each puts pieces with
-    `settles`. An error of their copies is raised by `settle` in that thread, and nowhere else.
     """
 
     def __init__(
@@ -93,11 +80,9 @@ class BackgroundWriter:
         self._thread = threading.Thread(target=self._work, name="fast-video-vae-writer")
         self._user = threading.current_thread()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self.queued = 0
-        self._copied = self._written = 0
+        self.queued = self._written = 0
         self._progress = threading.Condition()
         self._putting = threading.Lock()  # threads of several devices can put pieces
-        self._own = _Copies()
 
     def __enter__(self) -> "BackgroundWriter":
         try:
@@ -136,71 +121,43 @@ class BackgroundWriter:
         self,
         frames: Tensor,
         *target: Tensor,
-        settles: bool = False,
         number: tuple[Tensor, Callable[[float], object]] | None = None,
     ) -> None:
         """Queue frames `[T, H, W, C]` of any device and layout; wait while `depth` are queued.
 
         `write` also gets `target`. `number` is `[]`, float32, copied with the frames, and what the
-        thread passes it to before it writes. With `settles` this thread calls `settle` afterwards.
+        thread passes it to before it writes.
         """
         if self._dtype not in (None, frames.dtype):
             raise ValueError(f"frames are {frames.dtype}; expected {self._dtype}")
-        lost = self._own.lost if settles else None
         with self._putting:
-            self._put(frames, target, lost, number)
-            if settles:
-                self._own.last = self.queued
-
-    def settle(self) -> None:
-        """Wait for the copies of the pieces put with `settles`; raise their first error."""
-        last, self._own.last = self._own.last, 0
-        self._until(lambda: self._copied >= last)
-        lost, self._own.lost = self._own.lost, []
-        if lost:
-            raise lost[0]
-
-    def _put(
-        self,
-        frames: Tensor,
-        target: tuple[Tensor, ...],
-        lost: list[Exception] | None,
-        number: tuple[Tensor, Callable[[float], object]] | None,
-    ) -> None:
-        self._user = threading.current_thread()
-        buffer = self._next_buffer()
-        try:
-            # Buffers outlive the caller's inference mode, and inference tensors cannot be written
-            # later.
-            with torch.inference_mode(False), torch.no_grad():
-                size = (-(-frames.nbytes // _NUMBER_BYTES) + 1) * _NUMBER_BYTES
-                if buffer is None or buffer.numel() < size:
-                    buffer = _host_buffer(size, pinned=frames.is_cuda)
-                value, note = number or (None, None)
-                piece = _Piece(buffer, frames.shape, frames.dtype, None, target, lost, note)
-                copied = self._copy(frames, value, piece)
-        except BaseException:
-            self._free.put(buffer)
-            raise
-        self._filled.put(piece._replace(copied=copied))
-        self.queued += 1
+            self._user = threading.current_thread()
+            buffer = self._next_buffer()
+            try:
+                # Buffers outlive the caller's inference mode, and inference tensors cannot be
+                # written later.
+                with torch.inference_mode(False), torch.no_grad():
+                    size = (-(-frames.nbytes // _NUMBER_BYTES) + 1) * _NUMBER_BYTES
+                    if buffer is None or buffer.numel() < size:
+                        buffer = _host_buffer(size, pinned=frames.is_cuda)
+                    value, note = number or (None, None)
+                    piece = _Piece(buffer, frames.shape, frames.dtype, None, target, note)
+                    piece = piece._replace(copied=self._copy(frames, value, piece))
+            except BaseException:
+                self._free.put(buffer)
+                raise
+            self._filled.put(piece)
+            self.queued += 1
 
     def wait(self, count: int) -> None:
         """Wait until the first `count` queued pieces are written."""
-
-        def written() -> bool:
-            self._raise()
-            return self._written >= count
-
-        self._until(written)
-
-    def _until(self, done: Callable[[], bool]) -> None:
-        """Wait for progress of the thread until `done` returns True."""
         with self._progress:
-            while not done():
+            self._raise()
+            while self._written < count:
                 if self._ended.is_set():
                     raise RuntimeError("the thread is not running; expected a wait within `with`")
                 self._progress.wait(TICK_S)
+                self._raise()
 
     def _next_buffer(self) -> Tensor | None:
         """Wait for a free buffer; raises the error of the thread if there is one."""
@@ -240,10 +197,11 @@ class BackgroundWriter:
     def _work(self) -> None:
         while (piece := self._next_piece()) is not None:
             try:
-                arrived = self._arrived(piece)
-                if arrived and piece.note is not None:
+                if piece.copied is not None:
+                    piece.copied.synchronize()
+                if piece.note is not None:
                     piece.note(piece.number.item())
-                if arrived and self._error is None and not self._stopped.is_set():
+                if self._error is None and not self._stopped.is_set():
                     self._write(piece.frames, *piece.target)
             except BaseException as error:
                 self._error = error  # raised by the next `put`
@@ -253,23 +211,6 @@ class BackgroundWriter:
                 self._written += 1
                 self._progress.notify_all()
         self._ended.set()
-
-    def _arrived(self, piece: _Piece) -> bool:
-        """Wait for the copy of a piece; return False after an error that `settle` raises."""
-        # Only here: after a failure of its device, CUDA reports an error for a complete copy too.
-        try:
-            if piece.copied is not None:
-                piece.copied.synchronize()
-            return True
-        except Exception as error:
-            if piece.lost is None:
-                raise
-            piece.lost.append(error.with_traceback(None))
-            return False
-        finally:
-            with self._progress:
-                self._copied += 1
-                self._progress.notify_all()
 
     def _next_piece(self) -> _Piece | None:
         """Wait for a queued piece; None after the last, or when no thread can queue more."""

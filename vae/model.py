@@ -1,15 +1,12 @@
 """The VAE: frames to latents and back, whole or as a stream."""
 
 import functools
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from .layers.inputs.coding import Coding
-from .layers.oom import Relief
-from .layers.workspace import uint16_as_int16
 from .models.base import Network
 from .models.config import VAEConfig
 from .models.patchify import fold_pixels
@@ -21,14 +18,17 @@ from .sharding.shared_ranks import SharedRanks
 from .streaming.bands.crew import Team
 from .streaming.bands.shared_devices import SharedDevices
 from .streaming.int8.layers import Int8Choices
+from .streaming.memory import retried
 from .streaming.options import AUTOMATIC, StreamOptions
-from .streaming.output import Output, background_writer, delivered, until_complete
-from .streaming.overflow import Watch, allows_fp16, continued
-from .streaming.part import Part
+from .streaming.output import LatentOutput, Output, Wanted
+from .streaming.overflow import allows_fp16
 from .streaming.precision import compute_dtype, decode_dtype, eager
 from .streaming.prepared.prepared_vae import PreparedVAE
-from .streaming.session import VideoSession
-from .validation import check_frames, check_latent, check_targets, check_tensor, checked
+from .streaming.resume import Video
+from .streaming.session import VideoJob
+from .streaming.settings import Setting
+from .streaming.source import Part, Source
+from .validation import check_frames, check_latent, check_targets, check_tensor
 from .weights import VAEWeights
 
 
@@ -87,9 +87,10 @@ class VideoVAE(PreparedVAE, SharedDevices, SharedRanks, VAEWeights):
         with self.preparing():
             check_tensor(frames, "frames", self.config.image_channels)
         latents = list(self.encode_stream(frames, StreamOptions(chunk)))
-        relief = Relief(self.device, "an encode")
         with self.preparing():
-            return self.on_all(lambda: torch.cat(latents, dim=2), relief)
+            # Those of the last setting are on the CPU.
+            join = lambda: torch.cat([x.to(self.device) for x in latents], dim=2)  # noqa: E731
+            return retried(join, self.device, "an encode")
 
     @eager
     def decode(self, latent: Tensor, chunk: int | None = None) -> Tensor:
@@ -109,7 +110,7 @@ class VideoVAE(PreparedVAE, SharedDevices, SharedRanks, VAEWeights):
         """
         with self.preparing():
             check_tensor(latent, "latent", self.config.latent_channels, self.sources)
-            frames = self.on_all(lambda: self.new_frames(latent), Relief(self.device, "a decode"))
+            frames = retried(lambda: self.new_frames(latent), self.device, "a decode")
         for _ in self.decode_stream(latent, StreamOptions(chunk, whole=True), out=frames):
             pass
         return frames
@@ -125,8 +126,12 @@ class VideoVAE(PreparedVAE, SharedDevices, SharedRanks, VAEWeights):
     ) -> Iterator[Tensor]:
         """Encode a video in pieces; latents are yielded as soon as their frames are there.
 
+        It goes on after a failure, as `decode_stream` does.
+
         Args:
-            pieces: `[B, C, t, H, W]` each, any `t >= 1`, as for `encode`; or one tensor.
+            pieces: `[B, C, t, H, W]` each, any `t >= 1`, as for `encode`; or one tensor. A list or
+                a `Rereadable` is read again after a failure. Of another iterable, the frames that
+                later latents need (112 for Wan 2.1) are kept on the host in their dtype.
             options: Options of the stream.
             scaled: Multiply by `config.latent_scale`, as `encode` does; otherwise return the
                 posterior mean.
@@ -141,30 +146,23 @@ class VideoVAE(PreparedVAE, SharedDevices, SharedRanks, VAEWeights):
                 not finite are found at the end, because each look at them would stop the device.
         """
         latents, scale = self.config.latent_channels, self.config.latent_scale if scaled else 1
-        relief = Relief(self.device, "an encode", options.release)
         dtype = options.dtype or self.encode_dtype
         with self.preparing():
             encoder = self.encoding()
             computed = self.agreed(compute_dtype(dtype, self.device))
-            source = map(uint16_as_int16, checked(pieces, self.check_frames))
-        known = isinstance(pieces, Tensor)
+            source = Source(pieces, self.check_frames)
+            part = Part(encoder, self.config, source.tensor, None)
+        job = self._video_job(encoder, options, source, self._folded, to_range)
 
         def mean_of(x: Tensor) -> Tensor:
             mean = x[:, :latents] if self.conv1 is None else self.conv1(x, outputs=slice(latents))
             return (mean if scale == 1 else mean * scale).to(dtype)
 
-        return self._stream(
-            encoder,
-            options,
-            computed,
-            source,
-            enter=lambda x: fold_pixels(x, self.config.patch_size),
-            to_range=to_range,
-            leave=lambda x: relief.attempt(lambda: mean_of(x)),
-            relief=relief,
-            known=known,
-            single_frame=known and self.config.latent_frames(pieces.shape[2]) == 1,
-        )
+        def sink(wanted: Wanted, **_: object) -> LatentOutput:
+            return LatentOutput(mean_of, wanted)
+
+        setting = Setting(self.device, computed, computed)
+        return Video(self, job, source, part, setting, sink).pieces()
 
     @eager
     def decode_stream(
@@ -182,8 +180,15 @@ class VideoVAE(PreparedVAE, SharedDevices, SharedRanks, VAEWeights):
         Memory does not depend on the length of the video. A latent of an iterable is requested when
         the frames before it were taken.
 
+        If memory runs out, values overflow in a narrow dtype or a device fails, the decode goes on
+        with the next frame: under a smaller plan, in a wider dtype, on the VAE's own device, at
+        last on the CPU, where new tensors are then. That costs at most one more decode: it computes
+        the latents again that the next frame depends on (38 for Wan 2.1).
+
         Args:
-            latent: `[B, C_latent, t, h, w]`, or an iterable of these in order of time.
+            latent: `[B, C_latent, t, h, w]`, or an iterable of these in order of time. A list or a
+                `Rereadable` is read again after a failure. Of another iterable, the latents that
+                later frames need are kept on the host.
             options: Options of the stream.
             out: `[B, C, T, H, W]` for the whole video, any dtype, strides and device: each piece is
                 written there and is a view of it; on the host in the background, while the device
@@ -202,29 +207,19 @@ class VideoVAE(PreparedVAE, SharedDevices, SharedRanks, VAEWeights):
         Raises:
             ValueError: As for `decode`, or both `out` and `images` are given, or `frames` are not
                 in the video; for a piece of an iterable when it is reached.
+            ExhaustedError: Memory stays short; the message is one line.
         """
-        device, asked = self.device, options.dtype or self.dtype
+        asked = options.dtype or self.dtype
         with self.preparing():
-            allowed = allows_fp16(self, options)
-            decides = functools.partial(decode_dtype, asked, device, allow_fp16=allowed)
-            dtype = decides(deep=True)
-            coding = self.ready_coding(dtype)
-            dtype = self.agreed(dtype if coding or deep else decides())
-            watches = coding is not None or dtype == torch.float16 != asked
-            # A CPU finds an overflow as soon as it computes it.
-            at_end = options.whole and device.type != "cpu"
-            watch = Watch(coding, at_end=at_end) if watches else None
-            source = latent, frames, self.decoder, self.config, self.check_latent
-            part = Part(*source, keeps=bool(watch))
-            check_targets(latent, self.config, out, images, frames)
-            wider = dtype if watch is None else self.agreed(compute_dtype(asked, device))
+            source = Source(latent, self.check_latent)
+            part = Part(self.decoder, self.config, source.tensor, frames)
+            check_targets(source.tensor, self.config, out, images, frames)
+            setting = self._decode_setting(options, asked, deep=deep)
+        job = self._video_job(self.decoder, options, source, self._mixed)
         result = torch.float32 if deep else asked
-        run = functools.partial(self._frames_of, options, result, out, images)
-        if watch is None:
-            return run(part, dtype)
-        narrow = functools.partial(run, part, dtype, watch)
-        wide = functools.partial(run, dtype=wider)
-        return continued(self, options, part, watch, narrow, wide, as_images=images is not None)
+        sink = functools.partial(Output, self.config, result, out, images)
+        target, axis = (out, 2) if images is None else (images, 1)
+        return Video(self, job, source, part, setting, sink, target, axis).pieces()
 
     def normalize(self, latent: Tensor) -> Tensor:
         """Return `(latent - mean) / std` of each channel of `latent` `[B, C_latent, t, h, w]`."""
@@ -246,7 +241,7 @@ class VideoVAE(PreparedVAE, SharedDevices, SharedRanks, VAEWeights):
     def check_latent(self, latent: Tensor, at: int | None = None) -> None:
         """Raise the `ValueError` of `decode` if `latent`, or the piece of one at `at`, is bad."""
         check = functools.partial(check_latent, latent, self.config, self.sources, at)
-        Relief(self.device, "a decode").finish(check)
+        retried(check, self.device, "a decode")
 
     def check_frames(
         self, frames: Tensor, device: torch.device | None = None, at: int | None = None
@@ -255,7 +250,7 @@ class VideoVAE(PreparedVAE, SharedDevices, SharedRanks, VAEWeights):
         # On other devices than a CPU the stream checks the values.
         values = (device or self.device).type == "cpu"
         check = functools.partial(check_frames, frames, self.config, at, values=values)
-        Relief(self.device, "an encode").finish(check)
+        retried(check, self.device, "an encode")
 
     def plan(
         self,
@@ -307,81 +302,54 @@ class VideoVAE(PreparedVAE, SharedDevices, SharedRanks, VAEWeights):
         if cuts and ranks == 1:
             banded = self.team.plan(job, replace(options, limit_bytes=limit))
         if banded is not None:
-            return banded[0]
+            return banded
         return make_plan(job, limit, chunk=options.chunk, tile=options.tile, cuts=cuts)
 
-    def _frames_of(
-        self,
-        options: StreamOptions,
-        result: torch.dtype,
-        out: Tensor | None,
-        images: Tensor | None,
-        part: Part,
-        dtype: torch.dtype,
-        watch: Watch | None = None,
-    ) -> Generator[Tensor, None, None]:
-        """Decode a part of a video as `decode_stream` to frames in `result`."""
-        config, device = self.config, self.device
-        relief = Relief(device, "a decode", options.release)
-        writer = background_writer(device, out if images is None else images)
-        stream = self._stream(
-            self.decoder,
-            options,
-            dtype,
-            part.source,
-            enter=self.conv2 or (lambda x: x / config.latent_scale),
-            leave=Output(config, result, out, images, part, relief.attempt, writer, watch),
-            relief=relief,
-            known=part.known,
-            single_frame=part.single_frame,
-            begins=part.begins,
-            coding=None if watch is None else watch.coding,
-        )
-        stream = until_complete(stream, part.frames, as_images=images is not None)
-        reads = watch is not None and not watch.at_end and device.type != "cpu"
-        waits = writer is not None or reads
-        return delivered(stream, writer, ahead=part.known) if waits else stream
+    def _decode_setting(self, options: StreamOptions, asked: torch.dtype, *, deep: bool) -> Setting:
+        """Return the setting of the first run of a decode."""
+        device, allowed = self.device, allows_fp16(self, options)
+        decides = functools.partial(decode_dtype, asked, device, allow_fp16=allowed)
+        dtype = decides(deep=True)
+        coded = self.ready_codes(dtype)
+        dtype = self.agreed(dtype if coded or deep else decides())
+        narrow = bool(coded) or dtype == torch.float16 != asked
+        wide = self.agreed(compute_dtype(asked, device)) if narrow else dtype
+        return Setting(device, dtype, wide, coded)
 
-    def _stream(
+    def _video_job(
         self,
         network: Network,
         options: StreamOptions,
-        dtype: torch.dtype,
-        source: Iterator[Tensor],
-        *,
+        source: Source,
         enter: Callable[[Tensor], Tensor],
-        leave: Callable[[Tensor], Tensor] | Output,
-        relief: Relief,
-        known: bool,
-        single_frame: bool,
-        begins: bool = True,
-        coding: Coding | None = None,
         to_range: Callable[[Tensor], Tensor] | None = None,
-    ) -> Generator[Tensor, None, None]:
-        """Run the checked pieces of one video, which is `known` as a whole, through the layers."""
-        chunk = options.chunk or (None if known else 1)  # pieces in, pieces out
+    ) -> VideoJob:
+        """Return what a video needs under every setting."""
+        video, encodes = source.tensor, network is self.encoder
+        chunk = options.chunk or (None if video is not None else 1)  # pieces in, pieces out
         limit = self.limit_bytes if options.limit_bytes is None else options.limit_bytes
-        session = VideoSession(
+        return VideoJob(
             network,
             self.config,
             replace(options, chunk=chunk, limit_bytes=limit),
-            dtype,
+            encodes,
+            video,
             enter,
+            functools.partial(self.kernels_of, encodes=encodes),
             to_range,
-            leave,
-            relief,
-            single_frame=single_frame,
-            begins=begins,
             graphs=self.graphs,
-            skips=network is self.encoder and self.skips_static,
-            kernels=functools.partial(self.kernels_of, network, dtype, coding),
+            skips=encodes and self.skips_static,
+            team=self.team if self.shards is None else None,
             shards=self.shards,
-            team=self.team.of_video() if self.shards is None else None,
-            known=known,
-            coding=coding,
         )
-        stream = session.run(source)
-        return stream if self.shards is None else self.shards.in_step(stream)
+
+    def _folded(self, x: Tensor) -> Tensor:
+        """Return frames `[B, C, T, H, W]` as the encoder takes them."""
+        return fold_pixels(x, self.config.patch_size)
+
+    def _mixed(self, x: Tensor) -> Tensor:
+        """Return a latent `[B, C_latent, t, h, w]` as the decoder takes it."""
+        return x / self.config.latent_scale if self.conv2 is None else self.conv2(x)
 
     def _statistics(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         check_tensor(latent, "latent", self.config.latent_channels)

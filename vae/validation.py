@@ -3,7 +3,7 @@
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -115,29 +115,6 @@ def _check_count(frames: int, config: VAEConfig) -> None:
         )
 
 
-def checked(pieces: Tensor | Iterable[Tensor], check: Callable[..., None]) -> Iterator[Tensor]:
-    """Check the pieces of a video: a tensor at once, those of an iterable when they are reached."""
-    if isinstance(pieces, Tensor) or not isinstance(pieces, Iterable):
-        check(pieces)
-        return iter([pieces])
-
-    def each() -> Iterator[Tensor]:
-        first, at = None, 0
-        for piece in pieces:
-            check(piece, at=at)
-            if first is None:
-                first = piece
-            elif piece.shape[:2] != first.shape[:2] or piece.shape[3:] != first.shape[3:]:
-                raise ValueError(
-                    f"a piece has shape {list(piece.shape)}; expected {list(first.shape)}, "
-                    "as the first piece, with any number of frames"
-                )
-            at += piece.shape[2]
-            yield piece
-
-    return each()
-
-
 def check_range(frames: object, length: int | None) -> None:
     """Check that `frames` is a range of step 1 within `length` frames; None: of unknown length."""
     wanted = frames if isinstance(frames, range) else range(0)
@@ -149,19 +126,21 @@ def check_range(frames: object, length: int | None) -> None:
 
 
 def check_targets(
-    latent: Tensor | Iterable[Tensor],
+    latent: Tensor | None,
     config: VAEConfig,
     out: Tensor | None,
     images: Tensor | None,
     frames: range | None,
 ) -> None:
-    """Check the buffers for frames or images; the length of an iterable is unknown."""
+    """Check the buffers for frames or images; None: the length of the latent is unknown."""
+    if out is not None and images is not None:
+        raise ValueError("both out and images are given; expected one of them")
     for target, name in ((out, "out"), (images, "images")):
         if target is None:
             continue
         if not isinstance(target, Tensor):
             raise ValueError(f"{name} is a {type(target).__name__}; expected a tensor")
-        if not isinstance(latent, Tensor):
+        if latent is None:
             continue
         batch, channels, length, *size = config.decoded_shape(latent.shape)
         length = length if frames is None else len(frames)

@@ -9,12 +9,16 @@ import inspect
 from collections.abc import Callable, Mapping
 from numbers import Real
 
+from comfy.model_management import get_torch_device
 from comfy_api.latest import io
 
 from .devices import DevicesInput, check_selection
 from .error_text import LARGEST, about, described, one_line
 from .input_types import TYPES
+from .lazy import Later
 from .widgets import PrecisionInput, check_precision
+
+vaes = Later("vae")
 
 
 # An optional input that is None counts as not given: it gets the default of `execute`. An unknown
@@ -94,7 +98,8 @@ def _value(spec: io.Input, value: object) -> object:
         return _text(value)
     if isinstance(spec, io.Boolean.Input):
         return _switch(value)
-    return TYPES[spec.get_io_type()](value)
+    check = functools.partial(TYPES[spec.get_io_type()], value)
+    return vaes.retried(check, get_torch_device(), "the check of an input")
 
 
 def _choice(value: object, options: list[str]) -> str:

@@ -16,15 +16,9 @@ from torch import Tensor, nn
 from ...vae import fastest_decode_dtype
 from ...vae.preview import TinyDecoder, load_tiny_decoder
 from ..host import timing
-from ..host.oom import Way, in_turn, kept
+from ..host.oom import in_turn, kept
 from ..host.progress import Progress
 from .tiny_files import path_of
-
-_WAYS = [
-    Way(""),
-    Way("with all models unloaded"),
-    Way("on the CPU", on_host=True),
-]
 
 
 class TinyModel(NamedTuple):
@@ -62,8 +56,8 @@ def decode(name: str, latent: Tensor) -> Tensor:
     with kept():
         images = empty_images(*shape)
 
-    def go(way: Way) -> Tensor:
-        loaded = _load(model, latent.shape, way)
+    def go(on_cpu: bool) -> Tensor:
+        loaded = _load(model, latent.shape, on_cpu=on_cpu)
         progress, at = Progress(len(images)), 0
         for video in latent:
             for piece in loaded.decode_stream(video[None]):
@@ -73,9 +67,8 @@ def decode(name: str, latent: Tensor) -> Tensor:
                 progress.passed(len(frames), frames)
         return images
 
-    ways = [way for way in _WAYS if device.type != "cpu" or not way.on_host]
     with timing.span("VAE decode", "tiny decoder", device):
-        return in_turn([device], "a preview", ways, go)
+        return in_turn(device, "a preview", go, "on the CPU")
 
 
 def empty_images(*shape: int) -> Tensor:
@@ -92,11 +85,11 @@ def dtype_on(device: torch.device) -> torch.dtype:
     return comfy.model_management.vae_dtype(device, [torch.float16, torch.bfloat16])
 
 
-def _load(model: TinyModel, shape: torch.Size, way: Way) -> TinyDecoder:
-    """Return the decoder on the device of `way`, for latents of `shape`."""
+def _load(model: TinyModel, shape: torch.Size, *, on_cpu: bool) -> TinyDecoder:
+    """Return the decoder on its device, or a copy on the CPU, for latents of `shape`."""
     management = comfy.model_management
     decoder, patcher = model
-    if way.on_host:
+    if on_cpu:
         management.unload_model_and_clones(patcher)
         return _copied(decoder, torch.device("cpu"))
     memory_bytes = decoder.peak_bytes((1, *shape[1:]))

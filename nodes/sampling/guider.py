@@ -7,7 +7,7 @@ in every case.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from comfy.model_patcher import ModelPatcher, create_model_options_clone
 from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrappers
 from torch import Tensor
 
+from ...vae import resumed
 from ..host import run_phase, timing
 from ..host.oom import free_others
 from .plan import SamplingPlan
@@ -234,23 +235,30 @@ class StagedGuider(comfy.samplers.CFGGuider):
 
     def _with_room(self, call: Callable[[], Tensor]) -> Tensor:
         """Call a model; if memory runs out, retry without other models, then stream weights."""
-        ways = ("with the other models unloaded", "with the weights on the host")
-        for number, words in enumerate(ways):
-            try:
-                return call()
-            except Exception as error:
-                comfy.model_management.raise_non_oom(error)
-                name = self._plan.stages[self.stage].name
-                _logger.warning(
-                    "Fast Video VAE: memory ran out in a step of %s; trying again, %s", name, words
-                )
-            if number == 0:
-                free_others(self.model_patcher, self.model_patcher.load_device, *self.loaded_models)
-            else:
-                comfy.model_management.unload_all_models()
-                comfy.model_management.soft_empty_cache()
-                self._load(on_host=True)
-        return call()
+
+        def settings() -> Iterator[None]:
+            yield
+            self._short("with the other models unloaded")
+            device = self.model_patcher.load_device
+            free_others(device, self.model_patcher, *self.loaded_models)
+            yield
+            self._short("with the weights on the host")
+            comfy.model_management.unload_all_models()
+            comfy.model_management.soft_empty_cache()
+            self._load(on_host=True)
+            yield
+
+        def run(_: None) -> Generator[Tensor, None, None]:
+            yield call()
+
+        (result,) = resumed(settings(), run, comfy.model_management.is_oom)
+        return result
+
+    def _short(self, words: str) -> None:
+        """Log that memory ran out, and how a step goes on."""
+        name = self._plan.stages[self.stage].name
+        text = "Fast Video VAE: memory ran out in a step of %s; trying again, %s"
+        _logger.warning(text, name, words)
 
     def _options_of_call(self, given: dict[str, Any]) -> dict[str, Any]:
         # A sampler gets the options of the first model; it may add a function after guidance,

@@ -13,10 +13,10 @@ import comfy.sd
 import torch
 from torch import Tensor
 
-from ...vae import Relief, StreamOptions, rechunk
+from ...vae import StreamOptions, retried
 from ..host import timing
 from ..host.error_text import about
-from ..host.oom import Way, give_back, in_turn, kept
+from ..host.oom import give_back, in_turn, kept
 from ..host.progress import Progress
 from . import pieces
 from .first_stage import FastVideoVAE, tile_size
@@ -114,16 +114,12 @@ class FastVAE(comfy.sd.VAE):
             return super().encode(pixel_samples, not_video=bool(not_video), **newer)
         self.throw_exception_if_invalid()
         not_video = self.not_video if not_video is None else not_video
-        relief = Relief(self.device, "an encode", pieces.release(self))
-        video = relief.finish(lambda: self._as_video(pixel_samples, not_video))
-        ways = pieces.ways(self, tile, encode=True, single_frame=video.shape[2] == 1)
-
-        def go(way: Way) -> Tensor:
-            return self._encode(video, options, way)
-
+        view = lambda: self._as_video(pixel_samples, not_video)  # noqa: E731
+        video = retried(view, self.device, "an encode", pieces.release(self))
+        work = lambda _: self._encode(video, options, tile)  # noqa: E731
         with timing.span("VAE encode", pieces.label(self), self.device):
             try:
-                latents = in_turn(pieces.devices(self), "an encode", ways, go)
+                latents = in_turn(self.device, "an encode", work)
             except ValueError:  # a stream does not know the place of its values in the whole
                 self.first_stage_model.check_frames(video, torch.device("cpu"))
                 raise
@@ -149,11 +145,11 @@ class FastVAE(comfy.sd.VAE):
 
     def memory_used_decode(self, shape: torch.Size, dtype: torch.dtype) -> int:
         """Return the bytes for decoding one latent of the batch of `shape`; `dtype` is ignored."""
-        return pieces.decode_bytes(self, shape, Way(""))
+        return pieces.decode_bytes(self, shape)
 
     def memory_used_encode(self, shape: torch.Size, dtype: torch.dtype) -> int:
         """Return the bytes for encoding one video of the batch of `shape`; `dtype` is ignored."""
-        return pieces.encode_bytes(self, shape, Way(""))
+        return pieces.encode_bytes(self, shape)
 
     def vae_encode_crop_pixels(self, pixels: Tensor) -> Tensor:
         """Crop `pixels` `[..., H, W, C]` about the center in space only; drop or add channels."""
@@ -175,47 +171,44 @@ class FastVAE(comfy.sd.VAE):
         self, latent: Tensor, options: StreamOptions, tile: tuple[int, int] | None
     ) -> Tensor:
         """Stream `[B, C_latent, t, h, w]` into a new IMAGE."""
-        (way, *_) = pieces.ways(self, tile, single_frame=latent.shape[2] == 1)
-        together = self._together(pieces.decode_bytes(self, latent.shape, way), latent, way)
+        options = pieces.options_for(self, options, tile, single_frame=latent.shape[2] == 1)
+        needed = pieces.decode_bytes(self, latent.shape, options)
+        together = self._together(needed, latent, options)
         shape = self.first_stage_model.config.decoded_shape(latent.shape)
         batch, channels, frames, height, width = shape
+
+        def empty() -> Tensor:
+            size = batch, frames, height, width, channels
+            return torch.empty(size, device=self.output_device, dtype=self.vae_output_dtype())
+
         with kept():
-            empty = functools.partial(
-                torch.empty,
-                (batch, frames, height, width, channels),
-                device=self.output_device,
-                dtype=self.vae_output_dtype(),
-            )
-            images = Relief(self.device, "a decode", pieces.release(self)).finish(empty)
+            images = retried(empty, self.device, "a decode", options.release)
         progress = Progress(batch * frames)
         for part, out in zip(latent.split(together), images.split(together), strict=True):
-            stream = pieces.decode_pieces(self, part, options, images=out, tile=tile)
+            stream = pieces.decode_pieces(self, part, options, images=out)
             for _ in progress.counted(stream, are_images=True):
                 pass
         return images
 
-    def _encode(self, video: Tensor, options: StreamOptions, way: Way) -> Tensor:
+    def _encode(
+        self, video: Tensor, options: StreamOptions, tile: tuple[int, int] | None
+    ) -> Tensor:
         """Stream `[B, C, T, H, W]` in [0, 1] into new latents."""
-        needed = pieces.encode_bytes(self, video.shape, way)
-        pieces.load(self, needed, way)
         batch, _, frames, height, width = video.shape
-        options = pieces.with_chunk(self, height, width, options, way)
-        config = self.first_stage_model.config
-        run = None if options.chunk == -1 else options.chunk * config.temporal_compression
-        count = config.latent_frames(frames)
-        progress = Progress(batch * count)
-        means = []
-        # A single frame is passed as a tensor, which takes a separate path.
-        for part in video.split(self._together(needed, video, way)):
-            source = part if count == 1 else rechunk([part], run)
-            stream = pieces.encode_pieces(self, source, way, options, self.process_input)
-            means.append(pieces.moved(self, progress.counted(stream)))
-        latents = torch.cat(means)
-        return latents if self.format_encoded is None else self.format_encoded(latents)
+        options = pieces.options_for(self, options, tile, encode=True, single_frame=frames == 1)
+        pieces.log_cut(self, height, width)
+        model = self.first_stage_model
+        needed = pieces.encode_bytes(self, video.shape, options)
+        pieces.load(self, needed)
+        progress = Progress(batch * model.config.latent_frames(frames))
+        encode = functools.partial(model.encode_stream, scaled=False, to_range=self.process_input)
+        parts = video.split(self._together(needed, video, options))
+        means = [pieces.moved(self, progress.counted(encode(part, options))) for part in parts]
+        return retried(lambda: torch.cat(means), self.device, "an encode", options.release)
 
-    def _together(self, memory_bytes: int, batch: Tensor, way: Way) -> int:
+    def _together(self, memory_bytes: int, batch: Tensor, options: StreamOptions) -> int:
         """Return how many of a batch run at once: one video, or images as GPU memory allows."""
-        if way.limit_bytes is not None or batch.shape[2] > 1 or self.device.type == "cpu":
+        if options.limit_bytes is not None or batch.shape[2] > 1 or self.device.type == "cpu":
             return 1
         _, *others = pieces.devices(self)
         free = [self.patcher.get_free_memory(self.device)]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...vae import SEEDVR2, Relief, StreamOptions, VAEConfig, VideoVAE, eager
+from ...vae import SEEDVR2, StreamOptions, VAEConfig, VideoVAE, eager, retried
 from ..host.devices import ONE
 from ..host.progress import Progress, stop_between_layers
 
@@ -160,8 +160,7 @@ class FastVideoVAE(VideoVAE):
             return self._decode(video, grown, chunk, limit_bytes, tile).squeeze(2)
         self.check_latent(latent)
         if buffer is None:
-            relief = Relief(self.device, "a decode")
-            buffer = relief.finish(lambda: self.new_frames(latent))
+            buffer = retried(lambda: self.new_frames(latent), self.device, "a decode")
         progress = Progress(buffer.shape[0] * buffer.shape[2])
         options = StreamOptions(chunk, limit_bytes=limit_bytes, tile=tile)
         for _ in progress.counted(self.decode_stream(latent, options, out=buffer)):
@@ -179,7 +178,9 @@ class FastVideoVAE(VideoVAE):
         progress = Progress(frames.shape[0] * self.config.latent_frames(frames.shape[2]))
         options = StreamOptions(self.chunk, limit_bytes=limit_bytes, tile=tile)
         pieces = list(progress.counted(self.encode_stream(frames, options, scaled=False)))
-        return Relief(self.device, "an encode").finish(lambda: torch.cat(pieces, dim=2))
+        # Those of the last setting of the stream are on the CPU.
+        join = lambda: torch.cat([each.to(self.device) for each in pieces], dim=2)  # noqa: E731
+        return retried(join, self.device, "an encode")
 
 
 def tile_size(tile_x: int | None, tile_y: int | None) -> tuple[int, int] | None:

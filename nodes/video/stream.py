@@ -8,13 +8,14 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ...vae import Relief, StreamOptions, media, rechunk
+from ...vae import Rereadable, StreamOptions, media, rechunk, retried
 from ..host import timing
-from ..host.oom import Way, give_back, in_turn
+from ..host.oom import give_back, in_turn
 from ..host.progress import Progress
 from ..vae import pieces as driver
 from ..vae.comfy_vae import FastVAE
@@ -47,18 +48,11 @@ def encode_video(
     count_estimate: int | None = None,
     options: StreamOptions = driver.AUTOMATIC,
 ) -> Tensor:
-    """Encode pieces `[1, C, t, H, W]`, which are read again if memory ran out, to a LATENT."""
-
-    def go(way: Way) -> Tensor:
-        read = timing.drawn("file", pieces(), device=vae.device)
-        return _means(vae, read, count_estimate, options, way)
-
+    """Encode pieces `[1, C, t, H, W]`, which are read again if memory runs out, to a LATENT."""
     vae.throw_exception_if_invalid()
-    ways = driver.ways(vae, None, encode=True, single_frame=count_estimate == 1)
+    work = lambda _: _means(vae, pieces, count_estimate, options)  # noqa: E731
     with timing.span("VAE encode", driver.label(vae), vae.device):
-        means = in_turn(driver.devices(vae), "an encode", ways, go)
-    if vae.format_encoded is not None:
-        means = vae.format_encoded(means)
+        means = in_turn(vae.device, "an encode", work)
     return means[0].movedim(1, 0).contiguous() if vae.latent_dim == 2 else means
 
 
@@ -73,36 +67,46 @@ def _pictures(
     convert = functools.partial(media.pictures_of, dtype=dtype, alpha=alpha)
     count = vae.first_stage_model.config.frames(latent.shape[2])
     progress = Progress(count if frames is None else len(frames))
-    relief = Relief(vae.device, "a decode", driver.release(vae))
+    options = driver.options_for(vae, options)
     deep = dtype != torch.uint8
     for piece in driver.decode_pieces(vae, latent, options, frames=frames, deep=deep):
         for part in media.parts_of(piece, dtype):
-            pictures = relief.finish(functools.partial(convert, part))
+            made = functools.partial(convert, part)
+            pictures = retried(made, vae.device, "a decode", options.release)
             progress.passed(len(pictures), pictures)
             yield pictures
 
 
 def _means(
     vae: FastVAE,
-    pieces: Iterator[Tensor],
+    pieces: Callable[[], Iterator[Tensor]],
     count_estimate: int | None,
     options: StreamOptions,
-    way: Way,
 ) -> Tensor:
     model = vae.first_stage_model
-    groups = _whole_groups(pieces, model.config.temporal_compression)
-    first = next(groups, None)
+
+    def groups() -> Iterator[Tensor]:
+        read = timing.drawn("file", pieces(), device=vae.device)
+        return _whole_groups(read, model.config.temporal_compression)
+
+    first, second, *_ = *itertools.islice(groups(), 2), None, None
     if first is None:
         raise ValueError("the video has no frames; expected at least one")
     model.check_frames(first, vae.device, 0)
-    second = next(groups, None)
-    shape = (*first.shape[:2], 1 if second is None else 1 + second.shape[2], *first.shape[3:])
-    driver.load(vae, driver.encode_bytes(vae, torch.Size(shape), way), way)
-    options = driver.with_chunk(vae, *first.shape[3:], options, way)
+    height, width = first.shape[3:]
+    frames = 1 if second is None else 1 + second.shape[2]
+    options = driver.options_for(vae, options, encode=True, single_frame=frames == 1)
+    shape = torch.Size((*first.shape[:2], frames, height, width))
+    driver.load(vae, driver.encode_bytes(vae, shape, options))
+    driver.log_cut(vae, height, width)
+    if options.chunk is None:
+        chunk = model.plan(height, width, options, encode=True).chunk
+        options = replace(options, chunk=chunk)
     # A single frame is passed as a tensor, which takes a separate path.
-    source = first if second is None else itertools.chain([first, second], groups)
-    progress = Progress(model.config.latent_frames(max(count_estimate or 1, shape[2])))
-    return driver.moved(vae, progress.counted(driver.encode_pieces(vae, source, way, options)))
+    source = first if second is None else Rereadable(groups)
+    progress = Progress(model.config.latent_frames(max(count_estimate or 1, frames)))
+    stream = model.encode_stream(source, options, scaled=False)
+    return driver.moved(vae, progress.counted(stream))
 
 
 def _whole_groups(pieces: Iterator[Tensor], size: int) -> Iterator[Tensor]:

@@ -94,12 +94,12 @@ class VideoTarget:
             names = unused_names(self.prefix, kind, suffix, height, width)
             path = next(names)
             with self._writer(path, audio, tags, names) as writer:
-                relief = library.Relief(torch.device("cpu"), "a decode")
                 with media.BackgroundWriter(
                     writer.write, dtype=self.dtype, cancel=writer.cancel
                 ) as background:
                     for pictures in pieces:
-                        relief.finish(functools.partial(background.put, pictures))
+                        put = functools.partial(background.put, pictures)
+                        library.retried(put, torch.device("cpu"), "a decode")
                 throw_exception_if_processing_interrupted()
         shown = min(writer.path.iterdir()) if writer.codec.is_sequence else writer.path
         return writer.path, saved(shown, kind)

@@ -15,8 +15,8 @@ import comfy.model_management
 import torch
 from torch import Tensor
 
-from ...vae import SEEDVR2, StreamOptions
-from ..host.oom import Way, in_turn, kept
+from ...vae import SEEDVR2, StreamOptions, retried
+from ..host.oom import in_turn, kept
 from ..host.progress import Progress
 from ..vae import pieces
 from ..vae.comfy_vae import FastVAE
@@ -109,12 +109,10 @@ class WanVideoWrapperVAE:
         for each in frames:
             network.check_frames(each, self._vae.device)
         parts = [[network.whole_groups(part) for part in _parts(each, end_)] for each in frames]
-        go = functools.partial(self._encode, parts, torch.device(device), shown=pbar, sample=sample)
-        single_frame = parts[0][0].shape[2] == 1
-        ways = pieces.ways(
-            self._vae, _tile(tile_size) if tiled else None, encode=True, single_frame=single_frame
-        )
-        return in_turn(pieces.devices(self._vae), "an encode", ways, go)
+        place, tile = torch.device(device), _tile(tile_size) if tiled else None
+
+        go = lambda _: self._encode(parts, place, tile, shown=pbar, sample=sample)  # noqa: E731
+        return in_turn(self._vae.device, "an encode", go)
 
     # The frames of a tiled decode, and of a call with none of `end_`, `pbar`, `output_device` and
     # `output_dtype`, are clamped to [-1, 1] and in float32 by default: the nodes of March 2025 have
@@ -143,15 +141,14 @@ class WanVideoWrapperVAE:
         clamped = tiled or all(given is None for given in later)
         dtype = output_dtype or (torch.float32 if clamped else self.dtype)
         tile = _tile(tile_size) if tiled else None
-        here, there = Way(""), Way("with the frames on the host")
 
-        def go(way: Way) -> Tensor:
-            home = place if way is here else torch.device(output_device or _HOST)
+        def go(on_host: bool) -> Tensor:
+            home = torch.device(output_device or _HOST) if on_host else place
             frames = self._decode(parts, home, dtype=dtype, tile=tile, shown=pbar is not False)
             return frames.clamp_(-1, 1) if clamped else frames
 
         # Most callers move the frames to the host at once, and the work needs that memory.
-        return in_turn(pieces.devices(self._vae), "a decode", [here, there], go)
+        return in_turn(self._vae.device, "a decode", go, "with the frames on the host")
 
     @property
     def _network(self) -> FastVideoVAE:
@@ -161,32 +158,31 @@ class WanVideoWrapperVAE:
         self,
         parts: list[list[Tensor]],
         device: torch.device,
-        way: Way,
+        tile: tuple[int, int] | None,
         *,
         shown: bool,
         sample: bool,
     ) -> Tensor:
         """Encode videos of frames `[1, C, T, H, W]`, each part as a separate video."""
         network, vae = self._network, self._vae
-        shape = parts[0][0].shape
-        pieces.load(vae, pieces.encode_bytes(vae, shape, way), way)
-        config = network.config
+        shape, config = parts[0][0].shape, network.config
+        options = StreamOptions(dtype=self._dtype)
+        options = pieces.options_for(vae, options, tile, encode=True, single_frame=shape[2] == 1)
+        pieces.load(vae, pieces.encode_bytes(vae, shape, options))
         count = sum(config.latent_frames(part.shape[2]) for part in parts[0])
         height, width = (each // config.spatial_compression for each in shape[3:])
         with kept():
             size = (len(parts), config.latent_channels, count, height, width)
             latents = torch.empty(size, dtype=torch.float32, device=device)
-        options = StreamOptions(dtype=self._dtype)
         progress = Progress(len(parts) * count, shown=shown)
         with _posterior(network) if sample else contextlib.nullcontext():
             for row, video in zip(latents.split(1), parts, strict=True):
                 done = 0
                 for part in video:
-                    stream = pieces.encode_pieces(vae, part, way, options)
+                    stream = network.encode_stream(part, options, scaled=False)
                     for piece in progress.counted(stream):
-                        latent = (
-                            _drawn(network, piece) if sample else network.normalize(piece.float())
-                        )
+                        drawn = functools.partial(_drawn, network, piece, sample=sample)
+                        latent = retried(drawn, vae.device, "an encode", options.release)
                         row[:, :, done : done + latent.shape[2]] = latent
                         done += latent.shape[2]
         return latents
@@ -207,16 +203,17 @@ class WanVideoWrapperVAE:
         _, channels, _, height, width = network.config.decoded_shape(shape)
         size = (len(parts), sum(counts), height, width, channels)
         room = 0 if device.type == "cpu" else math.prod(size) * dtype.itemsize
-        (way, *_) = pieces.ways(vae, tile, single_frame=shape[2] == 1)
-        pieces.load(vae, room + pieces.decode_bytes(vae, shape, way))
+        options = StreamOptions(dtype=self._dtype)
+        options = pieces.options_for(vae, options, tile, single_frame=shape[2] == 1)
+        pieces.load(vae, room + pieces.decode_bytes(vae, shape, options))
         with kept():
             frames = torch.empty(size, dtype=dtype, device=device).movedim(-1, 1)
-        options = StreamOptions(dtype=self._dtype)
         progress = Progress(len(parts) * sum(counts), shown=shown)
         for row, video in zip(frames.split(1), parts, strict=True):
             for out, part in zip(row.split(counts, dim=2), video, strict=True):
-                latent = network.denormalize(part.float())
-                stream = pieces.decode_pieces(vae, latent, options, out=out, tile=tile)
+                plain = lambda part=part: network.denormalize(part.float())  # noqa: E731
+                latent = retried(plain, vae.device, "a decode", options.release)
+                stream = pieces.decode_pieces(vae, latent, options, out=out)
                 for _ in progress.counted(stream):
                     pass
         return frames
@@ -232,8 +229,10 @@ def _posterior(network: FastVideoVAE) -> Iterator[None]:
         handle.remove()
 
 
-def _drawn(network: FastVideoVAE, moments: Tensor) -> Tensor:
-    """Sample normalised latents from means and log variances, `[1, 2 * C_latent, t, h, w]`."""
+def _drawn(network: FastVideoVAE, moments: Tensor, *, sample: bool) -> Tensor:
+    """Return normalised means, or a sample of means and log variances `[1, 2 C, t, h, w]`."""
+    if not sample:
+        return network.normalize(moments.float())
     mean, log_variance = moments.float().chunk(2, dim=1)
     spread = (log_variance.clamp(*_LOG_VARIANCE) / 2).exp()
     noise = torch.randn(spread.shape, device=spread.device)  # the wrapper's values for a seed

@@ -35,7 +35,7 @@ from fast_video_vae.kernels.triton_ops import convolution, ops
 from fast_video_vae.tests.benchmarks import record
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.seedvr2 import random_seedvr2
-from fast_video_vae.vae import Relief, StreamOptions, read_checkpoint
+from fast_video_vae.vae import StreamOptions, read_checkpoint
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
 from fast_video_vae.vae.layers.workspace import canonical
 from fast_video_vae.vae.models.base import Network
@@ -46,8 +46,9 @@ from fast_video_vae.vae.planning import plan
 from fast_video_vae.vae.planning.job import StreamJob
 from fast_video_vae.vae.planning.plan import Plan, make_plan
 from fast_video_vae.vae.streaming.executor import advance
-from fast_video_vae.vae.streaming.output import Output
-from fast_video_vae.vae.streaming.session import VideoSession
+from fast_video_vae.vae.streaming.output import LatentOutput, Output, Wanted
+from fast_video_vae.vae.streaming.session import VideoJob, VideoSession
+from fast_video_vae.vae.streaming.settings import Setting
 
 # GB per latent of 720 x 1280 in 16 bits, in the steady middle of a video. Per causal convolution of
 # x (the input) to y: the norm reads x and writes x with its tail, the convolution reads that and
@@ -244,21 +245,20 @@ def whole_video(
         count = config.latent_frames(frames)
         x = meta_input(config, direction, count, height, width, first=True)
     patch = config.patch_size if direction == "encode" else 1
-    video = VideoSession(
+    encodes = direction == "encode"
+    job = VideoJob(
         network,
         config,
         StreamOptions(),
-        torch.bfloat16,
-        lambda x: fold_pixels(x, patch),
+        encodes,
         None,
-        Output(config, torch.bfloat16) if direction == "decode" else lambda x: x,
-        Relief(device, "a count"),
-        single_frame=False,
-        begins=True,
-        graphs=False,
-        skips=False,
-        kernels=lambda _: Snapshot(0, 0, native=True),
+        lambda x: fold_pixels(x, patch),
+        lambda *_: Snapshot(0, 0, native=True),
     )
+    latents = LatentOutput(lambda x: x, Wanted())
+    sink = latents if encodes else Output(config, torch.bfloat16)
+    setting = Setting(device, torch.bfloat16, torch.bfloat16)
+    video = VideoSession(job, setting, sink)
     with (
         mock.patch.object(plan, "free_bytes", return_value=free_bytes),
         mock.patch.object(torch, "autocast", return_value=contextlib.nullcontext()),

@@ -8,10 +8,9 @@ from safetensors.torch import save_file
 from fast_video_vae.kernels import errors, submit
 from fast_video_vae.kernels.ready import facts
 from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.tests.vae.families import all_layers_in_int8
 from fast_video_vae.vae.layers import conv as conv_module
-from fast_video_vae.vae.layers.inputs.coding import name_convolutions
 from fast_video_vae.vae.planning import candidates, plan
-from fast_video_vae.vae.streaming.bands import balance
 from fast_video_vae.vae.streaming.int8 import layers as int8_layers
 from fast_video_vae.vae.streaming.int8 import settings as int8_vae
 
@@ -79,12 +78,6 @@ def plans_anew(monkeypatch):
 
 
 @pytest.fixture
-def steady(monkeypatch):
-    """Bands stay as they are planned, however slow the machine is."""
-    monkeypatch.setattr(balance, "_MEASURED", 1 << 30)
-
-
-@pytest.fixture
 def int8(monkeypatch, tmp_path):
     """Int8 pays on this CPU, choices are kept in a new file, and the log starts anew."""
     found = facts.Facts(tmp_path / "facts.json", {})
@@ -96,15 +89,9 @@ def int8(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def all_int8(int8, monkeypatch):
+def all_int8(int8, monkeypatch, tmp_path):
     """All convolutions after a norm are chosen, without a measurement."""
-
-    def every(network, x, dtype, needed):
-        names = name_convolutions(network)
-        rows = (int8_layers.LayerLoss(name, 1 / len(names), 0.0, 0.0, True) for name in names)
-        return int8_layers.Int8Layers(tuple(rows))
-
-    monkeypatch.setattr(int8_layers, "choose", every)
+    all_layers_in_int8(monkeypatch, tmp_path)
 
 
 @pytest.fixture

@@ -7,13 +7,17 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fast_video_vae.kernels.ready import facts
 from fast_video_vae.tests.benchmarks.peers import PeerUnavailableError, comfyui_vae
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.seedvr2 import random_seedvr2
 from fast_video_vae.tests.wan22 import random_qwen21, random_wan22
 from fast_video_vae.vae import load_vae
+from fast_video_vae.vae.layers.inputs.coding import name_convolutions
 from fast_video_vae.vae.models.wan21 import Wan21Decoder
 from fast_video_vae.vae.planning.job import job_of
+from fast_video_vae.vae.streaming.int8 import layers as int8_layers
+from fast_video_vae.vae.streaming.int8 import settings as int8_settings
 
 STATES = {
     "wan2.1": lambda: random_state_dict(8),
@@ -45,6 +49,20 @@ def prepared(vae):
     return vae
 
 
+def all_layers_in_int8(patch, folder):
+    """Int8 pays on this CPU, and all convolutions after a norm are chosen, not measured."""
+
+    def every(network, x, dtype, needed):
+        names = name_convolutions(network)
+        rows = (int8_layers.LayerLoss(name, 1 / len(names), 0.0, 0.0, True) for name in names)
+        return int8_layers.Int8Layers(tuple(rows))
+
+    found = facts.Facts(folder / "facts.json", {})
+    patch.setattr(int8_layers, "facts_of", lambda device: found)
+    patch.setattr(int8_settings, "int8_lacks", lambda device, dtype: "")
+    patch.setattr(int8_layers, "choose", every)
+
+
 @functools.cache
 def published_decode():
     """The job of a decode of 720 x 1280 by Wan 2.1 in its published widths, on the meta device."""
@@ -62,6 +80,13 @@ def stock(state, **options):
         return comfyui_vae(state, **options)
     except PeerUnavailableError as error:
         pytest.skip(str(error))
+
+
+def overwritten(pieces):
+    """Yield pieces in one memory, which the next one overwrites."""
+    memory = torch.empty_like(max(pieces, key=torch.Tensor.numel))
+    for piece in pieces:
+        yield memory[:, :, : piece.shape[2]].copy_(piece)
 
 
 def joined(stream):
@@ -104,3 +129,20 @@ class Convolutions(TorchDispatchMode):
                 self.largest = max(self.largest, args[at].numel())
             self.products += result.numel() * args[at + 1].shape[1:].numel()
         return result
+
+
+class Pads(TorchDispatchMode):
+    """Keeps the pads over time, or over the dimensions before it, of five-dimensional tensors."""
+
+    # In inference mode a pad is not taken apart before it is seen.
+    NAMES = ("pad", "_pad", "constant_pad", "reflection_pad", "replication_pad")
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.removeprefix("aten::")
+        if name.startswith(self.NAMES) and args[0].ndim == 5 and any(args[1][4:]):
+            self.seen.append((name, list(args[1])))
+        return func(*args, **(kwargs or {}))

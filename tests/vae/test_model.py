@@ -161,14 +161,6 @@ def test_weights_that_require_a_gradient_compute_without_one():
     assert not any(each.requires_grad for each in (frames, vae.encode(frames)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
-def test_inputs_of_any_float_dtype_are_cast(vae, dtype):
-    latent, video = torch.randn(1, 16, 2, 1, 1).to(dtype), random_frames(1, 3, 5, 8, 8).to(dtype)
-    assert vae.decode(latent).dtype == vae.encode(video).dtype == torch.float32
-    assert torch.equal(vae.decode(latent), vae.decode(latent.float()))
-    assert torch.equal(vae.encode(video), vae.encode(video.float()))
-
-
 def test_normalize_uses_the_statistics(vae):
     latent = torch.randn(2, 16, 3, 2, 2)
     normal = vae.normalize(latent)
@@ -202,10 +194,14 @@ def test_finite_values_with_an_infinite_sum_are_accepted(dtype):
         check_finite(largest, "latent")
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_latents_of_eight_bits_are_decoded(dtype):
-    vae = load_vae(random_state_dict(8), dtype=torch.float32)
-    latent = torch.randn(1, 16, 2, 2, 2).to(dtype)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2],
+)
+def test_inputs_of_any_float_dtype_are_cast(vae, dtype):
+    latent, video = torch.randn(1, 16, 2, 1, 1).to(dtype), random_frames(1, 3, 5, 8, 8).to(dtype)
     assert torch.equal(vae.decode(latent), vae.decode(latent.float()))
-    with pytest.raises(ValueError, match="128 values that are NaN or infinite"):
-        vae.decode(torch.full((1, 16, 2, 2, 2), math.nan).to(dtype))
+    if dtype.itemsize > 1:
+        assert torch.equal(vae.encode(video), vae.encode(video.float()))
+    with pytest.raises(ValueError, match="32 values that are NaN or infinite"):
+        vae.decode(torch.full((1, 16, 2, 1, 1), math.nan).to(dtype))

@@ -90,6 +90,29 @@ def test_an_encode_of_frames_on_the_device_waits_three_times(moving, play):
     assert not device.faults
 
 
+@pytest.mark.parametrize("encode", [False, True], ids=["decode", "encode"])
+@pytest.mark.parametrize("family", ["wan2.1", "qwen-image-2.1", "seedvr2"])
+def test_a_video_ends_on_the_cpu_if_the_device_has_no_memory(family, encode, play):
+    options, plain, calls = StreamOptions(chunk=1), loaded(family), []
+    given = pixels_for(plain, 9) if encode else latent_for(plain, 3, SIZE, SIZE)
+    name = "encode" if encode else "decode"
+    expected = joined(getattr(plain, f"{name}_stream")(given, options))
+    play("nvidia")
+    vae = loaded(family, "cuda")
+
+    def short(layer, inputs):
+        calls.append(isinstance(inputs[0], Played))
+        if calls[-1] and len(calls) > 1:
+            raise torch.OutOfMemoryError("no memory")
+
+    (first, *_) = (vae.encoder if encode else vae.decoder).layers()
+    first.register_forward_pre_hook(short)
+    pieces = list(getattr(vae, f"{name}_stream")(given, options))
+    assert [isinstance(each, Played) for each in (pieces[0], pieces[-1])] == [True, False]
+    assert relative_error(joined([each.cpu() for each in pieces]), expected) <= 1e-5
+    assert not calls[-1]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits_are_computed_where_conv3d_is_missing(dtype, play):
     plain = loaded()
@@ -174,6 +197,40 @@ def test_a_decode_that_runs_out_of_memory_continues(play):
         pass
     near(frames, video)
     assert device.ran_out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("target", ["new", "device", "host"])
+def test_a_device_without_any_memory_leaves_the_rest_to_the_cpu(kind, target, play, caplog):
+    plain = loaded()
+    latent, pixels = latent_for(plain, 4, SIZE, SIZE), pixels_for(plain, 13)
+    video, latents = plain.decode(latent, 1), plain.encode(pixels, 1)
+    play(kind)
+    vae, failing = loaded(device=TYPES[kind]), []
+
+    def full(layer, inputs):
+        if isinstance(inputs[0], Played) and failing:
+            raise torch.OutOfMemoryError("no memory")
+
+    for network in (vae.decoder, vae.encoder):
+        network.layers()[-1].register_forward_pre_hook(full)
+    weights = [parameter.data_ptr() for parameter in vae.parameters()]
+    out = {"device": vae.new_frames(latent), "host": torch.zeros(video.shape)}.get(target)
+    pieces = []
+    for piece in vae.decode_stream(latent, StreamOptions(1), out=out):
+        pieces.append(piece.cpu())
+        if len(pieces) == 2:
+            failing.append(True)
+    assert relative_error(torch.cat(pieces, dim=2), video) <= 1e-5
+    assert out is None or relative_error(out.cpu(), video) <= 1e-5
+    near(vae.encode(pixels), latents)
+    assert [parameter.data_ptr() for parameter in vae.parameters()] == weights
+    assert not vae.replicas.nbytes()
+    warned = [each.message for each in caplog.records if each.levelname == "WARNING"]
+    assert [each.split(";")[0] for each in warned] == [
+        f"Fast Video VAE: memory ran out in a decode at frame {9 if target == 'host' else 5}",
+        "Fast Video VAE: memory ran out in an encode at frame 0",
+    ]
 
 
 @pytest.mark.parametrize(

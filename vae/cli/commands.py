@@ -4,12 +4,12 @@ Every command takes the parsed arguments and `say`, which prints a line, and ret
 """
 
 import argparse
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from fractions import Fraction
 
 import torch
+from torch import Tensor
 
 from ..background_writer import BackgroundWriter
 from ..bench.baselines import race
@@ -17,7 +17,6 @@ from ..bench.chart import draw_chart
 from ..bench.content import Clip
 from ..bench.report import tasks_of
 from ..demo import VAE_PATH
-from ..layers.oom import Relief
 from ..media.atomic_file import whole_file
 from ..media.audio import read_audio
 from ..media.codecs import codec_for
@@ -25,6 +24,8 @@ from ..media.latent_file import load_latent, save_latent
 from ..media.pictures import with_channels
 from ..media.video_reader import read_video
 from ..media.video_writer import VideoWriter, parts_of
+from ..streaming.memory import retried
+from ..streaming.source import Rereadable
 from .loading import Say, build_kernels, load_named, options_for
 from .progress_bar import ProgressBar
 from .ranks import leads, shared
@@ -48,16 +49,18 @@ def encode(args: argparse.Namespace, say: Say) -> str:
         if config.encoder_width is None:
             raise ValueError(f"{args.vae} has a decoder only; expected a VAE with an encoder")
         cropped(video, config, args.size, say)
-        pieces = video.pieces(multiple=config.spatial_compression, **stretch)
         options = options_for(args, vae)
         build_kernels(vae, say)
         with ProgressBar(args.command, expected, quiet=args.quiet) as progress:
-            pictures = (
-                with_channels(piece, config.image_channels) for piece in progress.counted(pieces)
-            )
+
+            def pictures() -> Iterator[Tensor]:
+                pieces = video.pieces(multiple=config.spatial_compression, **stretch)
+                for piece in progress.counted(pieces):
+                    yield with_channels(piece, config.image_channels)
+
             with shared(args, vae):
-                parts = [x.cpu() for x in vae.encode_stream(pictures, options)]
-        latent = Relief(vae.device, "an encode").finish(lambda: torch.cat(parts, dim=2))
+                parts = [x.cpu() for x in vae.encode_stream(Rereadable(pictures), options)]
+        latent = retried(lambda: torch.cat(parts, dim=2), torch.device("cpu"), "an encode")
         frames = config.frames(latent.shape[2])
         fps, step = args.fps or video.fps, config.spatial_compression
         if draft is not None:
@@ -94,15 +97,14 @@ def decode(args: argparse.Namespace, say: Say) -> str:
             BackgroundWriter(writer.write, dtype=writer.dtype, cancel=writer.cancel) as background,
             shared(args, vae),
         ):
-            relief = Relief(vae.device, "a decode")
             deep = writer.dtype != torch.uint8
             pieces = vae.decode_stream(file.latent, options, frames=wanted, deep=deep)
             for piece in progress.counted(pieces):
                 if not leads(args):
                     continue
                 for part in parts_of(piece, writer.dtype):
-                    pictures = relief.finish(functools.partial(writer.pictures, part))
-                    relief.finish(functools.partial(background.put, pictures))
+                    put = lambda part=part: background.put(writer.pictures(part))  # noqa: E731
+                    retried(put, vae.device, "a decode")
     if not leads(args):
         return ""
     made = writer.encoding

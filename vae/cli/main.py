@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             reconfigure(errors="backslashreplace")
     with Signals() as signals:
         try:
-            code = _attempt(parse(argv, _version()), signals)
+            code = _outcome(parse(argv, _version()), signals)
             signals.settle()
         except KeyboardInterrupt as error:
             remove_unfinished()
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _attempt(args: argparse.Namespace, signals: Signals) -> int:
+def _outcome(args: argparse.Namespace, signals: Signals) -> int:
     """Run a command; turn an error into one line and an exit code."""
     try:
         args.quiet = args.quiet or not leads(args)
@@ -152,7 +152,7 @@ def _to_nowhere(stream: TextIO) -> None:
 def _one_line(error: Exception, command: str) -> str:
     if "torch" in sys.modules:
         from ...kernels import is_out_of_memory  # noqa: PLC0415, it imports torch
-        from ..layers.oom import exhausted  # noqa: PLC0415, as above
+        from ..streaming.memory import exhausted  # noqa: PLC0415, as above
 
         if is_out_of_memory(error):
             return str(exhausted(error, command))

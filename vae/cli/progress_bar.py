@@ -51,10 +51,15 @@ class ProgressBar:
             self._bar.close()
 
     def counted(self, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Yield `pieces`, `[B, C, T, H, W]` each; count the frames of each after its use."""
+        """Yield `pieces`, `[B, C, T, H, W]` each; count the frames of each after its use.
+
+        If the video is read again after a failure, a later call counts only what is new.
+        """
+        at = 0
         for piece in pieces:
             yield piece
-            self.update(piece.shape[2])
+            at += piece.shape[2]
+            self.update(max(0, at - self._done))
 
     def update(self, count: int = 1) -> None:
         """Add `count` to the progress."""

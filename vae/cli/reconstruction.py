@@ -20,6 +20,7 @@ from ..media.video_reader import VideoFile
 from ..media.video_writer import frames_to_uint8
 from ..model import VideoVAE
 from ..streaming.options import AUTOMATIC, StreamOptions
+from ..streaming.source import Rereadable
 
 
 class RoundTrip:
@@ -54,24 +55,31 @@ class RoundTrip:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         config, device = self.vae.config, self.vae.device
         kept: deque[Tensor] = deque()  # source frames that are not decoded yet
+        reads: list[TimedIterator] = []
+        seen = 0
 
         def source() -> Iterator[Tensor]:
+            nonlocal seen
             # The result is compared in 8 bits.
             pieces = self.video.pieces(
                 multiple=config.spatial_compression, dtype=torch.uint8, **self.stretch
             )
-            for piece in pieces:
-                kept.extend(piece[0].permute(1, 2, 3, 0))
+            at = 0
+            reads.append(TimedIterator(pieces, device))
+            for piece in reads[-1]:
+                kept.extend(piece[0, :, max(0, seen - at) :].permute(1, 2, 3, 0))
+                at += piece.shape[2]
+                seen = max(seen, at)
                 yield with_channels(piece, config.image_channels)
 
-        reading = TimedIterator(source(), device)
-        encoding = TimedIterator(self.vae.encode_stream(reading, self.options), device)
+        stream = self.vae.encode_stream(Rereadable(source), self.options)
+        encoding = TimedIterator(stream, device)
         decoding = TimedIterator(self.vae.decode_stream(encoding, self.options), device)
         for piece in decoding:
             result = frames_to_uint8(piece).cpu()
             original = torch.stack([kept.popleft() for _ in range(len(result))])
             self.frames += len(result)
-            self.encode_seconds = encoding.seconds - reading.seconds
+            self.encode_seconds = encoding.seconds - sum(each.seconds for each in reads)
             self.decode_seconds = decoding.seconds - encoding.seconds
             self._compare(original, result)
             yield original, result

@@ -1,41 +1,22 @@
 """The causal convolution: 3D over a window of frames, 2D for the first frame of a video."""
 
-import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...kernels import Fused, is_out_of_memory, zero_of
-from . import halo_conv, row_bands
+from ...kernels import Fused
 from .causal_layer import CausalLayer
 from .conv import BIAS, Conv, Terms
 from .conv_weights import CodedForm, coded_form
-from .frame_runs import Settling, fitted, halves, run_of
+from .frame_runs import Settling, fitted
+from .halo import Halo
 from .inputs.coding import Norm
-from .inputs.fill import Fill, copied
 from .temporal_cache import TemporalCache
-from .workspace import Handover, bordered, within
-
-# Bands of rows that a frame is cut into when memory is short.
-_BANDS = 4
+from .workspace import Fill, Handover, bordered, copied, within
 
 # What the convolution of codes does: it adds all terms.
 _OF_CODES = Fused(sums=True, bias=True)
-
-
-class _Window(NamedTuple):
-    """The input of the products."""
-
-    frames: Tensor  # `[B, C, T, H, W]`, or `[B, C, context + T, H, W]` joined
-    border: int  # Rows and columns of zeros around each frame
-    joined: bool = False  # The tail is in front of the new frames
-
-    @property
-    def inner(self) -> Tensor:
-        """The frames without their border."""
-        return within(self.frames, self.border)
 
 
 class CausalConv3d(Conv, CausalLayer):
@@ -44,8 +25,8 @@ class CausalConv3d(Conv, CausalLayer):
     `CausalConv3d` of Wan 2.1, wan/modules/vae.py, pads the video with zero frames in front. Here
     the padding is the tail of the previous chunk: the convolution reads it where it is, or it is
     written once together with the new frames. The spatial padding stays in the convolution, except
-    for codes, which get a border. The first frame of a video only meets the last temporal tap, so
-    it runs as a 2D convolution.
+    for codes, which get a border, and for a part of each frame, which gets lines of other ranks.
+    The first frame of a video only meets the last temporal tap, so it runs as a 2D convolution.
 
     With `replicate` the video is padded with copies of its first frame, as in SeedVR2
     (models/video_vae_v3/modules/causal_inflation_lib.py): the first frame runs as a 2D convolution
@@ -84,7 +65,7 @@ class CausalConv3d(Conv, CausalLayer):
         coding = cache.coding
         if coding is None or not self.reads_codes(cache):
             return norm
-        form = cache.attempt(functools.partial(self._form, "volume", torch.int8))
+        form = self._form("volume", torch.int8)
         assert isinstance(form, CodedForm)
         return coding.filling(norm, form.codes)
 
@@ -96,8 +77,7 @@ class CausalConv3d(Conv, CausalLayer):
         """Return the shape of `x` `[B, C, T, H, W]` in the dtype that `cache` has of the input."""
         if cache.coding is None or not self.reads_codes(cache):
             return x
-        one = functools.partial(x.new_empty, (), dtype=cache.coding.dtype)
-        return cache.attempt(one).expand(x.shape)
+        return x.new_empty((), dtype=cache.coding.dtype).expand(x.shape)
 
     def forward(
         self,
@@ -111,86 +91,34 @@ class CausalConv3d(Conv, CausalLayer):
         A `Handover` is freed before the products. With `cache.settling` the result has only the
         frames until it is static, which can be none without a residual.
         """
-        held = [x.take() if isinstance(x, Handover) else x]
-        if fill is None and self.reads_codes(cache):
+        given = x.take() if isinstance(x, Handover) else x
+        del x
+        halo = self._halo(cache)
+        if halo is not None:
+            fill = halo.filling(given, fill)
+        elif fill is None and self.reads_codes(cache):
             fill = copied
-        if cache.shard is not None and self.padding:
-            return halo_conv.convolve(self, held, cache, fill, terms)
         if cache.settling is not None and not cache.first:
-            return self._settled(cache.settling, held[0], cache, fill, terms)
-        fresh = held[0].shape[2]
-        window: _Window | None = None
-        try:
-            window = self._entered(held[0], cache, fill, norm=terms.gamma is not None)
-            if cache.first and not cache.single_frame and self.context:
-                self.tail(held[0], cache)  # allocated here, because `keep` must not fail
-            held.clear()
-            pad = self.padding - window.border
-            by_pointer = not window.joined
-            y = self.of_window(window.frames, cache, (pad, pad), terms, by_pointer=by_pointer)
-        except Exception as error:
-            relief = cache.workspace.relief
-            if relief is None or not is_out_of_memory(error):
-                raise
-            failed = error.with_traceback(None)
-            relief.note("convolutions in smaller pieces")
-        else:
-            if not window.joined:
-                self.keep(window.inner, cache)
-            return y
-        # Outside the except block: the error's traceback would keep tensors alive.
-        if window is not None:
-            if not held:
-                new = window.inner[:, :, -fresh:]
-                copy = functools.partial(new.clone, memory_format=torch.channels_last_3d)
-                held, fill = [cache.attempt(copy)], None
-                del new, copy
-            if window.joined:
-                cache.put_back(self, window.inner[:, :, : self.context])
-        del window
-        return self._in_pieces(failed, held[0], cache, fill, terms)
-
-    def _entered(
-        self, x: Tensor, cache: TemporalCache, fill: Fill | None, *, norm: bool
-    ) -> "_Window":
-        """Write `fill(x)` where the convolution reads it best; change nothing else on failure."""
-        border = self._border(cache)
-        if self.context and not (cache.first or self.fusing(x, cache, norm=norm).tail):
-            return _Window(self._window(x, cache, fill), border, joined=True)
-        return _Window(self._filled(x, cache, fill), border)
+            return self._settled(cache.settling, given, cache, fill, terms)
+        norm = terms.gamma is not None
+        joins = self.context and not cache.first and not self.fusing(given, cache, norm=norm).tail
+        window = (self._joined if joins else self._filled)(given, cache, fill)
+        del given, fill
+        y = self.of_window(window, cache, self._pads(cache), terms, by_pointer=not joins)
+        if not joins:
+            self.keep(within(window, self._border(cache)), cache)
+        return y
 
     def fusing(self, x: Tensor, cache: TemporalCache, *, norm: bool = False) -> Fused:
         """Return what the convolution of an input does without another pass."""
-        pads = (self.padding, self.padding)
         if self.reads_codes(cache):
             return _OF_CODES
-        if cache.shard is not None and self.padding:
-            x, pads = halo_conv.input_like(self, x, cache)
+        halo, pads = self._halo(cache), self._pads(cache)
+        if halo is not None:
+            x = halo.like(x)
         if cache.first:
             return self.route(x, self.first_form, (1, 1), pads, norm=norm).fused
         return self.route(x, "volume", (self.stride, 1, 1), pads, norm=norm).fused
-
-    def _in_pieces(
-        self,
-        failed: Exception,
-        x: Tensor,
-        cache: TemporalCache,
-        fill: Fill | None,
-        terms: Terms,
-    ) -> Tensor:
-        """Run `forward` on halves of the frames or bands of rows, or raise `failed`."""
-        pieces = []
-        for part, steps in halves(x.shape[2], self.stride):
-            added = terms.of(functools.partial(run_of, frames=steps, attempt=cache.attempt))
-            run = run_of(x, part, cache.attempt)
-            pieces.append(self.forward(run, cache, fill, added))
-        if pieces:
-            return cache.attempt(lambda: torch.cat(pieces, dim=2))
-        rows = x.shape[3] // _BANDS
-        if not rows or (self.replicate and fill is not None):  # its norm needs the whole frame
-            raise failed
-        take = copied if fill is None else fill
-        return row_bands.convolve(self, take, x, cache, rows, terms)
 
     def _settled(
         self,
@@ -204,13 +132,10 @@ class CausalConv3d(Conv, CausalLayer):
         cache.settling = settling = settling.behind(self.weight.shape[2], self.stride)
         frames = settling.needed if terms.residual is None else max(1, settling.needed)
         if not frames:
-            batch, _, _, height, width = x.shape
-            none = (batch, self.weight.shape[0], 0, height, width)
-            return cache.attempt(functools.partial(x.new_empty, none))
-        terms = terms.of(lambda residual: cache.attempt(lambda: fitted(residual, frames)))
-        window = self._window(x, cache, fill, frames * self.stride)
-        pad = self.padding - self._border(cache)
-        return self.of_window(window, cache, (pad, pad), terms)
+            return x.new_empty(x.shape[0], self.weight.shape[0], 0, *x.shape[3:])
+        terms = terms.of(lambda residual: fitted(residual, frames))
+        window = self._joined(x, cache, fill, frames * self.stride)
+        return self.of_window(window, cache, self._pads(cache), terms)
 
     def of_window(
         self,
@@ -221,60 +146,58 @@ class CausalConv3d(Conv, CausalLayer):
         *,
         by_pointer: bool = False,
     ) -> Tensor:
-        """Convolve a window of frames, or the first frame with the 2D weights.
+        """Convolve a window of frames, or the first frame with the 2D weights."""
+        if cache.first:
+            return self.convolve(window, self.first_form, (1, 1), pads, cache, terms)
+        tail = self.tail(window, cache) if by_pointer and self.context else None
+        return self.convolve(window, "volume", (self.stride, 1, 1), pads, cache, terms, tail)
 
-        An allocation that fails does so before the residual is written.
-        """
-        if not cache.first:
-            reads = by_pointer and self.context > 0
-            before = functools.partial(self.tail, window, cache) if reads else None
-            strides = (self.stride, 1, 1)
-            return self.convolve(window, "volume", strides, pads, cache, terms, before)
-        return self.convolve(window, self.first_form, (1, 1), pads, cache, terms)
+    def _halo(self, cache: TemporalCache) -> Halo | None:
+        """Return the layout of a part of each frame; None: frames are whole, or need no lines."""
+        return None if cache.shard is None or not self.padding else Halo(cache.shard, self.padding)
 
     def _border(self, cache: TemporalCache) -> int:
         """Return the rows and columns around each frame of the window, which are of codes."""
         return self.padding if self.reads_codes(cache) else 0
 
+    def _pads(self, cache: TemporalCache) -> tuple[int, int]:
+        """Return the rows and columns that the convolution pads."""
+        halo, pad = self._halo(cache), self.padding - self._border(cache)
+        return (pad, pad) if halo is None else halo.pads
+
+    def _buffer(self, x: Tensor, cache: TemporalCache, frames: int) -> Tensor:
+        """Return scratch memory for `frames` frames like those of `x` and what surrounds them."""
+        shape = *x.shape[:2], frames, *x.shape[3:]
+        halo = self._halo(cache)
+        shape = bordered(shape, self._border(cache)) if halo is None else halo.shape(shape)
+        return cache.scratch(shape, self.like(x, cache))
+
     def _filled(self, x: Tensor, cache: TemporalCache, fill: Fill | None) -> Tensor:
-        """Return `fill(x)` in scratch memory, codes with a border; `x` itself without `fill`."""
+        """Return `fill(x)` in scratch memory; `x` itself without `fill`."""
         if fill is None:
             return x
-        border = self._border(cache)
-        options = {"border": border} if border else {}
-        filled = cache.scratch(bordered(x.shape, border), self.like(x, cache))
-        cache.attempt(functools.partial(fill, x, out=filled, **options))
+        filled = self._buffer(x, cache, x.shape[2])
+        fill(x, out=filled, border=self._border(cache))
         return filled
 
-    def _window(
+    def _joined(
         self, x: Tensor, cache: TemporalCache, fill: Fill | None, frames: int | None = None
     ) -> Tensor:
-        """Join the tail and the new frames: `[B, C_in, context + T, H, W]`.
+        """Join the tail and the new frames: `[B, C_in, context + T, H, W]`; update the tail.
 
-        The tail is updated; it is unchanged if this fails. With `frames`, `x` is cut or its last
-        frame repeated to that length. Codes get a border of zeros.
+        With `frames`, `x` is cut or its last frame repeated to that length.
         """
-        if fill is None and frames is None:
-            return cache.window(self, self.context, x)
         new = x if frames is None else x[:, :, :frames]
-        batch, channels, fresh, height, width = new.shape
-        frames = fresh if frames is None else frames
-        shape = (batch, channels, self.context + frames, height, width)
-        border = self._border(cache)
-        window = cache.scratch(bordered(shape, border), self.like(new, cache))
-        known, within_border = self.context + fresh, within(window, border)
-        if fill is not None and fresh:
-            inner, options = window[:, :, :known], {"border": border} if border else {}
-            # Each attempt looks the tail up again: making room may have moved it.
-            cache.attempt(lambda: fill(new, out=inner, tail=self.tail(new, cache), **options))
-        else:
-            if border:
-                window.fill_(zero_of(window.dtype))
-            within_border[:, :, : self.context] = self.tail(new, cache)
-            within_border[:, :, self.context : known] = new
-        window[:, :, known:] = window[:, :, known - 1 : known]
-        if fill is None or fresh < frames:
-            self.tail(new, cache).copy_(within_border[:, :, frames:])
+        fresh, border = new.shape[2], self._border(cache)
+        frames, known = fresh if frames is None else frames, self.context + fresh
+        window = self._buffer(new, cache, self.context + frames)
+        inner = within(window, border)
+        tail = self.tail(inner, cache)
+        write = copied if fill is None or not fresh else fill
+        write(new, out=window[:, :, :known], tail=tail, border=border)
+        if fresh < frames:
+            window[:, :, known:] = window[:, :, known - 1 : known]
+            tail.copy_(inner[:, :, frames:])
         return window
 
     def tail(self, x: Tensor, cache: TemporalCache) -> Tensor:

@@ -5,10 +5,9 @@ name. Other forms (the last temporal tap as a 2D weight, another dtype, a layout
 derived from it once, and again when the parameter is replaced or written to.
 """
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +40,7 @@ from .temporal_cache import TemporalCache
 class Terms(NamedTuple):
     """Terms that a convolution adds to its products."""
 
-    residual: Tensor | None = None  # Its memory may become the result; unchanged after an error
+    residual: Tensor | None = None  # Its memory may become the result
     residual_bias: Tensor | None = None  # `[C_out]`, added together with `residual`
     biased: bool = True  # Otherwise the caller adds the bias, where it would cost a pass
     gamma: Tensor | None = None  # Scales of `rms_norm_silu` of the sum
@@ -125,18 +124,18 @@ class Conv(nn.Module):
         padding: tuple[int, int],
         cache: TemporalCache,
         terms: Terms = BIAS,
-        before: Callable[[], Tensor] | None = None,
+        tail: Tensor | None = None,
     ) -> Tensor:
         """Convolve a video, with a form that has taps in time or frame by frame.
 
-        `padding` is of height and width, on both sides. `before` returns the frames before the
-        video, `[B, C_in, K, H, W]`, for each attempt, because making room may move them.
+        `padding` is of height and width, on both sides. `tail` has the frames before the video,
+        `[B, C_in, K, H, W]`.
         """
         if not x.is_floating_point():
-            return self._convolve_codes(x, kind, cache, terms)
+            return self._convolve_codes(x, kind, terms)
         residual, residual_bias, biased, gamma, _ = terms
-        form, out = cache.attempt(functools.partial(self._form, kind, x.dtype)), None
-        weight = form.weight
+        form, out = self._form(kind, x.dtype), None
+        weight, bias = form.weight, self._bias(kind, form.offset) if biased else None
         route = self.route(x, kind, strides, padding, norm=gamma is not None)
         frames = x
         if weight.ndim == 4:
@@ -145,22 +144,17 @@ class Conv(nn.Module):
         if route.fused.sums:
             out = residual
             if residual is None and gamma is None:
-                out = _reused(frames, weight.shape, strides, padding, before, cache)
+                out = _reused(frames, weight.shape, strides, padding, tail, cache)
         options = {"stride": strides, "padding": padding, "residual": residual, "out": out}
         options |= {"residual_bias": residual_bias, "gamma": gamma, "route": route}
-
-        def product() -> Tensor:
-            bias = self._bias(kind, form.offset) if biased else None
-            if weight.ndim == 4:
-                return conv2d(frames, weight, bias, **options)
-            return conv3d(x, weight, bias, tail=before and before(), **options)
-
-        y = cache.attempt(product)
+        if weight.ndim == 5:
+            return conv3d(x, weight, bias, tail=tail, **options)
+        y = conv2d(frames, weight, bias, **options)
         return y if y.ndim == 5 else _as_video(y, x.shape[0])
 
-    def _convolve_codes(self, x: Tensor, kind: str, cache: TemporalCache, terms: Terms) -> Tensor:
+    def _convolve_codes(self, x: Tensor, kind: str, terms: Terms) -> Tensor:
         """Convolve codes `[B, C_in, T, H, W]` with a border; the result is in `terms.dtype`."""
-        form = cache.attempt(functools.partial(self._form, kind, torch.int8))
+        form = self._form(kind, torch.int8)
         assert isinstance(form, CodedForm)
         residual = terms.residual
         options = {
@@ -169,12 +163,8 @@ class Conv(nn.Module):
             "residual_bias": terms.residual_bias,
             "dtype": terms.dtype if residual is None else residual.dtype,
         }
-
-        def product() -> Tensor:
-            bias = self._bias(kind, None) if terms.biased else None
-            return int8_conv3d(x, form.weight, form.scale, bias, **options)
-
-        return cache.attempt(product)
+        bias = self._bias(kind, None) if terms.biased else None
+        return int8_conv3d(x, form.weight, form.scale, bias, **options)
 
     def sources(self, *, coded: bool = False) -> tuple[Tensor, ...]:
         """Return the parameters `[C_out, ...]` that forms are derived from; `coded`: in int8."""
@@ -245,24 +235,11 @@ class PointwiseConv(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_channels, in_channels, *[1] * ndim))
         self.bias = nn.Parameter(torch.empty(out_channels))
 
-    def forward(
-        self,
-        x: Tensor,
-        cache: TemporalCache | None = None,
-        outputs: slice = slice(None),
-        *,
-        biased: bool = True,
-    ) -> Tensor:
-        """Mix the channels of each pixel; without a cache the caller handles a lack of memory."""
-
-        def product() -> Tensor:
-            weight, bias = self.weight.flatten(1), self.bias
-            if outputs != slice(None):
-                weight, bias = weight[outputs], bias[outputs]
-            weight, bias = weight.to(x.dtype), bias.to(x.dtype) if biased else None
-            return F.linear(x.movedim(1, -1), weight, bias).movedim(-1, 1)
-
-        return product() if cache is None else cache.attempt(product)
+    def forward(self, x: Tensor, outputs: slice = slice(None), *, biased: bool = True) -> Tensor:
+        """Mix the channels of each pixel, on the device of `x`."""
+        weight = self.weight.flatten(1)[outputs].to(x)
+        bias = self.bias[outputs].to(x) if biased else None
+        return F.linear(x.movedim(1, -1), weight, bias).movedim(-1, 1)
 
 
 def _as_frames(x: Tensor) -> Tensor:
@@ -279,7 +256,7 @@ def _as_video(frames: Tensor, batch: int) -> Tensor:
     return frames.permute(0, 2, 3, 1).unflatten(0, (batch, -1)).permute(0, 4, 1, 2, 3)
 
 
-def drop_stale_forms(convs: Iterable[Conv], attempt: Callable[[Callable[[], Any]], Any]) -> None:
+def drop_stale_forms(convs: Iterable[Conv]) -> None:
     """Drop derived weights whose parameter was written to without autograd noticing.
 
     Replaced parameters and recorded writes are noticed in every call. This check is for writes such
@@ -301,11 +278,11 @@ def drop_stale_forms(convs: Iterable[Conv], attempt: Callable[[Callable[[], Any]
     before = [mark for *_, marks, _ in held for mark in marks]
 
     with torch.inference_mode(False), torch.no_grad():
-        marks = dict(zip(each, marks_of(list(each.values()), attempt), strict=True))
+        marks = dict(zip(each, marks_of(list(each.values())), strict=True))
         now = [marks[id(source)] for *_, sources in held for source in sources]
         # The bits, because the norm of a weight with NaN is NaN.
-        bits = [attempt(functools.partial(torch.stack, x)).view(torch.int64) for x in (now, before)]
-        stale = iter(attempt(functools.partial(torch.ne, *bits)).tolist())
+        bits = [torch.stack(numbers).view(torch.int64) for numbers in (now, before)]
+        stale = iter(torch.ne(*bits).tolist())
     for conv, key, marks, _ in held:
         if any([next(stale) for _ in marks]):  # noqa: C419, all of them
             conv.forms.pop(key, None)
@@ -316,7 +293,7 @@ def _reused(
     weight_shape: tuple[int, ...],
     strides: tuple[int, ...],
     padding: tuple[int, int],
-    before: Callable[[], Tensor] | None,
+    tail: Tensor | None,
     cache: TemporalCache,
 ) -> Tensor | None:
     """Return reused memory for a result `[B, C, T, H, W]` or `[N, C, H, W]`, or None."""
@@ -324,5 +301,4 @@ def _reused(
         batch, channels, *size = convolved(x, weight_shape, strides, padding)
         memory = cache.reused((batch, channels, 1, *size), x)
         return None if memory is None else memory.squeeze(2)
-    tail = None if before is None else before()
     return cache.reused(convolved(x, weight_shape, strides, (0, *padding), tail), x)

@@ -1,8 +1,7 @@
 """Weights in the forms that calls need, cached with the parameter they are derived from."""
 
-import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,9 +129,7 @@ def folded(weight: Tensor) -> Tensor:
     return phases.flatten(0, 2)
 
 
-def marks_of(
-    sources: Sequence[Tensor], attempt: Callable[[Callable[[], Any]], Any] = lambda do: do()
-) -> tuple[Tensor, ...]:
+def marks_of(sources: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return a number `[]` for each of `sources` `[...]` that changes with its values.
 
     On NVIDIA and AMD GPUs, which have float64, it is the norm, from a few launches for all sources:
@@ -144,10 +141,9 @@ def marks_of(
         if device_kind(source.device) in _NORMS and source.dtype in _NORM_DTYPES:
             groups.setdefault((source.dtype, source.device), []).append(source)
         else:
-            marks[id(source)] = attempt(functools.partial(_sum_of, source))
+            marks[id(source)] = _sum_of(source)
     for group in groups.values():
-        norm = functools.partial(torch._foreach_norm, group)  # type: ignore[attr-defined]
-        norms = attempt(functools.partial(norm, dtype=torch.float64))
+        norms = torch._foreach_norm(group, dtype=torch.float64)  # type: ignore[attr-defined]
         marks |= zip(map(id, group), norms, strict=True)
     return tuple(marks[id(source)] for source in sources)
 

@@ -5,8 +5,7 @@ So only the frames before that are computed, and the next layer gets as many cop
 as it needs until its own results are static.
 """
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -60,37 +59,18 @@ def fitted(x: Tensor, frames: int) -> Tensor:
     return y
 
 
-def parts(
-    x: Tensor, frames: int, size: int, attempt: Callable[[Callable[[], Tensor]], Tensor]
-) -> Iterator[Tensor]:
+def parts(x: Tensor, frames: int, size: int) -> Iterator[Tensor]:
     """Yield `fitted(x, frames)` in parts, which the caller may overwrite; it is never whole."""
     known = x.shape[2]
-    last = attempt(x[:, :, -1:].clone) if frames > known else x
-
-    def part(start: int) -> Tensor:
+    last = x[:, :, -1:].clone() if frames > known else x
+    for start in range(0, frames, size):
         count = min(size, frames - start)
         if start < known:
             run = fitted(x[:, :, start : start + count], count)
-            return run.contiguous(memory_format=torch.channels_last_3d)
-        run = last.expand(-1, -1, count, -1, -1)
-        return run.clone(memory_format=torch.channels_last_3d)
-
-    for start in range(0, frames, size):
-        yield attempt(functools.partial(part, start))
-
-
-def run_of(x: Tensor, frames: slice, attempt: Callable[[Callable[[], Tensor]], Tensor]) -> Tensor:
-    """Return some frames of a video, channels-last: a view of `x`, or a copy."""
-    run = x[:, :, frames]
-    return attempt(lambda: run.contiguous(memory_format=torch.channels_last_3d))
-
-
-def halves(frames: int, stride: int) -> Iterator[tuple[slice, slice]]:
-    """Cut a video in two: frames of each half and of its results; nothing if it is too short."""
-    half = frames // (2 * stride)
-    if half:
-        yield slice(0, half * stride), slice(0, half)
-        yield slice(half * stride, None), slice(half, None)
+            yield run.contiguous(memory_format=torch.channels_last_3d)
+        else:
+            run = last.expand(-1, -1, count, -1, -1)
+            yield run.clone(memory_format=torch.channels_last_3d)
 
 
 def largest_part(frames: int, nbytes: int, part_bytes: int, *, even: bool = True) -> int:

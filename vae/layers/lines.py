@@ -1,12 +1,8 @@
 """What layers need of a shard: the lines of its neighbours, and sums over whole frames."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
-
-# Runs an allocation, and again after memory was freed.
-Attempt = Callable[[Callable[[], Any]], Any]
 
 
 class Lines(NamedTuple):
@@ -44,14 +40,14 @@ class FrameShard(Protocol):
         """Return the part of this rank of `whole` frames `[B, C, T, H, W]`."""
         ...
 
-    def exchange(self, first: Tensor | None, last: Tensor | None, attempt: Attempt) -> Lines:
-        """Exchange `first` and `last` lines `[B, C, T, H, W]`; `attempt` runs an allocation."""
+    def exchange(self, first: Tensor | None, last: Tensor | None) -> Lines:
+        """Exchange `first` and `last` lines `[B, C, T, H, W]`; None: not in this direction."""
         ...
 
-    def gather(self, x: Tensor, attempt: Attempt) -> Tensor:
-        """Return whole frames of parts `x` `[B, C, T, H, W]`; `attempt` runs an allocation."""
+    def gather(self, x: Tensor) -> Tensor:
+        """Return whole frames of parts `x` `[B, C, T, H, W]`."""
         ...
 
-    def statistics(self, own: Tensor, attempt: Attempt) -> Tensor:
-        """Return those of whole frames for `own` `[B, T, 2, groups]`; `attempt` allocates."""
+    def statistics(self, own: Tensor) -> Tensor:
+        """Return those of whole frames for `own` `[B, T, 2, groups]`."""
         ...

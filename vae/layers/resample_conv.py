@@ -1,7 +1,5 @@
 """Convolutions that change the size of a frame: folded upsampling, shifted downsampling."""
 
-import functools
-
 from torch import Tensor
 
 from ...kernels import merge_phases
@@ -39,9 +37,7 @@ class UpsampleConv2d(Conv):
         shape = (batch, grid.shape[1] // 4, frames, 2 * height, 2 * width)
         out = cache.reused(shape, x)
         bias = self.bias if late else None
-        return cache.attempt(
-            functools.partial(merge_phases, grid, source, times, bias=bias, out=out)
-        )
+        return merge_phases(grid, source, times, bias=bias, out=out)
 
 
 class StridedConv2d(Conv):

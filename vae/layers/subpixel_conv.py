@@ -9,7 +9,6 @@ The bias of the first convolution passes through the second one as a constant, e
 where the large picture is zero-padded: the difference there is added to the result.
 """
 
-import functools
 import itertools
 from collections.abc import Sequence
 
@@ -18,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels import device_kind, merge_phases, searches_shapes
-from . import halo
 from .conv import Conv, PointwiseConv
+from .halo import Halo
 from .temporal_cache import TemporalCache
+from .workspace import copied
 
 # Height and width are always doubled.
 _SIDE = 2
@@ -64,15 +64,9 @@ class ShuffleConv(Conv):
 
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
         """Upsample to `[B, C, times * T, 2 H, 2 W]`; one frame for the first frame."""
-        pads = (1, 1)
-        if cache.shard is not None:
-            window, pads = halo.joined(self, self.context, x, cache)
-        elif cache.first:
-            window = x
-            cache.keep(self, self.context, x.expand(-1, -1, self.context, -1, -1))
-        else:
-            window = cache.window(self, self.context, x)
+        window, pads = self._window(x, cache)
         if cache.first:
+            cache.keep(self, self.context, window.expand(-1, -1, self.context, -1, -1))
             if self.times > 1 and not cache.single_frame:
                 cache.after_first.add(self)
             return self._phases(window, _FIRST, 1, cache, pads)
@@ -93,6 +87,22 @@ class ShuffleConv(Conv):
         (upscale,) = self._upscale
         return self.weight, self.bias, upscale.weight, upscale.bias
 
+    def _window(self, x: Tensor, cache: TemporalCache) -> tuple[Tensor, tuple[int, int]]:
+        """Join tail and new frames; also return the rows and columns to pad."""
+        halo = None if cache.shard is None else Halo(cache.shard, 1)
+        if halo is None and cache.first:
+            return x, (1, 1)
+        batch, channels, frames, height, width = x.shape
+        shape = (batch, channels, frames + (0 if cache.first else self.context), height, width)
+        if halo is None:
+            fill, pads = copied, (1, 1)
+        else:
+            fill, pads, shape = halo.filling(x), halo.pads, halo.shape(shape)
+        window = cache.scratch(shape, x)
+        tail = None if cache.first else cache.tail(self, self.context, window)
+        fill(x, out=window, tail=tail)
+        return window, pads
+
     def _phases(
         self, window: Tensor, place: str, times: int, cache: TemporalCache, pads: tuple[int, int]
     ) -> Tensor:
@@ -105,8 +115,8 @@ class ShuffleConv(Conv):
                 batch, channels, frames, height, width = grid.shape
                 shape = (batch, channels // 4, times * frames, 2 * height - 2, 2 * width - 2)
                 out = cache.result(shape, grid)
-            merge = functools.partial(merge_phases, grid, out=out[:, :, phase::times])
-            self._add_missing(cache.attempt(merge), kind, cache)
+            merged = merge_phases(grid, out=out[:, :, phase::times])
+            self._add_missing(merged, kind, cache)
         assert out is not None
         return out
 
@@ -161,8 +171,7 @@ class ShuffleConv(Conv):
         if (shard := cache.shard) is not None:
             start[shard.dim - 3], size[shard.dim - 3] = shard.place(frames.shape[shard.dim])
         stop = [at + length for at, length in zip(start, frames.shape[-2:], strict=True)]
-        # All four lines are computed before one is added, because a sum must not be repeated.
-        rows, columns = cache.attempt(lambda: _borders(offset, frames.dtype, *size))
+        rows, columns = _borders(offset, frames.dtype, *size)
         ends = (start[0] == 0, stop[0] == size[0]), (start[1] == 0, stop[1] == size[1])
         for row, line, is_edge in zip((0, -1), rows, ends[0], strict=True):
             if is_edge:

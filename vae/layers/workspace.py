@@ -1,16 +1,13 @@
 """Reused memory for the activations of a stream."""
 
 import functools
-from collections.abc import Callable
 from math import prod
-from typing import TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from .oom import Relief
-
-_Result = TypeVar("_Result")
+from ...kernels import zero_of
 
 # Blocks from this size on are kept for later results. glibc maps blocks over 32 MB anew each time,
 # and the first touch of 50 MB of new pages takes 13-30 ms, as long as the convolution that fills
@@ -25,7 +22,6 @@ class Workspace:
     """Memory for short-lived activations; one for all tiles of a stream."""
 
     def __init__(self) -> None:
-        self.relief: Relief | None = None  # None: a lack of memory is an error
         self._scratch: Tensor | None = None
         self._views: dict[object, Tensor] = {}  # of the scratch memory
         self._blocks: list[Tensor] = []
@@ -43,8 +39,8 @@ class Workspace:
         block = self._scratch
         if block is None or block.numel() < nbytes or block.device != like.device:
             del block
-            self._drop_scratch()  # release the old block before allocating the larger one
-            block = self._scratch = self.attempt(lambda: self.allocate(nbytes, like.device))
+            self._scratch, self._views = None, {}  # freed before the larger one is allocated
+            block = self._scratch = _allocated(nbytes, like.device)
         return self._views.setdefault(key, _video_of(block, shape, like))
 
     def reused(self, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor | None:
@@ -62,25 +58,13 @@ class Workspace:
             # Free blocks of another size belong to layers that are done.
             self._blocks = [b for b in self._blocks if not any(b is other for other in free)]
             del free
-            fitting = [self.attempt(lambda: self.allocate(nbytes, like.device))]
+            fitting = [_allocated(nbytes, like.device)]
             self._blocks += fitting
         return _video_of(min(fitting, key=Tensor.numel), shape, like)
 
-    def allocate(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return `[nbytes]` uninitialised bytes on `device`."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
-    def attempt(self, do: Callable[[], _Result]) -> _Result:
-        """Run `do`, a step that changes nothing before it succeeds, with `Relief.attempt`."""
-        return do() if self.relief is None else self.relief.attempt(do)
-
-    def release(self) -> None:
-        """Release all memory that no tensor uses."""
-        self._drop_scratch()
-        self._blocks = []
-
-    def _drop_scratch(self) -> None:
-        self._scratch, self._views = None, {}
+def _allocated(nbytes: int, device: torch.device) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def _users(block: Tensor) -> int | None:
@@ -172,3 +156,28 @@ def bordered(shape: tuple[int, ...] | torch.Size, border: int) -> tuple[int, ...
     """Return the `shape` `[B, C, T, H, W]` of frames with a `border` on each side."""
     *outer, height, width = shape
     return *outer, height + 2 * border, width + 2 * border
+
+
+class Fill(Protocol):
+    """An elementwise op or norm that writes its result into a given buffer."""
+
+    def __call__(
+        self, x: Tensor, *, out: Tensor, tail: Tensor | None = None, border: int = 0
+    ) -> object:
+        """Write the result for `x` into `out`, larger by `border` rows and columns of zeros a side.
+
+        The frames of `tail` go in front of it; afterwards it holds the last frames of `out`.
+        """
+
+
+def copied(x: Tensor, *, out: Tensor, tail: Tensor | None = None, border: int = 0) -> None:
+    """Copy frames, as a `Fill`."""
+    inner = within(out, border)
+    known = 0 if tail is None else tail.shape[2]
+    if border:
+        out.fill_(zero_of(out.dtype))
+    if x.shape[2]:
+        inner[:, :, known:] = x
+    if tail is not None:
+        inner[:, :, :known] = tail
+        tail.copy_(inner[:, :, inner.shape[2] - known :])

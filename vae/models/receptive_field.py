@@ -17,28 +17,27 @@ Size = tuple[int, int]
 def latents_before(decoder: Network) -> int:
     """Return the number of earlier latents that a frame of `decoder` depends on.
 
-    Counted from the frames back to the latents: each convolution adds its context, and a layer that
-    doubles the frames halves the sum.
+    Counted from the frames back to the latents: a layer that doubles the frames halves the sum,
+    and each convolution adds its context. None does so behind the doubling of its layer.
     """
     frames = 0
     for layer in reversed(decoder.layers()):
         for part in reversed(layer.blocks):
-            back = sum(taps - 1 for taps, _ in causal_taps(part))
-            # One more frame, because the first of two frames does not start at the latent's start.
-            frames = math.ceil(frames / part.times) + back + part.times - 1
+            contexts = [each.context for each in part.modules() if isinstance(each, Conv)]
+            frames = math.ceil(frames / part.times) + sum(contexts)
     return frames
 
 
 def frames_before(layers: Sequence[CausalLayer]) -> int:
     """Return the number of input frames before a run that its results depend on.
 
-    The run starts where frames are not merged with those before it.
+    The run starts where frames are not merged with those before it, and so do these frames.
     """
-    frames = 0
+    frames, merged = 0, 1
     for layer in reversed(layers):
         for taps, stride in reversed(causal_taps(layer)):
-            frames = frames * stride + taps - 1
-    return frames
+            frames, merged = frames * stride + taps - stride, merged * stride
+    return math.ceil(frames / merged) * merged
 
 
 def causal_taps(layer: CausalLayer) -> list[tuple[int, int]]:

@@ -2,7 +2,7 @@
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from ..layers.conv import Conv
 from ..layers.conv_weights import marks_of, stamp_of
 from .base import Network, unwrapped
-
-_Attempt = Callable[[Callable[[], Tensor]], Tensor]
 
 
 @dataclass
@@ -39,13 +37,7 @@ class Replicas:
     def __reduce__(self) -> tuple[type["Replicas"], tuple[()]]:
         return Replicas, ()
 
-    def on(
-        self,
-        device: torch.device,
-        name: str,
-        network: Network,
-        attempt: _Attempt = lambda do: do(),
-    ) -> Network:
+    def on(self, device: torch.device, name: str, network: Network) -> Network:
         """Return the network itself or its copy on a device, made or refreshed if necessary."""
         network = unwrapped(network)
         sources = _tensors(network)
@@ -54,7 +46,7 @@ class Replicas:
         with self._lock, torch.inference_mode(False), torch.no_grad():
             known = self._known.get((device, name))
             form, stamps = _form(network), [stamp_of(source) for source in sources]
-            marks = attempt(lambda: torch.stack(marks_of(sources)).view(torch.int64)).tolist()
+            marks = torch.stack(marks_of(sources)).view(torch.int64).tolist()
             if known is None or known.form != form:
                 self._known.pop((device, name), None)
                 del known  # free it before the other one is made

@@ -63,8 +63,8 @@ class GroupNorm(nn.Module):
 
     def whole_statistics(self, x: Tensor, cache: TemporalCache) -> Tensor:
         """Return the statistics `[B, T, 2, groups]` of the whole frames of `x` in `cache`."""
-        measured = cache.attempt(lambda: group_norm_statistics(x, SEEDVR2_GROUPS))
-        return measured if cache.shard is None else cache.shard.statistics(measured, cache.attempt)
+        measured = group_norm_statistics(x, SEEDVR2_GROUPS)
+        return measured if cache.shard is None else cache.shard.statistics(measured)
 
     def forward(
         self, x: Tensor, *, out: Tensor | None = None, statistics: Tensor | None = None
@@ -93,10 +93,6 @@ class MeasuredNorm(NamedTuple):
         """Compute `GroupNorm.silu` of `x` `[B, C, T, H, W]` with its other arguments into `out`."""
         options = {"tail": tail, "border": border, "codes": codes, "saturated": saturated}
         return self.norm.silu(x, out=out, statistics=self.statistics, **options)
-
-    def of(self, frames: slice) -> "MeasuredNorm":
-        """Return the norm of some `frames`."""
-        return self._replace(statistics=self.statistics[:, frames])
 
 
 def causal(in_channels: int, out_channels: int) -> CausalConv3d:
@@ -141,7 +137,7 @@ class SeedVR2ResidualBlock(CausalLayer):
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
         """Run the block on `x` `[B, C_in, T, H, W]` with `cache`; return `[B, C_out, T, H, W]`."""
         y = normed(self.conv1, self.norm1, x, cache)
-        residual = x if self.conv_shortcut is None else self.conv_shortcut(x, cache)
+        residual = x if self.conv_shortcut is None else self.conv_shortcut(x)
         return normed(self.conv2, self.norm2, y, cache, residual)
 
 
@@ -164,7 +160,7 @@ class SeedVR2AttentionBlock(CausalLayer):
             norm = functools.partial(norm, statistics=norm.whole_statistics(x, cache))
 
         def mix(y: Tensor, parts: slice) -> list[Tensor]:
-            return [project(y, cache) for project in projections[parts]]
+            return [project(y) for project in projections[parts]]
 
         return attend(x, cache, norm, mix, self.to_out[0])
 
@@ -230,7 +226,7 @@ class ShrinkingConv3d(CausalConv3d):
         batch, channels, frames, height, width = x.shape
         known, shard, after = 0 if cache.first else self.context, cache.shard, None
         if shard is not None:
-            after = shard.exchange(x.narrow(shard.dim, 0, 1), None, cache.attempt).after
+            after = shard.exchange(x.narrow(shard.dim, 0, 1), None).after
         window = cache.scratch((batch, channels, known + frames, height + 1, width + 1), x)
         window[..., height, :].zero_()
         window[..., width].zero_()

@@ -5,7 +5,6 @@ their Down_ResidualBlock and Up_ResidualBlock): stages with a parameter-free sho
 Qwen-Image 2.1 is the same graph with one temporal tap, so every frame is a first frame.
 """
 
-import functools
 import itertools
 from collections.abc import Sequence
 from fractions import Fraction
@@ -56,12 +55,11 @@ class DownStage(CausalLayer):
         """Run the stage on `x` `[B, C_in, T, H, W]` with `cache`; its sizes may be halved."""
         # Computed first, because the blocks may write into their input.
         times, size = self._patch
-        average = functools.partial(average_down, x, self.out_channels, times=times, size=size)
-        shortcut = cache.attempt(average)
+        shortcut = average_down(x, self.out_channels, times=times, size=size)
         for block in self.downsamples[:_ENCODER_BLOCKS]:
             x = block(x, cache)
         if size == 1:
-            return cache.attempt(functools.partial(bias_residual, x, residual=shortcut))
+            return bias_residual(x, residual=shortcut)
         return self.downsamples[_ENCODER_BLOCKS](x, cache, residual=shortcut)
 
 
@@ -100,7 +98,7 @@ class UpStage(CausalLayer):
                 x = block(x, cache)
             return x
         # A block with its own shortcut does not write into its input; the others do.
-        source = x if self.upsamples[0].shortcut is not None else cache.attempt(x.clone)
+        source = x if self.upsamples[0].shortcut is not None else x.clone()
         for block in self.upsamples[:_DECODER_BLOCKS]:
             x = block(x, cache)
         return self.upsamples[_DECODER_BLOCKS](x, cache, source)

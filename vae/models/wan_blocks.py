@@ -93,7 +93,7 @@ class ResidualBlock(CausalLayer):
             fill = conv2.filled(silu, cache)
         if self.shortcut is None:
             return conv2(y, cache, fill, Terms(x))
-        residual = self.shortcut(x, cache, biased=not late)
+        residual = self.shortcut(x, biased=not late)
         return conv2(y, cache, fill, Terms(residual, self.shortcut.bias if late else None))
 
     def _norms_in_place(self, x: Tensor, cache: TemporalCache) -> bool:
@@ -121,7 +121,7 @@ class AttentionBlock(CausalLayer):
 
         def mix(y: Tensor, parts: slice) -> Sequence[Tensor]:
             channels = slice(parts.start * x.shape[1], parts.stop * x.shape[1])
-            return self.to_qkv(y, cache, channels).chunk(parts.stop - parts.start, 1)
+            return self.to_qkv(y, channels).chunk(parts.stop - parts.start, 1)
 
         return attend(x, cache, self.norm, mix, self.proj)
 
@@ -155,7 +155,7 @@ class Upsample(CausalLayer):
             shape = (batch, channels, 2 * frames, height, width)
             # Scratch memory takes the frames with the lines of other ranks, if there are any.
             out = (cache.scratch if cache.shard is None else cache.result)(shape, x)
-            x = cache.attempt(lambda: interleave_time(y, 2, out=out))
+            x = interleave_time(y, 2, out=out)
         return self.resample["1"](x, cache, source, self.times)
 
 
@@ -187,7 +187,7 @@ class Downsample(CausalLayer):
         self.time_conv.keep(x, cache)
         if residual is None:
             return x
-        return cache.attempt(functools.partial(bias_residual, x, residual=residual))
+        return bias_residual(x, residual=residual)
 
 
 class Head(CausalLayer):
@@ -232,18 +232,11 @@ def attend(
     """
     batch, _, frames, height, width = x.shape
     normed = cache.scratch(x.shape, x)
-    cache.attempt(lambda: norm(x, out=normed))
+    norm(x, out=normed)
     if cache.shard is None:
         mixed = mix(normed, slice(0, 3))
     else:
-        mixed = (
-            *mix(normed, slice(0, 1)),
-            *mix(cache.shard.gather(normed, cache.attempt), slice(1, 3)),
-        )
-
-    def attended() -> Tensor:
-        return attention(*(y.movedim(1, -1).flatten(2, 3).flatten(0, 1) for y in mixed))
-
-    rows = cache.attempt(attended)
-    y = proj(rows.view(batch, frames, height, width, -1).movedim(-1, 1), cache)
-    return cache.attempt(lambda: bias_residual(y, residual=x, out=y))
+        mixed = *mix(normed, slice(0, 1)), *mix(cache.shard.gather(normed), slice(1, 3))
+    rows = attention(*(y.movedim(1, -1).flatten(2, 3).flatten(0, 1) for y in mixed))
+    y = proj(rows.view(batch, frames, height, width, -1).movedim(-1, 1))
+    return bias_residual(y, residual=x, out=y)

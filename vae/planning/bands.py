@@ -5,25 +5,26 @@ others on its band, as tiles do. So nothing is exchanged while layers run, and t
 of one device. The cut, rows or columns, and the bands are those with the fewest predicted seconds.
 """
 
+import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from ..models.receptive_field import Size, Span
-from .candidates import Candidate, StepChoice, cut_frames, lengths_of, parked_chunks
+from .candidates import Candidate, StepChoice, lengths_of, parked_chunks
 from .cost import tiled_cost
 from .device_memory import free_bytes
 from .division import Division
 from .job import StreamJob
 from .ledger import TOO_MUCH_BYTES
-from .tiling import Chains, FrameTile, Tiles, band_cuts, grid
+from .tiling import Tiles, band_cuts, grid
 
 # Devices whose share of the frames saves less than this part of the time are left out.
 _WORTH_IT = 0.02
 
-# A CPU next to a GPU, until its speed is measured.
+# The speed of a CPU next to a GPU. Devices of one type are taken to be equal.
 _CPU_SPEED = 0.02
 
 # Numbers of rows and columns of the tiles of a band, for when its memory is short.
@@ -57,11 +58,6 @@ class Bands:
     latent_s: float  # predicted seconds per latent
     holds: bool  # the devices can hold every tensor
 
-    @property
-    def spans(self) -> dict[int, Span]:
-        """The bands by number of the device."""
-        return {band.number: band.span for band in self.members}
-
     def __str__(self) -> str:
         parts = []
         for band in self.members:
@@ -83,11 +79,9 @@ class BandPlanner:
     limit_bytes: int | None = None  # of each device; None: a share of its free memory
     tile: Size | None = None  # in pixels of the images; None: chosen by memory
     chunk: int | None = None  # latents per step; None: chosen for the first device
-    room: dict[torch.device, int] = field(default_factory=dict, compare=False)
 
-    def plan(self, speeds: Mapping[int, float]) -> Bands | None:
+    def plan(self) -> Bands | None:
         """Return the fastest bands; None: the first device is as fast, or there is no cut."""
-        known = self.known(speeds)
         divisions = [
             Division(self.job, cut, axis)
             for cut in band_cuts(self.job.network)
@@ -95,73 +89,41 @@ class BandPlanner:
         ]
         found: list[tuple[float, Division]] = []
         for division in divisions:
-            even = division.even(known)
+            even = division.even(self.speeds)
             if len(even) > 1 and self.first in even:
-                found.append((division.seconds(even, known, self.first), division))
+                found.append((division.seconds(even, self.speeds, self.first), division))
         best: Bands | None = None
         for least_s, division in sorted(found, key=lambda pair: pair[0]):
             # Tiles of bands take longer than that.
             if best is not None and self._fits(best) and least_s >= best.latent_s:
                 break
-            spans = self._worthwhile(division, known)
+            spans = self._worthwhile(division)
             if len(spans) > 1:
-                bands = self._bands(division, spans, known)
+                bands = self._bands(division, spans)
                 best = min((each for each in (best, bands) if each), key=self._rank)
         return best
 
-    def recut(self, bands: Bands, speeds: Mapping[int, float]) -> Bands:
-        """Return `bands` for other `speeds`; the cut, the axis and the chunk stay."""
-        division, known = Division(self.job, bands.cut, bands.axis), self.known(speeds)
-        spans = division.balanced(known, self.first)
-        return replace(self, chunk=bands.chunk)._bands(division, spans, known)
-
-    def smaller(self, bands: Bands, number: int) -> Bands | None:
-        """Return `bands` with less memory for one device and the same for others, or None."""
-        band = next(each for each in bands.members if each.number == number)
-        division = Division(self.job, bands.cut, bands.axis)
-        for share in (0.75, 0.5, 0.25, 0.0):
-            limit = int(band.peak_bytes * share)
-            other, _ = self._band(division, number, band.span, bands.chunk, limit)
-            if other.peak_bytes < band.peak_bytes:
-                members = tuple(other if each is band else each for each in bands.members)
-                return replace(bands, members=members)
-        return None
-
-    def seconds(self, bands: Bands, speeds: Mapping[int, float]) -> float:
-        """Return the predicted seconds per latent of `bands` for these `speeds`."""
-        division = Division(self.job, bands.cut, bands.axis)
-        return division.seconds(bands.spans, self.known(speeds), self.first)
-
-    def works(self, bands: Bands) -> dict[int, float]:
-        """Return the products per latent of `bands` by number of the device."""
-        division = Division(self.job, bands.cut, bands.axis)
-        return {number: division.work(*span) for number, span in bands.spans.items()}
-
-    def known(self, speeds: Mapping[int, float]) -> dict[int, float]:
-        """Return products per second of all devices, from `speeds` or assumed."""
-        kinds = {device.type for device in self.devices.values()}
-        rate = self._rate
-        usual = {
-            number: _CPU_SPEED if device.type == "cpu" and len(kinds) > 1 else 1.0
-            for number, device in self.devices.items()
-        }
-        own = speeds.get(self.first, 0.0)
-        scale = rate / own if own else 1.0
+    @functools.cached_property
+    def speeds(self) -> dict[int, float]:
+        """The assumed products per second of all devices, by number."""
+        rate = self.job.rates.products_per_s
+        unequal = len({device.type for device in self.devices.values()}) > 1
         return {
-            number: speeds[number] * scale if own and number in speeds else rate * each
-            for number, each in usual.items()
+            number: rate * (_CPU_SPEED if unequal and device.type == "cpu" else 1.0)
+            for number, device in self.devices.items()
         }
 
     def _rank(self, bands: Bands) -> tuple[float, float]:
         """Return what is smallest for the best bands: memory that is missing, then seconds."""
-        needed = max(band.peak_bytes / self._limit(band.device) for band in bands.members)
+        needed = max(band.peak_bytes / self._limits[band.device] for band in bands.members)
         return 0.0 if self._fits(bands) else needed, bands.latent_s
 
     def _fits(self, bands: Bands) -> bool:
-        return all(band.peak_bytes <= self._limit(band.device) for band in bands.members)
+        return all(band.peak_bytes <= self._limits[band.device] for band in bands.members)
 
-    def _worthwhile(self, division: Division, speeds: dict[int, float]) -> dict[int, Span]:
+    def _worthwhile(self, division: Division) -> dict[int, Span]:
         """Return balanced bands of the devices that are worth it."""
+        speeds = self.speeds
         spans = division.balanced(speeds, self.first)
         while len(spans) > 1:
             slowest = min(
@@ -178,16 +140,15 @@ class BandPlanner:
             spans = without
         return spans
 
-    def _bands(
-        self, division: Division, spans: Mapping[int, Span], speeds: Mapping[int, float]
-    ) -> Bands:
+    def _bands(self, division: Division, spans: Mapping[int, Span]) -> Bands:
         chunk, made, holds, latent_s = self.chunk, {}, True, 0.0
+        rate = self.job.rates.products_per_s
         # The first device chooses the length of the steps.
         for number in sorted(spans, key=lambda number: number != self.first):
-            made[number], choice = self._band(division, number, spans[number], chunk, None)
+            made[number], choice = self._band(division, number, spans[number], chunk)
             chunk = chunk or choice.chunk
             holds = holds and choice.peak_bytes < TOO_MUCH_BYTES
-            latent_s = max(latent_s, choice.seconds * self._rate / speeds[number])
+            latent_s = max(latent_s, choice.seconds * rate / self.speeds[number])
         members = tuple(made[number] for number in spans)
         pixels = self.job.pixels
         if self.job.spec.encodes:
@@ -195,15 +156,14 @@ class BandPlanner:
         return Bands(division.cut, division.axis, chunk or 1, members, pixels, latent_s, holds)
 
     def _band(
-        self, division: Division, number: int, span: Span, chunk: int | None, limit: int | None
+        self, division: Division, number: int, span: Span, chunk: int | None
     ) -> tuple[Band, StepChoice]:
         """Return the band of a device, in as few tiles as its memory allows."""
         device = self.devices[number]
         job = replace(self.job, device=device)
-        most = self._limit(device) if limit is None else limit
         best: tuple[StepChoice, list[tuple[Span, Span]]] | None = None
         for tiles, candidate in self._candidates(job, division, span, chunk):
-            choice = candidate.fastest(most)
+            choice = candidate.fastest(self._limits[device])
             if choice is not None:
                 best = choice, tiles
                 break
@@ -244,20 +204,18 @@ class BandPlanner:
         sizes = [(-(-size[0] // rows), -(-size[1] // columns)) for rows, columns in _GRIDS]
         return list(dict.fromkeys(sizes))
 
-    @property
-    def _rate(self) -> float:
-        return self.job.rates.products_per_s
-
-    def _limit(self, device: torch.device) -> int:
-        """Return the memory that the band of a device may take, at least one byte."""
-        sharing = sum(each == device for each in self.devices.values())
-        limit = self.limit_bytes
-        if limit is None:
-            if device not in self.room:
+    @functools.cached_property
+    def _limits(self) -> dict[torch.device, int]:
+        """The memory that the band of each device may take, at least one byte."""
+        limits: dict[torch.device, int] = {}
+        devices = list(self.devices.values())
+        for device in set(devices):
+            limit = self.limit_bytes
+            if limit is None:
                 share, _ = replace(self.job, device=device).shares
-                self.room[device] = int(free_bytes(device) * share)
-            limit = self.room[device]
-        return max(1, limit // sharing)
+                limit = int(free_bytes(device) * share)
+            limits[device] = max(1, limit // devices.count(device))
+        return limits
 
 
 def _moved(tile: tuple[Span, Span], axis: int, start: int) -> tuple[Span, Span]:
@@ -266,10 +224,3 @@ def _moved(tile: tuple[Span, Span], axis: int, start: int) -> tuple[Span, Span]:
         (span[0] + start, span[1] + start) if axis == at else span for at, span in enumerate(tile)
     )
     return rows, columns
-
-
-def cut_band(
-    job: StreamJob, bands: Bands, band: Band, chains: Chains
-) -> tuple[Chains, list[FrameTile], Size]:
-    """Return the layers on whole frames, the tiles of a band, and height and width before them."""
-    return cut_frames(job, chains, bands.cut, band.tiles)

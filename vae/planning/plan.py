@@ -132,10 +132,9 @@ def usual_limit(job: StreamJob) -> int:
 
 def smaller_plan(job: StreamJob, plan: Plan) -> Plan | None:
     """Return the next smaller plan for `job` after `plan` ran out of memory, or None."""
-    if plan.bands is not None:  # each device changes its own band
-        return None
+    free = usual_limit(job)
     for share in (0.75, 0.5, 0.25, 0.0):
-        other = make_plan(job, int(plan.peak_bytes * share))
+        other = make_plan(job, min(free, int(plan.peak_bytes * share)))
         if other.peak_bytes < plan.peak_bytes:
             return other
     return None

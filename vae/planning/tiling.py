@@ -6,7 +6,6 @@ decoder of Wan sees 20 pixels of its output. Layers that see the whole frame, su
 at latent size: the first ones of a decoder, the last ones of an encoder.
 """
 
-import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,7 +40,6 @@ class FrameTile:
     columns: Span
     chains: Chains  # the tiled layers with crops
     layers: list[CausalLayer]  # without crops, in order
-    spans: list[tuple[Span, Span]]  # rows and columns of the input of each layer
 
 
 class Crop(CausalLayer):
@@ -52,10 +50,9 @@ class Crop(CausalLayer):
         self.rows, self.columns = slice(*rows), slice(*columns)
 
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
-        """Return `[B, C, T, rows, columns]` of `x` `[B, C, T, H, W]`, allocated with `cache`."""
+        """Return `[B, C, T, rows, columns]` of `x` `[B, C, T, H, W]`, whatever the `cache`."""
         part = x[..., self.rows, self.columns]
-        copy = functools.partial(part.clone, memory_format=torch.channels_last_3d)
-        return canonical(cache.attempt(copy))
+        return canonical(part.clone(memory_format=torch.channels_last_3d))
 
 
 def can_cut(network: Network) -> list[int]:
@@ -117,20 +114,20 @@ def make_tile(chains: Chains, size: Size, rows: Span, columns: Span) -> FrameTil
     needed = list(zip(down, across, strict=True))
     have = needed[0]
     made: Chains = []
-    seen: list[tuple[Span, Span]] = []
+    seen = 0
     for chain in chains:
         made.append([])
         for layer in chain:
             if not seen:
                 made[-1].append(Crop(*have))
             made[-1].append(layer)
-            seen.append(have)
+            seen += 1
             # Where the size changes, cut off what the next layers do not need; immediately, because
             # a layer that takes pairs of frames must start its chain.
-            if layer.scale != 1 or len(seen) == len(layers):
-                made[-1] += _crop(have, layer.scale, needed[len(seen)])
-                have = needed[len(seen)]
-    return FrameTile(rows, columns, made, layers, seen)
+            if layer.scale != 1 or seen == len(layers):
+                made[-1] += _crop(have, layer.scale, needed[seen])
+                have = needed[seen]
+    return FrameTile(rows, columns, made, layers)
 
 
 def _crop(before: tuple[Span, Span], scale: Fraction, want: tuple[Span, Span]) -> list[CausalLayer]:

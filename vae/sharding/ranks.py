@@ -5,19 +5,16 @@ memory, and by the host where the connection has no access to the device.
 """
 
 import contextlib
-import functools
 import weakref
 import zlib
 from array import array
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..layers.lines import Attempt
 from .messages import Group, Messages
 
 _TAG = 0x5A0D
@@ -29,15 +26,8 @@ _MOST_NUMBERS = 16
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-Result = TypeVar("Result")
-
 # What is sent to a rank, and the memory for what it sends: contiguous, on the device.
 Swap = tuple[Tensor | None, Tensor | None]
-
-
-def at_once(do: Callable[[], Result]) -> Result:
-    """Run `do` once."""
-    return do()
 
 
 class Ranks:
@@ -78,7 +68,7 @@ class Ranks:
         with self._messages.one_video():
             yield from stream
 
-    def swap(self, parts: dict[int, Swap], attempt: Attempt = at_once) -> None:
+    def swap(self, parts: dict[int, Swap]) -> None:
         """Send tensors to neighbours and receive some from them."""
         self.counts["exchanges"] += 1
         # Boundaries in two rounds, and the lower rank sends first, so that backends that run one
@@ -90,11 +80,11 @@ class Ranks:
             sent, memory = parts[peer]
             calls = []
             if sent is not None:
-                data = attempt(functools.partial(self._bytes, sent))
+                data = self._bytes(sent)
                 calls.append((self._data.send, data, peer))
                 self.counts[f"bytes to {peer}"] += data.numel()
             if memory is not None:
-                data = attempt(functools.partial(self._empty_bytes, memory))
+                data = self._empty_bytes(memory)
                 calls.append((self._data.recv, data, peer))
                 arrivals.append((memory, data))
             steps += calls if self.rank < peer else reversed(calls)
@@ -108,18 +98,16 @@ class Ranks:
             for memory, data in arrivals:
                 memory.view(-1).view(torch.uint8).copy_(data)
 
-    def gather(self, x: Tensor, sizes: Sequence[int], attempt: Attempt = at_once) -> list[Tensor]:
+    def gather(self, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         """Return the contiguous `x` `[N, ...]` of all ranks, whose `N` are `sizes`."""
         self.counts["gathers"] += 1
         if isinstance(self._data, dist.ProcessGroup):
-            return self._gathered(x, sizes, self._data, attempt)
-        # Gloo's own operation allocates after it has begun, and could not be repeated.
-        own = attempt(functools.partial(self._bytes, x))
+            return self._gathered(x, sizes, self._data)
+        own = self._bytes(x)
         row_bytes = own.numel() // len(x)
-        parts = [own if rank == self.rank else None for rank in range(self.size)]
         parts = [
-            attempt(functools.partial(own.new_empty, size * row_bytes)) if part is None else part
-            for part, size in zip(parts, sizes, strict=True)
+            own if rank == self.rank else own.new_empty(size * row_bytes)
+            for rank, size in enumerate(sizes)
         ]
 
         def operate() -> None:
@@ -130,26 +118,24 @@ class Ranks:
                 work.wait()
 
         self._messages.run(operate)
-        there = [attempt(functools.partial(part.to, self.device)) for part in parts]
-        return [part.view(x.dtype).view(-1, *x.shape[1:]) for part in there]
+        return [part.to(self.device).view(x.dtype).view(-1, *x.shape[1:]) for part in parts]
 
-    def sum(self, x: Tensor, attempt: Attempt = at_once) -> Tensor:
+    def sum(self, x: Tensor) -> Tensor:
         """Return the sum of the contiguous `x` `[...]` over all ranks."""
         self.counts["sums"] += 1
-        device = "cpu" if self._staged else x.device
-        total = attempt(lambda: x.to(device, copy=True))
+        total = x.to("cpu" if self._staged else x.device, copy=True)
         operation = dist.ReduceOp.SUM
-        self._messages.run(lambda: attempt(lambda: self._data.allreduce([total], operation)).wait())
-        return attempt(lambda: total.to(x.device))
+        self._messages.run(lambda: self._data.allreduce([total], operation).wait())
+        return total.to(x.device)
 
-    def most(self, name: str, number: int, attempt: Attempt = at_once) -> int:
+    def most(self, name: str, number: int) -> int:
         """Return the maximum of a number over all ranks; no device waits for it."""
-        _, (most,) = self._extremes(name, [number], attempt)
+        _, (most,) = self._extremes(name, [number])
         return most
 
-    def check_equal(self, numbers: dict[str, int], attempt: Attempt = at_once) -> None:
+    def check_equal(self, numbers: dict[str, int]) -> None:
         """Raise a `ValueError` if a rank has other numbers, by name."""
-        least, most = self._extremes(" ".join(numbers), [*numbers.values()], attempt)
+        least, most = self._extremes(" ".join(numbers), [*numbers.values()])
         for (name, number), low, high in zip(numbers.items(), least, most, strict=True):
             if high != low:
                 raise ValueError(
@@ -157,9 +143,7 @@ class Ranks:
                     "one number"
                 )
 
-    def _extremes(
-        self, names: str, numbers: list[int], attempt: Attempt
-    ) -> tuple[list[int], list[int]]:
+    def _extremes(self, names: str, numbers: list[int]) -> tuple[list[int], list[int]]:
         """Return the minimum and the maximum of each number over all ranks."""
         # All votes have one size, because gloo ends the process if those of two ranks differ.
         self.counts["votes"] += 1
@@ -168,9 +152,7 @@ class Ranks:
         given += [0] * (_MOST_NUMBERS - len(given))
         self._numbers[:] = array("q", [*given, *(-number for number in given)])
         vote, operation = self._vote, dist.ReduceOp.MAX
-        self._messages.run(
-            lambda: attempt(lambda: self._voters.allreduce([vote], operation)).wait()
-        )
+        self._messages.run(lambda: self._voters.allreduce([vote], operation).wait())
         most = [*self._numbers[:_MOST_NUMBERS]]
         least = [-number for number in self._numbers[_MOST_NUMBERS:]]
         if most[:2] != least[:2]:
@@ -190,24 +172,14 @@ class Ranks:
         """Leave the group; the others cannot go on without this rank."""
         self._messages.leave()
 
-    def _gathered(
-        self, x: Tensor, sizes: Sequence[int], group: dist.ProcessGroup, attempt: Attempt
-    ) -> list[Tensor]:
+    def _gathered(self, x: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> list[Tensor]:
         """Return `gather(x, sizes)` by one operation of the backend, in blocks of one size."""
-        most = max(sizes)
-
-        def block() -> Tensor:
-            if len(x) == most:
-                return x
-            padded = x.new_zeros(most, *x.shape[1:])
-            padded[: len(x)] = x
-            return padded
-
-        own = attempt(block)
-        whole = attempt(lambda: x.new_empty(self.size, *own.shape))
-        self._messages.run(
-            lambda: attempt(lambda: dist.all_gather_into_tensor(whole, own, group=group))
-        )
+        most, own = max(sizes), x
+        if len(x) < most:
+            own = x.new_zeros(most, *x.shape[1:])
+            own[: len(x)] = x
+        whole = x.new_empty(self.size, *own.shape)
+        self._messages.run(lambda: dist.all_gather_into_tensor(whole, own, group=group))
         return [part[:size] for part, size in zip(whole, sizes, strict=True)]
 
     def _bytes(self, x: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ runs. Only lines of new frames are exchanged: a convolution over time keeps earl
 with the lines that came with them. Beyond the edge of the picture there are zeros.
 """
 
-import functools
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,12 +13,12 @@ import torch
 from torch import Tensor
 
 from ...kernels import lacks, new_video
-from ..layers.lines import Attempt, Lines
+from ..layers.lines import Lines
 from ..models.receptive_field import Size
 from ..planning.job import StreamJob
 from ..planning.parts import AXES, divide, largest_part, most_lines
 from ..planning.plan import Plan, usual_limit
-from .ranks import Ranks, Swap, at_once
+from .ranks import Ranks, Swap
 
 
 @dataclass(frozen=True)
@@ -53,69 +52,58 @@ class Shard:
         scale = whole.shape[self.dim] // self.edges[-1]
         return whole.narrow(self.dim, scale * self.edges[self.ranks.rank], scale * self.lines)
 
-    def exchange(
-        self, first: Tensor | None, last: Tensor | None, attempt: Attempt = at_once
-    ) -> Lines:
+    def exchange(self, first: Tensor | None, last: Tensor | None) -> Lines:
         """Send `first` and `last` lines to the neighbours before and after, and return theirs."""
         # `[B, C, T, n, W]` or `[B, C, T, H, n]`. Lines before are received if `last` is given, and
         # as many; lines after if `first` is.
         rank = self.ranks.rank
-        ends = [None if x is None else attempt(functools.partial(_dense, x)) for x in (first, last)]
+        # Contiguous `[B, T, H, W, C]`.
+        ends = [None if x is None else x.movedim(1, -1).contiguous() for x in (first, last)]
         got: list[Tensor | None] = [None, None]
         parts: dict[int, Swap] = {}
         for side, peer in enumerate((rank - 1, rank + 1)):
             sent, like = ends[side], ends[1 - side]
             if 0 <= peer < self.ranks.size:
                 if like is not None:
-                    got[side] = attempt(functools.partial(torch.empty_like, like))
+                    got[side] = torch.empty_like(like)
                 parts[peer] = sent, got[side]
-        self.ranks.swap(parts, attempt)
+        self.ranks.swap(parts)
         return Lines(*(None if lines is None else lines.movedim(-1, 1) for lines in got))
 
-    def gather(self, x: Tensor, attempt: Attempt = at_once) -> Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         """Return whole frames `[B, C, T, H, W]`, channels-last, of the parts `x` of all ranks."""
         scale = x.shape[self.dim] // self.lines
         sizes = [scale * (stop - start) for start, stop in itertools.pairwise(self.edges)]
         # The divided dimension first, channels last.
-        block = attempt(x.movedim((self.dim, 1), (0, -1)).contiguous)
-        parts = self.ranks.gather(block, sizes, attempt)
+        parts = self.ranks.gather(x.movedim((self.dim, 1), (0, -1)).contiguous(), sizes)
         shape = list(x.shape)
         shape[self.dim] = sum(sizes)
-        whole = attempt(lambda: new_video(x, tuple(shape)))
+        whole = new_video(x, tuple(shape))
         at = 0
         for part, size in zip(parts, sizes, strict=True):
             whole.narrow(self.dim, at, size).copy_(part.movedim((0, -1), (self.dim, 1)))
             at += size
         return whole
 
-    def statistics(self, own: Tensor, attempt: Attempt = at_once, eps: float = 1e-6) -> Tensor:
+    def statistics(self, own: Tensor, eps: float = 1e-6) -> Tensor:
         """Return `group_norm_statistics` of whole frames from `own` `[B, T, 2, groups]`."""
         # Sums of values and of squares, of which each rank has its share, in float64.
         wide = torch.float32 if lacks(own.device, torch.float64) else torch.float64
-        share = self.lines / self.edges[-1]
-
-        def moments() -> Tensor:
-            mean, inverse = own.to(wide).unbind(2)
-            square = inverse.square().reciprocal() - eps + mean.square()
-            return torch.stack([mean, square], dim=2) * share
-
-        total = self.ranks.sum(attempt(moments), attempt)
-
-        def combined() -> Tensor:
-            mean, square = total.unbind(2)
-            variance = (square - mean.square()).clamp_min(0)
-            return torch.stack([mean, (variance + eps).rsqrt()], dim=2).to(own.dtype)
-
-        return attempt(combined)
+        mean, inverse = own.to(wide).unbind(2)
+        square = inverse.square().reciprocal() - eps + mean.square()
+        share = torch.stack([mean, square], dim=2) * (self.lines / self.edges[-1])
+        mean, square = self.ranks.sum(share).unbind(2)
+        variance = (square - mean.square()).clamp_min(0)
+        return torch.stack([mean, (variance + eps).rsqrt()], dim=2).to(own.dtype)
 
 
 class ShardGroup(Ranks):
     """The ranks that share videos, one after the other."""
 
-    def split(self, height: int, width: int, attempt: Attempt = at_once) -> Shard:
+    def split(self, height: int, width: int) -> Shard:
         """Return the part of this rank, or raise a `ValueError` if ranks have other frames."""
         axis = 0 if self.axis is None else AXES[self.axis]
-        self.check_equal({"height": height, "width": width, "axis": axis}, attempt)
+        self.check_equal({"height": height, "width": width, "axis": axis})
         return Shard(self, *divide((height, width), self.size, self.axis))
 
     def limit_of(self, job: StreamJob, limit_bytes: int | None) -> int:
@@ -124,15 +112,8 @@ class ShardGroup(Ranks):
             limit_bytes = usual_limit(job) // self.sharers
         return -self.most("limit_bytes", -limit_bytes)
 
-    def check_plan(
-        self, job: StreamJob, plan: Plan, options: Mapping[str, bool], attempt: Attempt
-    ) -> None:
+    def check_plan(self, job: StreamJob, plan: Plan, options: Mapping[str, bool]) -> None:
         """Raise a `ValueError` if a rank has another plan, batch or `options`."""
         kind = {"encode": job.spec.encodes, "single_frame": job.single_frame, **options}
         plans = {"chunk": plan.chunk, "part_bytes": plan.part_bytes, "peak_bytes": plan.peak_bytes}
-        self.check_equal({"batch": job.latent_size[0], **kind, **plans}, attempt)
-
-
-def _dense(lines: Tensor) -> Tensor:
-    """Return `lines` `[B, C, T, H, W]` as a contiguous `[B, T, H, W, C]`."""
-    return lines.movedim(1, -1).contiguous()
+        self.check_equal({"batch": job.latent_size[0], **kind, **plans})

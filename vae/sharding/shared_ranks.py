@@ -2,13 +2,9 @@
 
 import contextlib
 import importlib
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
-
-from ..layers.oom import ExhaustedError, Relief
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -65,16 +61,3 @@ class SharedRanks:
                 f"{self.shards.device}; expected `shard` after the move"
             )
         return self.shards.widest(dtype)
-
-    def on_all(self, do: Callable[[], Tensor], relief: Relief) -> Tensor:
-        """Run an allocation `do` on all ranks; an `ExhaustedError` if memory stays short on one."""
-        try:
-            result, error = relief.finish(do), None
-        except ExhaustedError as short:
-            result, error = None, short
-        failed = error is not None
-        if self.shards is not None and self.shards.most("failures", failed) and not failed:
-            error = ExhaustedError("memory ran out on another rank; use frames in parts")
-        if result is None or error is not None:
-            raise error or RuntimeError("there is no memory and no error; expected one of them")
-        return result

@@ -31,7 +31,8 @@ class Parking:
         if self._inward is not None and cache in self._gone:
             self._inward.wait_event(self._gone[cache])
         with _on(self._inward):
-            cache.exchange(self._arrived)
+            for conv, tail in cache.tails.items():
+                cache.tails[conv] = tail.to(self._device, non_blocking=self._memory.pinned)
         if self._inward is not None:
             self._coming[cache] = event = torch.cuda.Event()
             event.record(self._inward)
@@ -44,7 +45,7 @@ class Parking:
         if event is not None:
             work = torch.cuda.current_stream(self._device)
             work.wait_event(event)
-            for tail in cache.tails().values():
+            for tail in cache.tails.values():
                 tail.record_stream(work)  # it was allocated for the other stream
 
     def park(self, cache: TemporalCache) -> None:
@@ -53,23 +54,14 @@ class Parking:
         # more.
         if self._outward is not None:
             self._outward.wait_stream(torch.cuda.current_stream(self._device))
-        tails = cache.tails().items()
+        tails = cache.tails.items()
         self._memory.reserve(tail for conv, tail in tails if (cache, conv) not in self._places)
         with _on(self._outward):
-            cache.exchange(lambda conv, tail: self._left((cache, conv), tail))
+            for conv, tail in tails:
+                cache.tails[conv] = self._left((cache, conv), tail)
         if self._outward is not None:
             self._gone[cache] = event = torch.cuda.Event()
             event.record(self._outward)
-
-    def settle(self) -> None:
-        """Wait until all copies are done; tails that arrived may be moved then."""
-        for stream in (self._inward, self._outward):
-            if stream is not None:
-                stream.synchronize()
-        self._coming.clear()
-
-    def _arrived(self, _: nn.Module, tail: Tensor) -> Tensor:
-        return tail.to(self._device, non_blocking=self._memory.pinned)
 
     def _left(self, key: tuple[TemporalCache, nn.Module], tail: Tensor) -> Tensor:
         place = self._places.get(key)

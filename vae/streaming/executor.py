@@ -10,19 +10,16 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..layers.causal_layer import CausalLayer
 from ..layers.frame_runs import Settling, fitted, largest_part, parts
 from ..layers.temporal_cache import TemporalCache
 from .static_frames import StaticEnd
 
-# The tails of whole frames, by convolution.
-Tails = dict[nn.Module, Tensor]
-
 
 class Executor:
-    """Runs the layers of a video in order, and holds its state, which another one can take."""
+    """Runs the layers of a video in order, and holds its state."""
 
     records = True
 
@@ -31,7 +28,6 @@ class Executor:
     ) -> None:
         self.cache = cache
         self.finish: Callable[[Tensor], Tensor] = lambda x: x
-        self.again: Callable[[], Tensor] | None = None
         self._chains, self._part_bytes = chains, part_bytes
         self._static_end = StaticEnd(chains)
         self._is_static = False
@@ -41,17 +37,8 @@ class Executor:
         """All caches of the video."""
         return [self.cache]
 
-    def settle(self) -> None:
-        """Wait for copies of tails, which may be moved then; here there are none."""
-
-    def park(self) -> bool:
-        """Move the tails of all layers to the host; return whether that freed memory."""
-        self.settle()
-        return any([cache.park() for cache in self.caches])  # noqa: C419, all of them
-
     def close(self) -> None:
-        """End what runs for the video, and release what `again` refers to."""
-        self.again = None
+        """End what runs for the video, which is nothing here."""
 
     @property
     def behind(self) -> Settling:
@@ -69,14 +56,6 @@ class Executor:
             push = functools.partial(advance, cache=self.cache, part_bytes=self._part_bytes)
             return self._static_end.advance(x, self.cache, push)
         return advance(self._chains, x, self.cache, self._part_bytes)
-
-    def tails(self) -> Tails:
-        """Return the tails `[B, C, context, H, W]` of whole frames."""
-        return self.cache.tails()
-
-    def take(self, tails: Tails) -> None:
-        """Continue with `tails` of another executor of the same video."""
-        self.cache.take(tails)
 
 
 def advance(
@@ -99,18 +78,16 @@ def advance(
         # The first layer of a run takes all frames of the chunk.
         ready = at < len(layers) and ((number > 0 and at == 0) or layers[at].pairs)
         if ready:
-            y = _fitted(layers[at], joined, cache)
+            y = _fitted(layers[at], joined)
         while y is not None:
             if at < len(layers):
                 layer = layers[at]
                 part = 0 if ready else _cut(layer, y, part_bytes, cache)
                 if not part:
-                    y = layer(y if ready else _fitted(layer, y, cache), cache)
-                    if cache.thrifty:
-                        cache.park()
+                    y = layer(y if ready else _fitted(layer, y), cache)
                     at, ready = at + 1, False
                     continue
-                waiting.append((at, parts(y, _wanted(layer, y), part, cache.attempt)))
+                waiting.append((at, parts(y, _wanted(layer, y), part)))
             elif last:
                 yield y
             else:
@@ -119,7 +96,7 @@ def advance(
             at, y = _next_part(waiting)
             ready = True
         if not last:
-            joined, at = cache.attempt(functools.partial(join, done)), 0
+            joined, at = _join(done), 0
 
 
 def _cut(layer: CausalLayer, x: Tensor, part_bytes: int, cache: TemporalCache) -> int:
@@ -134,9 +111,8 @@ def _cut(layer: CausalLayer, x: Tensor, part_bytes: int, cache: TemporalCache) -
     return part if part < frames else 0
 
 
-def _fitted(layer: CausalLayer, x: Tensor, cache: TemporalCache) -> Tensor:
-    frames = _wanted(layer, x)
-    return x if frames == x.shape[2] else cache.attempt(lambda: fitted(x, frames))
+def _fitted(layer: CausalLayer, x: Tensor) -> Tensor:
+    return fitted(x, _wanted(layer, x))
 
 
 def _wanted(layer: CausalLayer, x: Tensor) -> int:
@@ -154,25 +130,18 @@ def _next_part(waiting: list[tuple[int, Iterator[Tensor]]]) -> tuple[int, Tensor
     return 0, None
 
 
-def join(runs: list[Tensor]) -> Tensor:
+def _join(runs: list[Tensor]) -> Tensor:
     """Return `runs` `[B, C, T, H, W]` joined in time."""
     return runs[0] if len(runs) == 1 else torch.cat(runs, dim=2)
 
 
-def rechunk(
-    pieces: Iterable[Tensor],
-    size: int | None,
-    *,
-    begins: bool = True,
-    attempt: Callable[[Callable[[], Tensor]], Tensor] = lambda do: do(),
-) -> Iterator[Tensor]:
+def rechunk(pieces: Iterable[Tensor], size: int | None, *, begins: bool = True) -> Iterator[Tensor]:
     """Cut a video in pieces into its first frame and runs of equal length.
 
     Args:
         pieces: `[B, C, t, H, W]` each, any `t`, in order of time.
         size: Frames per run; None: all frames after the first.
         begins: The first frame is the start of the video; otherwise it is like any other.
-        attempt: Runs an allocation, such as `Relief.attempt`.
 
     Yields:
         One frame, then runs of `size` frames, the last of which can be shorter. A run is yielded as
@@ -183,11 +152,11 @@ def rechunk(
     for piece in pieces:
         rest = piece
         while missing is not None and rest.shape[2] >= missing:
-            yield attempt(functools.partial(join, [*held, rest[:, :, :missing]]))
+            yield _join([*held, rest[:, :, :missing]])
             rest = rest[:, :, missing:]
             held, missing = [], size
         if rest.shape[2]:
             held.append(rest)
             missing = None if missing is None else missing - rest.shape[2]
     if held:
-        yield attempt(functools.partial(join, held))
+        yield _join(held)

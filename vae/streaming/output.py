@@ -1,14 +1,11 @@
-"""Destination of decoded frames: new tensors or buffers of the caller, whole or in tiles.
+"""Destinations of the results of a run: latents, or frames in new tensors or in buffers.
 
 Pixels in channels (the patches of Wan 2.2, the phases of 2x decoders) are rearranged in the same
 pass.
 """
 
-import contextlib
-import functools
-from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,11 +17,79 @@ from ..models.config import VAEConfig
 from ..models.patchify import COLUMN_FIRST, ROW_FIRST
 from ..models.receptive_field import Span
 from .overflow import Finding, Watch
-from .part import OPEN_END, Part
+from .source import OPEN_END
+
+
+class Wanted:
+    """Which results of a run are wanted, counted as they come.
+
+    Args:
+        wanted: Their numbers.
+        at: The number of the first result of the run.
+        origin: The number of the first result in the caller's memory.
+    """
+
+    def __init__(self, wanted: range = range(OPEN_END), at: int = 0, origin: int = 0) -> None:
+        self._wanted, self._at, self._origin = wanted, at, origin
+
+    def end_after(self, count: int) -> None:
+        """Drop all that comes after the next `count` results."""
+        start, stop = self._wanted.start, self._wanted.stop
+        self._wanted = range(start, max(start, min(stop, self._at + count)))
+
+    def passed(self, count: int) -> tuple[int, slice]:
+        """Count results; return how many of them precede the wanted ones, and the place of these.
+
+        The place is in the caller's memory; it is empty without a wanted one.
+        """
+        at, self._at = self._at, self._at + count
+        first = min(max(at, self._wanted.start), at + count)
+        last = max(first, min(at + count, self._wanted.stop))
+        place = max(0, first - self._origin)
+        return first - at, slice(place, place + last - first)
+
+
+class Sink(Protocol):
+    """Takes the output of the last layer in order of time."""
+
+    def write(self, x: Tensor) -> Tensor:
+        """Take the output `[B, C, n, H, W]`; return the wanted results, which can be none."""
+        ...
+
+    def end_after(self, latents: int) -> None:
+        """Drop the results after those of the next `latents`."""
+        ...
+
+
+class LatentOutput:
+    """The wanted latents of an encode, which `leave` makes of the output of the last layer."""
+
+    def __init__(self, leave: Callable[[Tensor], Tensor], wanted: Wanted) -> None:
+        self._leave, self._wanted = leave, wanted
+
+    def write(self, x: Tensor) -> Tensor:
+        """Return the latents `[B, C_latent, n, h, w]` of `x` `[B, 2 C_latent, n, h, w]`."""
+        skipped, place = self._wanted.passed(x.shape[2])
+        x = x[:, :, skipped : skipped + place.stop - place.start]
+        return self._leave(x) if x.shape[2] else x
+
+    def end_after(self, latents: int) -> None:
+        """Drop what comes after the next `latents`."""
+        self._wanted.end_after(latents)
 
 
 class Output:
-    """Takes the output of the last layer in order of time, and returns it as pieces."""
+    """The wanted frames of a decode: new tensors, or parts of the caller's memory.
+
+    Args:
+        config: Configuration of the VAE.
+        dtype: Dtype of new tensors.
+        out: `[B, C, T, H, W]`, or None.
+        images: `[B, T, H, W, C]` of floats in [0, 1], uint8 or uint16, or None.
+        wanted: The frames; all by default.
+        writer: Writes into memory of the host; None: it is written at once.
+        watch: Examines the pieces; None: they need no examination.
+    """
 
     def __init__(
         self,
@@ -32,21 +97,13 @@ class Output:
         dtype: torch.dtype,
         out: Tensor | None = None,
         images: Tensor | None = None,
-        part: Part | None = None,
-        attempt: Callable[[Callable[[], Any]], Any] = lambda do: do(),
+        wanted: Wanted | None = None,
         writer: BackgroundWriter | None = None,
         watch: Watch | None = None,
     ) -> None:
-        if out is not None and images is not None:
-            raise ValueError("both out and images are given; expected one of them")
-        self._config, self._dtype = config, dtype
-        # `[B, C, T, H, W]`, or `[B, T, H, W, C]` of floats in [0, 1], uint8 or uint16; from
-        # `part.origin` on.
-        self._out, self._images = out, images
-        self._wanted, self._at, self._origin = None, 0, 0
-        if part is not None:
-            self._wanted, self._at, self._origin = part.frames, part.first_frame, part.origin
-        self._attempt, self._writer, self._watch = attempt, writer, watch
+        self._config, self._dtype, self._out, self._images = config, dtype, out, images
+        self._wanted = wanted or Wanted()
+        self._writer, self._watch = writer, watch
         # Pixels of a piece per pixel of the network's output, in height and width.
         self._size = config.patch_size * config.output_scale
         self._order = COLUMN_FIRST if config.patch_size > 1 else ROW_FIRST
@@ -56,42 +113,38 @@ class Output:
         """The error of the writer, or None."""
         return None if self._writer is None else self._writer.error
 
-    def end_after(self, frames: int) -> None:
-        """Drop all that comes after the next `frames` frames."""
-        wanted = range(OPEN_END) if self._wanted is None else self._wanted
-        start, stop = wanted.start, wanted.stop
-        self._wanted = range(start, max(start, min(stop, self._at + frames)))
+    def end_after(self, latents: int) -> None:
+        """Drop the frames after those of the next `latents`, none of which is a first one."""
+        self._wanted.end_after(latents * self._config.temporal_compression)
 
     def write(self, x: Tensor) -> Tensor:
         """Take frames `x` `[B, C, n, H, W]`, and return the piece of the wanted ones."""
-        skipped, place = self._passed(x.shape[2])  # before anything that may be repeated
+        skipped, place = self._wanted.passed(x.shape[2])
         x = x[:, :, skipped : skipped + place.stop - place.start]
         finding = self._finding(place)
         if finding is not None:
-            self._attempt(functools.partial(finding.look, x))
+            finding.look(x)
         target = self._target(place)
-        write = self._new
-        if target is not None:
-            write = functools.partial(self._placed, target=target, finding=finding)
-        return self._attempt(functools.partial(write, x))
+        if target is None:
+            return self._new(x)
+        self._place(x, target, finding)
+        return target
 
     def chunk(self, latent: Tensor, *, first: bool) -> "TiledChunk":
         """Return a target for tiles of the frames of a `latent` `[B, C, t, h, w]`."""
         batch, channels, _, height, width = self._config.decoded_shape(latent.shape)
         count = 1 if first else latent.shape[2] * self._config.temporal_compression
-        skipped, place = self._passed(count)
+        skipped, place = self._wanted.passed(count)
+        frames = place.stop - place.start
         piece = self._target(place)
         if piece is None:
-            empty = functools.partial(
-                torch.empty,
-                (batch, channels, place.stop - place.start, height, width),
+            piece = torch.empty(
+                (batch, channels, frames, height, width),
                 dtype=self._dtype,
                 device=latent.device,
                 memory_format=torch.channels_last_3d,
             )
-            piece = self._attempt(empty)
-        finding = self._finding(place)
-        return TiledChunk(self, piece, finding, skipped, place.stop - place.start)
+        return TiledChunk(self, piece, self._finding(place), skipped, frames)
 
     def put(
         self,
@@ -101,39 +154,20 @@ class Output:
         time: slice,
         rows: Span,
         columns: Span,
-        attempt: Callable[[Callable[[], Any]], Any] | None = None,
     ) -> None:
         """Write a part `[B, C, n, h, w]` of some frames to its place in a piece, and examine it."""
-        settles = attempt is not None
-        attempt = attempt or self._attempt
         down, across = (slice(self._size * a, self._size * b) for a, b in (rows, columns))
         if self._images is None:
             target = piece[:, :, time, down, across]
         else:
             target = piece[:, time, down, across]
         if finding is not None:
-            attempt(functools.partial(finding.look, x))
-        attempt(functools.partial(self._placed, x, target, finding=finding, settles=settles))
-
-    def settle(self) -> None:
-        """Wait until what this thread has put with an `attempt` has left its device."""
-        if self._writer is not None:
-            self._writer.settle()
+            finding.look(x)
+        self._place(x, target, finding)
 
     def _finding(self, place: slice) -> Finding | None:
         """Return the examination of a piece; None for one without frames, which is not yielded."""
         return self._watch.next_piece() if self._watch and place.stop > place.start else None
-
-    def _passed(self, frames: int) -> tuple[int, slice]:
-        """Count frames; return how many of them precede the wanted ones, and the place of these."""
-        at, self._at = self._at, self._at + frames
-        if self._wanted is None:
-            return 0, slice(at, at + frames)
-        first = min(max(at, self._wanted.start), at + frames)
-        last = max(first, min(at + frames, self._wanted.stop))
-        # Before the first wanted frame the place is empty, at the start.
-        place = max(0, first - self._origin)
-        return first - at, slice(place, place + last - first)
 
     def _target(self, place: slice) -> Tensor | None:
         """Return the caller's memory for some frames; None: a new tensor."""
@@ -147,22 +181,19 @@ class Output:
             return frames
         return pixel_shuffle_3d(frames, (1, self._size, self._size), self._order)
 
-    def _placed(
-        self, x: Tensor, target: Tensor, *, finding: Finding | None, settles: bool = False
-    ) -> Tensor:
-        if self._writer is not None and target.numel():
+    def _place(self, x: Tensor, target: Tensor, finding: Finding | None) -> None:
+        if not target.numel():
+            return
+        if self._writer is not None:
             held = uint16_as_int16(self._converted(x, target))
             number = None if finding is None else finding.number()
-            self._writer.put(held, uint16_as_int16(target), settles=settles, number=number)
-            if finding is not None:
-                finding.sent()
-            return target
+            self._writer.put(held, uint16_as_int16(target), number=number)
+            return
         with torch.inference_mode(target.is_inference()):  # otherwise it cannot be written to
-            if not target.numel():
-                return target
             if self._images is not None:
-                return frames_to_images(x, patch=self._size, order=self._order, out=target)
-            return pixel_shuffle_3d(x, (1, self._size, self._size), self._order, out=target)
+                frames_to_images(x, patch=self._size, order=self._order, out=target)
+            else:
+                pixel_shuffle_3d(x, (1, self._size, self._size), self._order, out=target)
 
     def _converted(self, x: Tensor, target: Tensor) -> Tensor:
         """Return `x` in the shape and dtype of `target` `[...]`, on the device of `x`."""
@@ -185,49 +216,13 @@ class TiledChunk:
         self._output, self._finding = output, finding
         self._skipped, self._frames = skipped, frames
 
-    def restart(self) -> None:
-        """Expect all tiles, again if some have arrived."""
-        if self._finding is not None:
-            self._finding.restart()
-
-    def put(
-        self,
-        x: Tensor,
-        start: int,
-        rows: Span,
-        columns: Span,
-        attempt: Callable[[Callable[[], Any]], Any] | None = None,
-    ) -> None:
+    def put(self, x: Tensor, start: int, rows: Span, columns: Span) -> None:
         """Write a part of the frames from `start` on; threads of devices may do so at once."""
         first = max(0, self._skipped - start)
         last = min(x.shape[2], self._skipped + self._frames - start)
         if first < last:
             time = slice(start + first - self._skipped, start + last - self._skipped)
-            run = x[:, :, first:last]
-            self._output.put(run, self.piece, self._finding, time, rows, columns, attempt)
-
-    def settle(self) -> None:
-        """Wait as `Output.settle`."""
-        self._output.settle()
-
-
-def until_complete(
-    stream: Iterator[Tensor], frames: range | None, *, as_images: bool
-) -> Generator[Tensor, None, None]:
-    """Yield pieces that hold frames until all `frames` have arrived; else a `ValueError`."""
-    missing = OPEN_END if frames is None else len(frames)
-    for piece in stream:
-        count = piece.shape[1 if as_images else 2]
-        if count:
-            missing -= count
-            yield piece
-        if not missing:
-            return
-    if frames is not None and frames.stop != OPEN_END:
-        raise ValueError(
-            f"frames are {frames!r}; the video ends before frame {frames.stop - missing}; "
-            "expected a part of the video"
-        )
+            self._output.put(x[:, :, first:last], self.piece, self._finding, time, rows, columns)
 
 
 def background_writer(device: torch.device, target: Tensor | None) -> BackgroundWriter | None:
@@ -235,27 +230,6 @@ def background_writer(device: torch.device, target: Tensor | None) -> Background
     if target is None or device.type == "cpu" or target.device.type != "cpu":
         return None
     return BackgroundWriter(_fill, dtype=None)
-
-
-def delivered(
-    stream: Iterator[Tensor], writer: BackgroundWriter | None, *, ahead: bool
-) -> Generator[Tensor, None, None]:
-    """Yield the pieces when `writer` has written them; `ahead`: one late, after the next one."""
-    waiting: deque[tuple[int, Tensor]] = deque()
-
-    def complete() -> Tensor:
-        queued, piece = waiting.popleft()
-        if writer is not None:
-            writer.wait(queued)
-        return piece
-
-    with writer or contextlib.nullcontext():
-        for piece in stream:
-            waiting.append((writer.queued if writer else 0, piece))
-            if len(waiting) > ahead:
-                yield complete()
-        if waiting:
-            yield complete()
 
 
 def _fill(frames: Tensor, target: Tensor) -> None:

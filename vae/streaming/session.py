@@ -1,44 +1,39 @@
-"""One video through the network: its chunks, its plan, and a smaller plan when memory runs out."""
+"""One run of a video under one setting: a plan, and its chunks through an executor."""
 
 import contextlib
-import functools
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ...kernels import (
-    Proofs,
-    Snapshot,
-    is_out_of_memory,
-    proving,
-    searches_shapes,
-    seeing,
-)
+from ...kernels import Proofs, Snapshot, proving, searches_shapes, seeing
 from ..layers.conv import Conv, drop_stale_forms
 from ..layers.frame_runs import fitted
 from ..layers.inputs.coding import Coding
 from ..layers.lines import FrameShard
-from ..layers.oom import Relief
 from ..layers.temporal_cache import TemporalCache
 from ..layers.workspace import Workspace, canonical
 from ..models.base import Network
 from ..models.config import VAEConfig
+from ..planning.bands import Bands
 from ..planning.device_memory import free_bytes
-from ..planning.job import job_of
-from ..planning.plan import Plan, check_plan, make_plan, smaller_plan
+from ..planning.job import StreamJob, job_of
+from ..planning.plan import Plan, check_plan, cut_tiles, make_plan
 from ..validation import warn_dropped
 from . import cuda_graph
+from .bands.banded_executor import BandedDecode, BandedEncode
 from .bands.crew import BandedWork, Team
+from .cache_offload import Parking
 from .executor import Executor, rechunk
-from .executors import make_banded, make_executor
 from .options import StreamOptions
-from .output import Output
-from .precision import eager, layer_modes
+from .output import Output, Sink
+from .precision import layer_modes
+from .settings import Setting
 from .static_frames import Changes
+from .tiled_executor import TiledDecode, TiledEncode
 from .upload import Upload
 
 if TYPE_CHECKING:
@@ -51,278 +46,322 @@ _PROOFS = 16
 _SEARCH_S = 7.6
 
 
-@dataclass
-class VideoSession:
-    """Runs one video: plans for its size, then pushes its chunks through an executor."""
+@dataclass(frozen=True)
+class VideoJob:
+    """What a video needs of its VAE under every setting.
+
+    Attributes:
+        network: The encoder or the decoder.
+        config: Configuration of the VAE.
+        options: Options of the stream, with limit and chunk filled in.
+        encodes: It is an encode.
+        video: The whole video; None: it arrives in pieces.
+        enter: Applied to a chunk `[B, C, T, H, W]` on the device, before the first layer.
+        kernels: What may run in addition to the library, by device, dtype and names in int8.
+        to_range: Of the pixels of an encode, to [-1, 1]; None: they are in that range.
+        graphs: Repeated chunks are captured as CUDA graphs.
+        skips: Static frames are skipped.
+        team: The VAE's devices; None: ranks share the video.
+        shards: The ranks that share the video.
+    """
 
     network: Network
     config: VAEConfig
-    options: StreamOptions  # with limit and chunk filled in
-    dtype: torch.dtype  # of the computation
-    enter: Callable[[Tensor], Tensor]  # of a chunk `[B, C, T, H, W]`, before the first layer
-    to_range: Callable[[Tensor], Tensor] | None  # of the pixels of an encode, to [-1, 1]
-    leave: Callable[[Tensor], Tensor] | Output  # for the output of an encoder; or a destination
-    relief: Relief
-    single_frame: bool
-    begins: bool  # otherwise the frames before the first one are unknown
-    graphs: bool
-    skips: bool  # static frames
-    kernels: Callable[[torch.device], Snapshot]  # in addition to the library
-    shards: "ShardGroup | None" = None
+    options: StreamOptions
+    encodes: bool
+    video: Tensor | None
+    enter: Callable[[Tensor], Tensor]
+    kernels: Callable[[torch.device, torch.dtype, frozenset[str]], Snapshot]
+    to_range: Callable[[Tensor], Tensor] | None = None
+    graphs: bool = False
+    skips: bool = False
     team: Team | None = None
-    known: bool = False  # the whole video is at hand
-    coding: Coding | None = None
-
-    def __post_init__(self) -> None:
-        self._device = self.relief.device
-        # The operations between ranks and the counts of codes are not captured.
-        self.graphs = self.graphs and self.shards is None and self.coding is None
-        # Shorter steps would be searched for.
-        self.skips = self.skips and not searches_shapes(self._device)
-        self._encodes = not isinstance(self.leave, Output)
-        # Frames per latent at the input.
-        self._group = self.config.temporal_compression if self._encodes else 1
-        self._pictures = self.config.is_of_pictures  # every frame is a first frame
-        self._upload = Upload(self._device, self.dtype, self.to_range) if self._encodes else None
-        self._workspace, self._changes = Workspace(), Changes()
-        self._seen, self._proofs = self.kernels(self._device), Proofs(0, 0)
-        self._chunk: Tensor | None = None
-        self._results: Iterator[Tensor] | None = None
-        self._is_static = False
-        self._last: tuple[torch.Size, bool] | None = None
-        self._repeats = 0  # equal chunks before this one
-        self._left: int | None = None  # latents of a last chunk that is filled up
-        self._recording: cuda_graph.Recording | None = None
-        self._shard: FrameShard | None = None
+    shards: "ShardGroup | None" = None
 
     @property
-    def plan(self) -> Plan:
-        """The current plan; there is one from the first result on."""
-        return self._plan
+    def task(self) -> str:
+        """The work in words."""
+        return "an encode" if self.encodes else "a decode"
 
-    def run(self, source: Iterator[Tensor]) -> Generator[Tensor, None, None]:
-        """Run the checked pieces of the video; between results the caller's modes are active."""
-        source = self._planned(source)
-        relief, done = self.relief, 0
-        relief.frees = self._workspace.release
-        relief.parks = lambda: self._executor.park()
-        self._workspace.relief = relief
+    @property
+    def is_single_frame(self) -> bool:
+        """Whether the video is known to have one frame."""
+        if self.video is None:
+            return False
+        frames = self.video.shape[2]
+        return (self.config.latent_frames(frames) if self.encodes else frames) == 1
+
+    @property
+    def group(self) -> int:
+        """Frames, or latents, of the input per latent."""
+        return self.config.temporal_compression if self.encodes else 1
+
+    @contextlib.contextmanager
+    def left(self, setting: Setting) -> Iterator[None]:
+        """Free the copy of the network after the block, if the VAE is on another device."""
         try:
-            for chunk in self._chunks(source):
-                self._begin(chunk)
-                while (piece := self._next()) is not None:
-                    if self._left is not None:
-                        piece = piece[:, :, : self._left]
-                        self._left -= piece.shape[2]
-                    yield piece
-                done += chunk.shape[2]
-                if self._executor.cache.first != self._pictures:
-                    for cache in self._executor.caches:
-                        cache.first = self._pictures
-                is_short = bool(relief.done and relief.is_new)
-                if is_short:
-                    relief.report(f"{'frame' if self._encodes else 'latent'} {done}")
-                if self._is_true_of_any(is_short):
-                    self._lower()
-            if self._upload is not None:
-                self._upload.check(None if self.shards is None else self.shards.most)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            raise relief.exhausted(error) from None
+            yield
         finally:
-            # Break the reference cycles so that the caches are freed now.
-            self._workspace.relief = None
-            relief.forget()
-            self._proofs.close()
-            self._recording = self._results = None
-            self._executor.close()
+            if setting.moved and self.team is not None:
+                self.team.replicas.drop(setting.device)
 
-    @eager
-    def _planned(self, source: Iterator[Tensor]) -> Iterator[Tensor]:
-        """Make the plan for the size of the first piece."""
+    def network_on(self, device: torch.device) -> Network:
+        """Return the network or its copy on a device."""
+        if self.team is None:
+            return self.network
+        name = "encoder" if self.encodes else "decoder"
+        return self.team.replicas.on(device, name, self.network)
+
+
+class VideoSession:
+    """One run of a video.
+
+    Args:
+        job: The work.
+        setting: The conditions of the run.
+        sink: Takes the results.
+        coding: The convolutions in int8; None: there are none.
+
+    Attributes:
+        plan: The plan, from the first result on.
+        planned: The stream that it is for.
+    """
+
+    def __init__(
+        self, job: VideoJob, setting: Setting, sink: Sink, coding: Coding | None = None
+    ) -> None:
+        self.plan: Plan | None = setting.plan
+        self.planned: StreamJob | None = None
+        self._job, self._setting, self._sink, self._coding = job, setting, sink, coding
+        self._device, self._pictures = setting.device, job.config.is_of_pictures
+        self._upload = Upload(setting.device, setting.dtype, job.to_range) if job.encodes else None
+        self._workspace, self._changes = Workspace(), Changes()
+        self._seen = job.kernels(setting.device, setting.dtype, setting.coded)
+        self._proofs = Proofs(0, 0)
+        self._shard: FrameShard | None = None
+        # The operations between ranks and the counts of codes are not captured.
+        self._graphs = job.graphs and job.shards is None and coding is None
+        # Another shape costs a search of the library: no shorter steps.
+        self._searches = searches_shapes(setting.device)
+        self._skips = job.skips and not self._searches
+        self._recording: cuda_graph.Recording | None = None
+        self._last: tuple[torch.Size, bool] | None = None
+        self._repeats = 0  # equal chunks before this one
+
+    def run(
+        self, source: Iterator[Tensor], *, begins: bool = True
+    ) -> Generator[Tensor, None, None]:
+        """Run the checked pieces of a video; between results the caller's modes are active.
+
+        Args:
+            source: Pieces `[B, C, t, H, W]` in order of time.
+            begins: The first frame is the start of the video; otherwise frames before are unknown.
+
+        Yields:
+            The pieces of the sink.
+        """
         first = next(source, None)
         if first is None:
-            name = "frames" if self._encodes else "latents"
+            name = "frames" if self._job.encodes else "latents"
             raise ValueError(f"the video has no {name}; expected at least one")
-        compression = self.config.spatial_compression if self._encodes else 1
-        size = first.shape[3] // compression, first.shape[4] // compression
-        ranks = 1
-        if self.shards is not None:
-            self._shard = self.shards.split(*size, self.relief.finish)
-            ranks = self.shards.size
-            size = self._shard.largest_part(size)
-        if self.known and first.device.type != "cpu":
+        if self._job.video is not None and first.device.type != "cpu":
             self._changes = Changes(first)
-        model = self.network, self.config, (first.shape[0], *size), self.dtype, self._device
-        coded = self.coding.names if self.coding else frozenset()
-        self._job = job_of(*model, single_frame=self.single_frame, ranks=ranks, coded=coded)
-        banded = None if self.team is None else self.team.plan(self._job, self.options)
-        limit = self.options.limit_bytes
-        if self.shards is not None:
-            limit = self.shards.limit_of(self._job, limit)
-        options = {"chunk": self.options.chunk, "tile": self.options.tile}
-        self._plan, self._planner = banded or (make_plan(self._job, limit, **options), None)
-        check_plan(self._job, self._plan)
-        if self.team is None or self._planner is None:
-            # A picture proves one kind at a time, a video all of them.
-            most = 1 if self.single_frame else _PROOFS
-            room = (free_bytes(self._device) if limit is None else limit) - self._plan.peak_bytes
-            self._proofs = Proofs(room, most)
-        if self.shards is not None:
-            options = {"begins": self.begins, "skips_static": self.skips}
-            self.shards.check_plan(self._job, self._plan, options, self.relief.finish)
-        modules = self.network.modules
-        convs = self.network.kept.of("convs", lambda: [m for m in modules() if isinstance(m, Conv)])
-        drop_stale_forms(convs, self.relief.finish)
-        self._executor = self._executor_of(self._plan)
-        return itertools.chain([first], source)
+        executor, plan = self._begin(first, begins=begins)
+        source = itertools.chain([first], source)
+        del first  # the first piece is not kept
+        pieces = rechunk(source, self._step_of(plan), begins=begins)
+        try:
+            for chunk in self._chunks(pieces, executor, plan):
+                results: Iterator[Tensor] | None = None
+                while True:
+                    with self._modes():
+                        results = self._step(chunk, executor) if results is None else results
+                        piece = next(results, None)
+                        piece = None if piece is None else executor.finish(piece)
+                    if piece is None:
+                        break
+                    yield piece
+                    del piece
+                for cache in executor.caches:
+                    cache.first = self._pictures
+            self.check()
+        finally:
+            self._proofs.close()
+            self._recording = None
+            executor.close()
 
-    def _chunks(self, source: Iterator[Tensor]) -> Iterator[Tensor]:
-        """Cut the pieces into steps of the plan, which can change to a smaller one meanwhile."""
-        chunk, group = self._plan.chunk, self._group
-        size = 1 if self._pictures else None if chunk == -1 else chunk * group
-        dropped = 0
-        for whole in rechunk(source, size, begins=self.begins, attempt=self.relief.attempt):
-            rest = whole
-            if not self._executor.cache.first and whole.shape[2] % group:
-                dropped = whole.shape[2] % group
-                rest = whole[:, :, : whole.shape[2] - dropped]
-            ends = not self._executor.cache.first and size is not None and whole.shape[2] < size
-            while rest.shape[2]:
-                chunk = self._plan.chunk
-                length = rest.shape[2] if chunk == -1 else chunk * group
-                run, rest = rest[:, :, :length], rest[:, :, length:]
-                yield self._filled(run, length) if ends and run.shape[2] < length else run
+    def check(self) -> None:
+        """Raise the `ValueError` of pixels that are not finite, for which the device is asked."""
+        if self._upload is not None:
+            shards = self._job.shards
+            self._upload.check(None if shards is None else shards.most)
+
+    @contextlib.contextmanager
+    def _modes(self) -> Iterator[None]:
+        """Set the modes in which layers run within the block."""
+        with (
+            layer_modes(self._device, full=self._setting.dtype == torch.float32),
+            seeing(self._seen),
+            proving(self._proofs),
+        ):
+            yield
+
+    def _begin(self, first: Tensor, *, begins: bool) -> tuple[Executor, Plan]:
+        """Make the plan for the size of the first piece; return its executor, and the plan."""
+        job, setting, device = self._job, self._setting, self._device
+        limit = job.options.limit_bytes
+        planned = self._planned(first)
+        self.planned, bands = planned, None
+        if job.shards is not None:
+            limit = job.shards.limit_of(planned, limit)
+        if job.team is not None and setting.shared and setting.plan is None:
+            bands = job.team.plan(planned, job.options)
+        plan = setting.plan or bands
+        if plan is None:
+            plan = make_plan(planned, limit, chunk=job.options.chunk, tile=job.options.tile)
+        self.plan = plan
+        check_plan(planned, plan)
+        if bands is None:
+            # A picture proves one kind at a time, a video all of them.
+            room = (free_bytes(device) if limit is None else limit) - plan.peak_bytes
+            self._proofs = Proofs(room, 1 if job.is_single_frame else _PROOFS)
+        if job.shards is not None:
+            job.shards.check_plan(planned, plan, {"begins": begins, "skips_static": self._skips})
+        modules = planned.network.modules
+        kept = planned.network.kept
+        drop_stale_forms(kept.of("convs", lambda: [m for m in modules() if isinstance(m, Conv)]))
+
+        def new_cache() -> TemporalCache:
+            cache = TemporalCache(
+                single_frame=planned.single_frame,
+                band_bytes=plan.part_bytes,
+                workspace=self._workspace,
+                shard=self._shard,
+                coding=self._coding,
+            )
+            cache.first = begins
+            return cache
+
+        if bands is None or bands.bands is None or job.team is None:
+            return _executor_of(planned, plan, new_cache, self._sink), plan
+        output = self._sink if isinstance(self._sink, Output) else None
+
+        def kernels(device: torch.device) -> Snapshot:
+            return job.kernels(device, setting.dtype, setting.coded)
+
+        work = BandedWork(planned, job.team.replicas, output, kernels)
+        return _banded(work, bands.bands, new_cache(), self._sink), plan
+
+    def _planned(self, first: Tensor) -> StreamJob:
+        """Return the stream to plan, of the size of the first piece `[B, C, t, H, W]`."""
+        job, setting, shards, ranks = self._job, self._setting, self._job.shards, 1
+        compression = job.config.spatial_compression if job.encodes else 1
+        size = first.shape[3] // compression, first.shape[4] // compression
+        if shards is not None:
+            self._shard, ranks = shards.split(*size), shards.size
+            size = self._shard.largest_part(size)
+        return job_of(
+            job.network_on(setting.device),
+            job.config,
+            (first.shape[0], *size),
+            setting.dtype,
+            setting.device,
+            single_frame=job.is_single_frame,
+            ranks=ranks,
+            coded=setting.coded,
+        )
+
+    def _step_of(self, plan: Plan) -> int | None:
+        """Return the frames, or latents, of a step; None: all."""
+        if self._pictures:
+            return 1
+        return None if plan.chunk == -1 else plan.chunk * self._job.group
+
+    def _chunks(self, runs: Iterator[Tensor], executor: Executor, plan: Plan) -> Iterator[Tensor]:
+        """Cut what is no whole latent, and fill the last step up if another shape costs more."""
+        size, group, dropped = self._step_of(plan), self._job.group, 0
+        for run in runs:
+            if not executor.cache.first:
+                dropped = run.shape[2] % group
+                run = run[:, :, : run.shape[2] - dropped]
+                latents, more = run.shape[2] // group, (size or 0) - run.shape[2]
+                # Frames only see those before them. The results of the copies are dropped.
+                searched_s = more // group * plan.latent_s
+                if latents and more > 0 and self._searches and searched_s <= _SEARCH_S:
+                    self._sink.end_after(latents)
+                    run = fitted(run, run.shape[2] + more)
+            if run.shape[2]:
+                yield run
         if dropped:
             warn_dropped(dropped)
 
-    def _filled(self, run: Tensor, length: int) -> Tensor:
-        """Repeat the last frame of the last chunk up to `length` if another shape costs more."""
-        # Frames only see those before them. The results of the copies are dropped.
-        frames, group = run.shape[2], self._group
-        added_s = (length - frames) // group * self._plan.latent_s
-        if not searches_shapes(self._device) or added_s > _SEARCH_S:
-            return run
-        if isinstance(self.leave, Output):
-            self.leave.end_after(frames * self.config.temporal_compression)
-        else:
-            self._left = frames // group
-        return self.relief.attempt(lambda: fitted(run, length))
-
-    @eager
-    def _begin(self, chunk: Tensor) -> None:
-        """Inspect the next chunk: of the shape of the last one, or static."""
-        like = chunk.shape, self._executor.cache.first
+    def _step(self, chunk: Tensor, executor: Executor) -> Iterator[Tensor]:
+        """Return the results of a chunk, replayed if an equal chunk was captured."""
+        like = chunk.shape, executor.cache.first
         self._repeats = self._repeats + 1 if like == self._last else 0
         if self._repeats == 0:
             self._recording = None
         self._last = like
-        if self.skips:
-            repeats = self.relief.attempt(lambda: self._changes.repeats(chunk))
-            wanted = self._executor.takes(chunk.shape[2], repeats)
-            self._is_static = wanted is not None
-            if self._is_static:
-                chunk = chunk[:, :, :wanted]
-        self._chunk = chunk if self._shard is None else self._shard.cut(chunk)
-
-    @eager
-    def _next(self) -> Tensor | None:
-        """Compute and return the next result; None after the last."""
-        with contextlib.ExitStack() as modes:
-            modes.enter_context(layer_modes(self._device, full=self.dtype == torch.float32))
-            modes.enter_context(seeing(self._seen))
-            modes.enter_context(proving(self._proofs))
-            if self._results is None:
-                again = functools.partial(self._input, self._chunk)
-                self._executor.again = again
-                self._results = iter(self._steps(self.relief.attempt(again)))
-            result = next(self._results, None)
-            if result is None:
-                self._results = None
-                return None
-            return self._executor.finish(result)
-
-    def _input(self, chunk: Tensor | None) -> Tensor:
-        if chunk is None:
-            raise RuntimeError("no chunk was set; expected one")
-        if self._upload is not None:
-            x = self._upload(chunk)
-        else:
-            x = chunk.to(self._device, self.dtype).contiguous(memory_format=torch.channels_last_3d)
-        return canonical(self.enter(canonical(x)))
-
-    def _steps(self, x: Tensor) -> Iterable[Tensor]:
-        """Return the results of the chunk, replayed if an equal chunk was captured."""
-        executor = self._executor
-        repeats = self._repeats and executor.records and not self._is_static
-        if self.graphs and repeats and cuda_graph.takes(self._device):
+        if self._skips:
+            wanted = executor.takes(chunk.shape[2], self._changes.repeats(chunk))
+            if wanted is not None:  # its last frames are static
+                return executor.advance(self._input(chunk[:, :, :wanted]))
+        x = self._input(chunk)
+        if self._graphs and self._repeats and executor.records and cuda_graph.takes(self._device):
             try:
                 if self._recording is None:
                     self._recording = cuda_graph.Recording(executor.advance, x)
                 return self._recording.replay(x)
             except RuntimeError as error:
-                self.graphs = False
+                self._graphs = False
                 cuda_graph.complain(error)
         return executor.advance(x)
 
-    def _is_true_of_any(self, fact: bool) -> bool:
-        """Return whether a fact is true of any rank of this video."""
-        if self.shards is None:
-            return fact
-        return bool(self.shards.most("facts", fact, self.relief.attempt))
+    def _input(self, chunk: Tensor) -> Tensor:
+        """Return a chunk as the first layer takes it, or the part of a shard."""
+        chunk = chunk if self._shard is None else self._shard.cut(chunk)
+        if self._upload is not None:
+            x = self._upload(chunk)
+        else:
+            x = chunk.to(self._device, self._setting.dtype)
+            x = x.contiguous(memory_format=torch.channels_last_3d)
+        return canonical(self._job.enter(canonical(x)))
 
-    @eager
-    def _lower(self) -> None:
-        """Continue with the next smaller plan, if one exists and memory allows the change."""
-        smaller = smaller_plan(self._job, self._plan)
-        if smaller is None:
-            return
 
-        def changed() -> Executor:
-            executor = self._executor_of(smaller)
-            # Single pictures have no tails.
-            if not self._pictures:
-                executor.take(self._executor.tails())
-                # SeedVR2's layers note whether their first frame was the last one; it is never
-                # tiled.
-                executor.cache.after_first |= self._executor.cache.after_first
-            return executor
+def _executor_of(
+    job: StreamJob, plan: Plan, new_cache: Callable[[], TemporalCache], sink: Sink
+) -> Executor:
+    """Return the executor of a plan for one device, whose results `sink` takes."""
+    if plan.tiles is None:
+        executor = Executor(job.network.chains(), new_cache(), plan.part_bytes)
+        executor.finish = _finishing(sink, executor.cache)
+        return executor
+    parts = *cut_tiles(job, plan.tiles), new_cache, plan.part_bytes
+    if isinstance(sink, Output):
+        executor = TiledDecode(*parts)
+        executor.output = sink
+    else:
+        executor = TiledEncode(*parts)
+        executor.finish = sink.write
+    if plan.parked:
+        executor.parking = Parking(job.device)
+    return executor
 
-        try:
-            # As in the steps: tails created in inference mode cannot be written to later.
-            with torch.inference_mode(False), torch.no_grad():
-                executor = self.relief.attempt(changed)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            executor = None
-        if self._is_true_of_any(executor is None) or executor is None:
-            return
-        self._executor = executor
-        self._plan, self._recording, self._repeats, self._last = smaller, None, 0, None
 
-    def _executor_of(self, plan: Plan) -> Executor:
-        def new_cache() -> TemporalCache:
-            cache = TemporalCache(
-                single_frame=self._job.single_frame,
-                band_bytes=plan.part_bytes,
-                workspace=self._workspace,
-                shard=self._shard,
-                coding=self.coding,
-            )
-            cache.first = self.begins
-            return cache
+def _banded(work: BandedWork, bands: Bands, cache: TemporalCache, sink: Sink) -> Executor:
+    """Return the executor of bands on several devices, whose results `sink` takes."""
+    if isinstance(sink, Output):
+        return BandedDecode(work, bands, cache)
+    executor = BandedEncode(work, bands, cache)
+    executor.finish = sink.write
+    return executor
 
-        if self.team is None or self._planner is None or plan.bands is None:
-            return make_executor(self._job, plan, new_cache, self.leave)
-        work = BandedWork(
-            self._planner,
-            self.team,
-            self.relief,
-            self.options.release,
-            self.known,
-            self.leave if isinstance(self.leave, Output) else None,
-            self.kernels,
-        )
-        return make_banded(work, plan.bands, new_cache(), self.leave)
+
+def _finishing(sink: Sink, cache: TemporalCache) -> Callable[[Tensor], Tensor]:
+    """Return what takes the output of the layers; of a shard, whole frames of all ranks."""
+    shard = cache.shard
+    if shard is None:
+        return sink.write
+    if isinstance(sink, Output):
+        return lambda x: sink.write(shard.gather(x))
+    return lambda x: shard.gather(sink.write(x))

@@ -96,8 +96,7 @@ class StaticEnd:
         runs = list(itertools.accumulate(self._convs, _behind, initial=self._run))
         first, behind = self._done, runs[-1]
         if self._held is not None:
-            held, frames = self._held, behind.frames if first == len(self._places) else 1
-            x = cache.attempt(lambda: _repeated(held, frames))
+            x = _repeated(self._held, behind.frames if first == len(self._places) else 1)
         if first == len(self._places):
             yield x
             return
@@ -113,12 +112,12 @@ class StaticEnd:
         chains = [[next(each) for _ in chain] for chain in self._chains]
         repeats, last = behind.frames - max(1, behind.needed), x
         for y in push(chains, x, start=self._places[first]):
-            last = cache.attempt(y[:, :, -1:].clone) if repeats else y
+            last = y[:, :, -1:].clone() if repeats else y
             yield y
         if done > first:
             self._done, self._held = done, layers[done - 1].kept
         if repeats:
-            yield cache.attempt(functools.partial(_repeated, last, repeats))
+            yield _repeated(last, repeats)
 
 
 class _SettlingLayer(CausalLayer):
@@ -152,12 +151,10 @@ class _SettlingLayer(CausalLayer):
         run = self._run.part(self._seen, x.shape[2])
         self._seen += x.shape[2]
         cache.settling = run if self._settles else None
-        try:
-            y = self._layer(x, cache)
-        finally:
-            cache.settling = None
+        y = self._layer(x, cache)
+        cache.settling = None
         if self.keeps and self._seen == self._wanted:
-            self.kept = cache.attempt(y[:, :, -1:].clone)
+            self.kept = y[:, :, -1:].clone()
         return y
 
 

@@ -32,7 +32,6 @@ class Upload:
         # On a CPU the values were checked before the work; `meta` has none.
         self._checks = device.type not in ("cpu", "meta")
         self._bad: Tensor | None = None
-        self._counted: Tensor | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._staging: Tensor | None = None
         self._copied: torch.cuda.Event | None = None
@@ -47,10 +46,8 @@ class Upload:
             bad = not_finite(x).sum() if self._checks else None
             x = x if self._to_range is None else self._to_range(x)
         x = x.to(self._dtype).contiguous(memory_format=torch.channels_last_3d)
-        # Last and once, because the upload is repeated if memory runs out.
-        if bad is not None and pixels is not self._counted:
+        if bad is not None:
             self._bad = bad if self._bad is None else self._bad + bad
-            self._counted = pixels
         return x
 
     def check(self, most: Callable[[str, int], int] | None = None) -> None:

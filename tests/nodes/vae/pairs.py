@@ -2,12 +2,14 @@
 
 import contextlib
 import importlib
+import itertools
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from fast_video_vae.tests.seedvr2 import NARROW
+from fast_video_vae.tests.vae.streaming.failing_memory import ERRORS, FailingMemory
 
 
 def stock_vae(state):
@@ -75,26 +77,31 @@ def small_latents(count, **options):
     return latents(count, 4, 6, **options)
 
 
-def out_of_memory(monkeypatch, fast, name, times):
-    """Let a stream of the network fail for a number of calls; their inputs are in the list."""
-    import comfy.model_management as management
+def each_failure(run, in_a_row, count=8):
+    """Let allocations of runs fail, one place after the other; yield the results, or check a line.
 
-    kind, calls = type(fast.first_stage_model), []
-    real = getattr(kind, name)
-
-    def failing(self, given, options, **others):
-        calls.append(options)
-        if len(calls) <= times:
-            raise management.OOM_EXCEPTION(f"no memory, try {len(calls) - 1}")
-        return real(self, given, options, **others)
-
-    monkeypatch.setattr(kind, name, failing)
-    return calls
+    The first run derives weights, which happens once.
+    """
+    run()
+    with FailingMemory() as memory:
+        run()
+    places = range(1, memory.seen + 1, max(1, memory.seen // count))
+    for place, error in zip(places, itertools.cycle(ERRORS), strict=False):
+        try:
+            with FailingMemory(place, in_a_row, error=error):
+                result = run()
+        except torch.OutOfMemoryError as failure:
+            text = str(failure)
+            assert in_a_row > 1
+            assert text.startswith("memory ran out in ")
+            assert text.isprintable()
+        else:
+            yield result
 
 
 @contextlib.contextmanager
-def stopped_at(layer):
-    """The user presses stop when a layer is called: that ends the body, before another call."""
+def stopped_at(layer, most=1):
+    """The user presses stop when a layer is called: that ends the body, `most` calls at most."""
     import comfy.model_management as management
 
     calls = []
@@ -110,7 +117,7 @@ def stopped_at(layer):
     finally:
         handle.remove()
         management.interrupt_current_processing(False)
-    assert len(calls) == 1
+    assert 1 <= len(calls) <= most
 
 
 def as_saved(images):

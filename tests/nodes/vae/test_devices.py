@@ -4,7 +4,7 @@ import asyncio
 import copy
 import itertools
 import logging
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ from fast_video_vae.tests.nodes.vae.pairs import (
     ours,
     relative_error,
     small_latents,
+    stopped_at,
 )
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
@@ -105,28 +106,33 @@ def test_the_choices_are_one_all_and_proper_selections(count, monkeypatch):
     assert count > 4 or selections == every
 
 
-SELECTIONS = [
-    ("one", [0]),
-    ("all", [0, 1, 2, 3]),
-    ("gpu:2,gpu:1 ", [0, 2, 1]),  # the VAE's own device takes part, and is the first
-    ("gpu:1, gpu:1", [0, 1]),
-    ("gpu:0", [0]),
-    ("gpu:1, gpu:7", [0, 1]),  # saved on a larger machine
-    ("gpu:7", [0]),
-]
-
-
-@pytest.mark.parametrize(("selection", "numbers"), SELECTIONS)
-def test_a_vae_gets_the_selected_devices(vae_name, monkeypatch, selection, numbers):
-    found = machine(monkeypatch, 4)
+@pytest.mark.parametrize(
+    ("selection", "numbers", "missing"),
+    [
+        ("one", [0], None),
+        ("all", [0, 1, 2, 3], None),
+        ("gpu:2,gpu:1 ", [0, 2, 1], None),  # the VAE's own device takes part, and is the first
+        ("gpu:1, gpu:1", [0, 1], None),
+        ("gpu:0", [0], None),
+        ("gpu:1, gpu:7", [0, 1], "gpu:7"),  # saved on a larger machine
+        ("gpu:7", [0], "gpu:7"),
+    ],
+)
+def test_a_vae_gets_the_selected_devices(
+    vae_name, monkeypatch, caplog, selection, numbers, missing
+):
     import comfy.model_management as management
 
+    found = machine(monkeypatch, 4)
     monkeypatch.setattr(management, "get_torch_device", lambda: found[0])
-    wanted = [found[number] for number in numbers]
-    vae = loaded(vae_name, devices=selection)
-    again = ours("Accelerate", vae=loaded(vae_name), devices=selection).args[0]
-    for each in (vae, again):
-        assert devices_of(each) == (wanted if len(wanted) > 1 else [])
+    wanted = [found[number] for number in numbers] if len(numbers) > 1 else []
+    with caplog.at_level(logging.INFO):
+        assert devices_of(loaded(vae_name, devices=selection)) == wanted
+    texts = [f"this machine has no {missing}"] if missing else []
+    texts += ["among " + ", ".join(f"gpu:{number}" for number in numbers)] if wanted else []
+    assert all(text in line for text, line in zip(texts, lines(caplog), strict=True))
+    (again,) = ours("Accelerate", vae=loaded(vae_name), devices=selection).args
+    assert devices_of(again) == wanted
 
 
 @pytest.mark.parametrize("bad", ["", "two", "cuda:0", "gpu:", "gpu:0 gpu:1", "gpu:-1", 1])
@@ -134,17 +140,6 @@ def test_an_unknown_selection_is_an_error_before_the_file_is_read(two, monkeypat
     monkeypatch.setattr("fast_video_vae.nodes.vae.accelerate.read_checkpoint", pytest.fail)
     with refused(r"^devices: got .*; expected one, all, or names such as gpu:0, gpu:1"):
         loaded("bundled demo", devices=bad)
-
-
-def test_the_log_names_the_devices(vae_name, monkeypatch, caplog):
-    machine(monkeypatch, 3)
-    with caplog.at_level(logging.INFO):
-        assert devices_of(loaded(vae_name)) == []  # the default
-        assert not lines(caplog)
-        loaded(vae_name, devices="gpu:1, gpu:2, gpu:5")
-    missing, shared = lines(caplog)
-    assert "this machine has no gpu:5" in missing
-    assert shared.endswith("gpu:1, gpu:2")
 
 
 def test_a_vae_on_the_cpu_uses_no_gpu(vae_name, monkeypatch):
@@ -166,74 +161,65 @@ def test_accelerate_sets_the_devices_of_a_fast_vae(vae_name, two):
     assert fast.first_stage_model.selection == "all"
 
 
-def prompt_of(name, devices):
-    """A prompt in the API format, as the frontend sends it."""
-    given = {} if devices is None else {"devices": devices}
+def prompt_of(devices):
+    """A prompt in the API format, as the frontend sends it, with the devices in both nodes."""
     workflow = Workflow()
-    vae = workflow.load()
-    accelerated = workflow.add("FastVAE_Accelerate", vae=vae, **AUTO)
-    workflow["1" if name == "Load" else "2"]["inputs"] |= given
-    images = workflow.add("VAEDecode", samples=workflow.latent(16, 1), vae=accelerated)
+    vae = workflow.add("FastVAE_Accelerate", vae=workflow.load(), **AUTO)
+    if devices is not None:
+        for number in "12":
+            workflow[number]["inputs"]["devices"] = devices
+    images = workflow.add("VAEDecode", samples=workflow.latent(16, 1), vae=vae)
     workflow.add("PreviewImage", images=images)
     return workflow
 
 
 @pytest.fixture
-def registered(monkeypatch):
-    """ComfyUI knows the two nodes, and the node of the empty latent."""
+def checked(monkeypatch):
+    """ComfyUI's check of such a prompt."""
+    import execution
     from comfy_extras.nodes_hunyuan import EmptyHunyuanLatentVideo
 
     import nodes as core
 
-    for name in NODES:
-        monkeypatch.setitem(core.NODE_CLASS_MAPPINGS, f"FastVAE_{name}", node_class(name))
-    monkeypatch.setitem(
-        core.NODE_CLASS_MAPPINGS, "EmptyHunyuanLatentVideo", EmptyHunyuanLatentVideo
-    )
+    known = {f"FastVAE_{name}": node_class(name) for name in NODES}
+    for name, node in (known | {"EmptyHunyuanLatentVideo": EmptyHunyuanLatentVideo}).items():
+        monkeypatch.setitem(core.NODE_CLASS_MAPPINGS, name, node)
+    return lambda given: asyncio.run(execution.validate_prompt("test", prompt_of(given), None))
 
 
-def checked_by_comfyui(prompt):
-    import execution
-
-    valid, error, _, node_errors = asyncio.run(execution.validate_prompt("test", prompt, None))
-    return valid, error, node_errors
-
-
-@pytest.mark.parametrize("name", NODES)
 @pytest.mark.parametrize(
-    ("count", "devices"),
+    ("count", "devices", "wanted"),
     [
-        (1, "gpu:0, gpu:2"),  # saved on a machine with several
-        (1, "nothing of today"),  # a value that is not read
-        (2, None),  # saved on a machine with one
-        (2, "gpu:0, gpu:5"),
+        (1, "gpu:0, gpu:2", 0),  # saved on a machine with several
+        (1, "all", 0),
+        (1, "nothing of today", 0),  # a value that is not read
+        (2, None, 0),  # saved on a machine with one
+        (2, "gpu:5", 0),
+        (2, "all", 2),
     ],
 )
-def test_a_workflow_of_another_machine_is_valid(registered, monkeypatch, count, devices, name):
-    machine(monkeypatch, count)
-    assert checked_by_comfyui(prompt_of(name, devices)) == (True, None, {})
-
-
-def test_a_workflow_of_another_machine_runs_on_its_devices(vae_name, registered, monkeypatch):
+def test_a_workflow_of_another_machine_runs_on_its_devices(
+    vae_name, checked, monkeypatch, count, devices, wanted
+):
     import execution
 
-    for count, devices, wanted in ((1, "all", 0), (2, "gpu:5", 0), (2, None, 0), (2, "all", 2)):
-        found = machine(monkeypatch, count)
-        inputs = prompt_of("Load", devices)["1"]["inputs"]
-        # The inputs that ComfyUI takes from a prompt.
-        taken, _, _ = execution.get_input_data(inputs, node_class("Load"), "1")
-        given = {key: value for key, (value,) in taken.items()} | {"vae_name": vae_name}
-        (vae,) = ours("Load", **given).args
-        # The VAE of a test is on "cpu", which is none of the devices of the machine.
-        assert devices_of(vae)[1:] == found[:wanted]
+    found = machine(monkeypatch, count)
+    valid, error, _, errors = checked(devices)
+    assert (valid, error, errors) == (True, None, {})
+    # The inputs that ComfyUI takes from a prompt.
+    inputs = prompt_of(devices)["1"]["inputs"]
+    taken, _, _ = execution.get_input_data(inputs, node_class("Load"), "1")
+    given = {key: value for key, (value,) in taken.items()} | {"vae_name": vae_name}
+    # The VAE of a test is on "cpu", which is none of the devices of the machine.
+    assert devices_of(loaded(given.pop("vae_name"), **given))[1:] == found[:wanted]
 
 
-@pytest.mark.parametrize("name", NODES)
-def test_a_wrong_selection_is_refused_before_anything_runs(registered, two, name):
-    valid, _, errors = checked_by_comfyui(prompt_of(name, "both"))
+def test_a_wrong_selection_is_refused_before_anything_runs(checked, two):
+    valid, _, _, errors = checked("both")
     assert not valid
-    (found,) = errors["1" if name == "Load" else "2"]["errors"]
-    assert found["details"].startswith("devices - devices: got 'both'; expected one, all, or names")
+    for number in "12":
+        (found,) = errors[number]["errors"]
+        assert found["details"].startswith("devices - devices: got 'both'; expected one, all, or")
 
 
 def test_seedvr2_uses_one_device_and_refuses_named_ones(seedvr2, models, two, monkeypatch, caplog):
@@ -252,33 +238,18 @@ def test_seedvr2_uses_one_device_and_refuses_named_ones(seedvr2, models, two, mo
         ours("Accelerate", vae=seedvr2.stock, devices="gpu:0, gpu:1")
 
 
-@pytest.fixture
-def shared(state, tmp_path, two):
-    return fast_vae(state, tmp_path, devices="all")
-
-
-def test_several_devices_give_the_result_of_one(fast, shared):
+def test_several_devices_give_the_result_of_one_and_stop(fast, state, tmp_path, two):
+    shared = fast_vae(state, tmp_path, devices="all")
     latent, pixels = latents(2, 16, 24), clip(5, 128, 192)
-    assert relative_error(shared.decode(latent), fast.decode(latent)) <= 1e-5
-    assert relative_error(shared.encode(pixels), fast.encode(pixels)) <= 1e-5
+    expected = fast.decode(latent)
     tiled = shared.decode_tiled(latent, tile_x=8, tile_y=8, overlap=4)
-    assert relative_error(tiled, fast.decode(latent)) <= 1e-5
-    assert tiled.device == torch.device("cpu")
-
-
-def test_a_stop_ends_the_work_of_several_devices(fast, shared):
-    import comfy.model_management as management
-
-    latent, stop = latents(2, 16, 24), management.interrupt_current_processing
-    layer = shared.first_stage_model.decoder.get_submodule("middle.0")
-    handle = layer.register_forward_pre_hook(lambda *_: stop(True))
-    try:
-        with pytest.raises(management.InterruptProcessingException):
-            shared.decode(latent)
-    finally:
-        handle.remove()
-        stop(False)
-    assert relative_error(shared.decode(latent), fast.decode(latent)) <= 1e-5
+    for images in (shared.decode(latent), tiled):
+        assert relative_error(images, expected) <= 1e-5
+    assert tiled.device == HOST
+    assert relative_error(shared.encode(pixels), fast.encode(pixels)) <= 1e-5
+    with stopped_at(shared.first_stage_model.decoder.get_submodule("middle.0"), most=2):
+        shared.decode(latent)
+    assert relative_error(shared.decode(latent), expected) <= 1e-5
 
 
 HOST = torch.device("cpu")
@@ -324,25 +295,21 @@ def unloaded(cards):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "expected", "encode"),
+    ("devices", "sizes", "expected", "encode"),
     [
-        ((10, 10), [], False),  # there is room on both
-        ((10, 23.9), ["model 1"], True),
-        ((23.9, 10), ["model 0"], False),
-        ((23.9, 23.9), ["model 0", "model 1"], True),
+        ("all", (10, 10), [], False),  # there is room on both
+        ("all", (10, 23.9), ["model 1"], True),
+        ("all", (23.9, 10), ["model 0"], False),
+        ("all", (23.9, 23.9), ["model 0", "model 1"], True),
+        ("one", (10, 23.9), [], False),
     ],
 )
-def test_room_is_made_on_each_device_that_lacks_it(cards, vae, sizes, expected, encode):
-    models = fill(cards, *sizes)
+def test_room_is_made_on_each_device_that_lacks_it(
+    cards, state, tmp_path, devices, sizes, expected, encode
+):
+    models, vae = fill(cards, *sizes), fast_vae(state, tmp_path, devices=devices)
     vae.encode(frames(5)) if encode else vae.decode(small_latents(2))
     assert unloaded(cards) == expected
-    del models
-
-
-def test_a_vae_on_one_device_leaves_the_others(cards, state, tmp_path):
-    models = fill(cards, 10, 23.9)
-    fast_vae(state, tmp_path).decode(small_latents(2))
-    assert unloaded(cards) == []
     del models
 
 
@@ -380,28 +347,22 @@ def test_the_device_of_a_vae_that_comfyui_has_moved_comes_first(
 
 
 @pytest.mark.parametrize("task", ["decode", "encode", "pictures"])
-def test_the_table_of_times_names_several_devices(cards, vae, state, tmp_path, task):
+@pytest.mark.parametrize(("devices", "label"), [("all", "gpu:0, gpu:1"), ("one", "")])
+def test_the_table_of_times_names_several_devices(cards, state, tmp_path, task, devices, label):
     from fast_video_vae.nodes.host import timing
     from fast_video_vae.nodes.video import stream
 
-    def labels(vae):
-        """Those of the work in a thread of its own, which has a table of its own."""
-        found = []
+    vae = fast_vae(state, tmp_path, devices=devices)
+    work = {
+        "decode": lambda: vae.decode(small_latents(1)),
+        "encode": lambda: vae.encode(frames(1)),
+        "pictures": lambda: list(stream.decode_pictures(vae, small_latents(1))),
+    }[task]
 
-        def run():
-            with torch.inference_mode():
-                if task == "encode":
-                    vae.encode(frames(1))
-                elif task == "decode":
-                    vae.decode(small_latents(1))
-                else:
-                    list(stream.decode_pictures(vae, small_latents(1)))
-            found.extend(row.label for row in timing.report().rows() if row.kind.startswith("VAE"))
+    @torch.inference_mode()
+    def labels():
+        work()
+        return [row.label for row in timing.report().rows() if row.kind.startswith("VAE")]
 
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-        return found
-
-    assert labels(vae) == ["gpu:0, gpu:1"]
-    assert labels(fast_vae(state, tmp_path)) == [""]
+    with ThreadPoolExecutor(1) as thread:  # a thread has a table of its own
+        assert thread.submit(labels).result() == [label]

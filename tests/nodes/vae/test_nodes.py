@@ -111,58 +111,27 @@ def test_another_vae_file_is_loaded_as_in_comfyui(models, caplog):
 
 
 @pytest.mark.parametrize(
-    ("content", "reason"),
+    ("change", "reason"),
     [
-        (b"", "is empty"),
-        (b"not a checkpoint", "not a complete"),
         ({"decoder.middle.0.residual.2.bias": None}, "1 missing"),
         ({"conv2.bias": torch.full((16,), torch.nan)}, "NaN"),
         (None, "and Load VAE fails"),
     ],
-    ids=["empty", "damaged", "incomplete", "NaN", "not a VAE"],
+    ids=["incomplete", "NaN", "not a VAE"],
 )
-def test_the_error_of_a_bad_file_names_the_input(models, state, content, reason):
+def test_the_error_of_a_bad_file_names_the_input(models, state, change, reason):
     file = models / "bad.safetensors"
-    if isinstance(content, bytes):
-        file.write_bytes(content)
-    else:
-        tensors = {"x": torch.zeros(1)} if content is None else state | content
-        save_file({key: value for key, value in tensors.items() if value is not None}, file)
+    tensors = {"x": torch.zeros(1)} if change is None else state | change
+    save_file({key: value for key, value in tensors.items() if value is not None}, file)
     with pytest.raises(ValueError, match=rf"^vae_name: .*{reason}"):
         run("Load", vae_name=file.name)
 
 
 @pytest.mark.parametrize("name", ["Decode", "DecodeVideo"])
-@pytest.mark.parametrize(
-    ("latent", "reason"),
-    [
-        (torch.zeros(1, 4, 1, 8, 8), "4 channels; this VAE needs 16"),
-        (torch.zeros(16, 8, 8), "3 dimensions"),
-        (torch.zeros(1, 16, 0, 8, 8), "empty"),
-        (torch.full((1, 16, 1, 8, 8), torch.nan), "NaN"),
-    ],
-)
-def test_a_bad_latent_is_an_error_before_anything_is_loaded(
-    fast, monkeypatch, name, latent, reason
-):
+def test_a_bad_latent_is_an_error_before_anything_is_loaded(fast, monkeypatch, name):
     monkeypatch.setattr("fast_video_vae.nodes.vae.pieces.load", pytest.fail)
-    with refused(rf"^samples: .*{reason}"):
-        run(name, samples={"samples": latent}, vae=fast)
-
-
-@pytest.mark.parametrize(
-    ("pixels", "reason"),
-    [
-        (torch.zeros(1, 7, 64, 3), "7 x 64"),
-        (torch.zeros(0, 64, 64, 3), "empty"),
-        (torch.zeros(64, 64, 3), r"\[64, 64, 3\]; expected \[N, H, W, C\]"),
-        (torch.full((1, 64, 64, 3), torch.inf), "infinite"),
-        (torch.zeros(1, 64, 64, 3, dtype=torch.uint8), "uint8"),
-    ],
-)
-def test_the_error_of_a_bad_image_names_the_input(fast, pixels, reason):
-    with refused(rf"^pixels: .*{reason}"):
-        run("Encode", pixels=pixels, vae=fast)
+    with refused("^samples: .*NaN"):
+        run(name, samples={"samples": torch.full((1, 16, 1, 8, 8), torch.nan)}, vae=fast)
 
 
 def test_accelerating_shares_the_weights_and_does_not_change_the_input(family):
@@ -206,6 +175,11 @@ def test_a_fast_vae_accepts_new_options_on_the_same_weights(state, tmp_path):
     for vae, chunk in ((fast, 2), (rough, 2), (other, 3)):
         clone = vae.patcher.deepclone_multigpu(new_load_device=torch.device("cpu"))
         assert vae.first_stage_model.chunk == clone.model.chunk == chunk
+    coded = fast_vae(state, tmp_path, precision="int8")
+    assert accelerated(coded) is coded
+    for vae in (coded, accelerated(coded, chunk=2)):
+        clone = vae.patcher.deepclone_multigpu(new_load_device=torch.device("cpu"))
+        assert vae.first_stage_model.precision == clone.model.precision == "int8"
     for key, value in other.first_stage_model.state_dict().items():
         assert value.data_ptr() == fast.first_stage_model.state_dict()[key].data_ptr(), key
     assert relative_error(other.decode(latents(2)), fast.decode(latents(2))) <= 1e-5
@@ -271,12 +245,3 @@ def test_float16_is_allowed_only_where_nothing_chose_a_dtype(state, tmp_path, mo
             assert vae.first_stage_model.allow_fp16 == allowed
         fast.first_stage_model.allow_fp16 = False  # as after an overflow
         assert not accelerated(fast, chunk=3).first_stage_model.allow_fp16
-
-
-def test_inputs_keep_the_precision_of_both_directions(state, tmp_path):
-    exact = fast_vae(state, tmp_path)
-    mixed = fast_vae(state, tmp_path, dtype=torch.bfloat16, encode_dtype=torch.float32)
-    assert mixed.vae_dtype == torch.float32
-    assert torch.equal(mixed.encode(clip(5)), exact.encode(clip(5)))
-    difference = (mixed.decode(latents(2)) - exact.decode(latents(2))).abs().max()
-    assert 1e-4 < difference < 0.1

@@ -23,7 +23,7 @@ from fast_video_vae.tests.nodes.video.clips import (
     press_stop,
     tone,
 )
-from fast_video_vae.tests.videos import av, stacked
+from fast_video_vae.tests.videos import av
 from fast_video_vae.vae.media import convert_pictures
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
@@ -117,31 +117,6 @@ def test_file_numbers_continue_and_the_frontend_gets_them(fast, output):
     assert sorted(path.name for path in (output / "clips").iterdir()) == names[:2]
 
 
-@pytest.mark.parametrize(("codec", "suffix"), [("ffv1", ".mkv"), ("png", "")])
-def test_a_file_of_another_server_is_kept(fast, output, monkeypatch, codec, suffix):
-    """Both took the same number when they began, and the other one ends first."""
-    import comfy.utils
-
-    theirs = output / f"clip_00001_{suffix}"
-
-    def show(value, total, preview, node_id=None):
-        if not theirs.exists():
-            file = theirs if suffix else theirs / "frame_00000.png"
-            file.parent.mkdir(exist_ok=True)
-            file.write_text("theirs")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", show)
-        given = {"samples": {"samples": latents(5)}, "filename_prefix": "clip", "codec": codec}
-        result = ours("DecodeVideo", vae=fast, bit_depth="8", **given)
-    assert (theirs if suffix else theirs / "frame_00000.png").read_text() == "theirs"
-    ours_too = output / f"clip_00002_{suffix}"
-    assert len(stacked(ours_too) if suffix else list(ours_too.iterdir())) == 17
-    shown = result.ui.as_dict()["images"][0]
-    assert (output / shown["subfolder"] / shown["filename"]).exists()
-    assert ours_too.name in (shown["subfolder"] or shown["filename"])
-
-
 def test_the_workflow_is_stored_as_by_save_video(fast, output, monkeypatch):
     import av
     from comfy.cli_args import args
@@ -152,20 +127,18 @@ def test_the_workflow_is_stored_as_by_save_video(fast, output, monkeypatch):
         comfy_io.Hidden.extra_pnginfo: {"workflow": {"nodes": [], "name": "ä", "text": 'a"\\{'}},
     }
 
-    def tags(codec):
-        samples = {"samples": latents(1)}
-        video, _ = ours("DecodeVideo", hidden, vae=fast, samples=samples, codec=codec).args
+    def tags():
+        video, _ = ours("DecodeVideo", hidden, vae=fast, samples={"samples": latents(1)}).args
         with av.open(video.get_stream_source()) as container:
             return {key.lower(): value for key, value in container.metadata.items()}
 
-    for codec in ("h264", "ffv1", "prores"):
-        found = tags(codec)
-        assert json.loads(found["prompt"]) == hidden[comfy_io.Hidden.prompt]
-        assert json.loads(found["workflow"]) == hidden[comfy_io.Hidden.extra_pnginfo]["workflow"]
-        # The frontend counts braces in WebM, those of texts included.
-        assert found["workflow"].count("{") == found["workflow"].count("}")
+    found = tags()
+    assert json.loads(found["prompt"]) == hidden[comfy_io.Hidden.prompt]
+    assert json.loads(found["workflow"]) == hidden[comfy_io.Hidden.extra_pnginfo]["workflow"]
+    # The frontend counts braces in WebM, those of texts included.
+    assert found["workflow"].count("{") == found["workflow"].count("}")
     monkeypatch.setattr(args, "disable_metadata", True)
-    assert not {"prompt", "workflow"} & tags("h264").keys()
+    assert not {"prompt", "workflow"} & tags().keys()
 
 
 def test_audio_matches_the_frames_and_ends_with_the_video(fast, output):
@@ -177,23 +150,6 @@ def test_audio_matches_the_frames_and_ends_with_the_video(fast, output):
         expected = sound["waveform"][..., round(start * 44100) :][..., : round(seconds * 44100)]
         assert found["sample_rate"] == 44100
         assert torch.allclose(found["waveform"], expected, atol=2**-15)
-
-
-@pytest.mark.parametrize(
-    ("codec", "format_name"), [("h264", "auto"), ("av1", "mp4"), ("h264", "mkv")]
-)
-def test_save_video_accepts_the_video(demo, output, codec, format_name):
-    from comfy_api.latest import InputImpl
-
-    video = decode(*demo, codec=codec)
-    form = {"format": format_name, "codec": {"codec": "auto"}}
-    v3_node("nodes_video", "SaveVideo", video=video, filename_prefix="saved", format=form)
-    (file,) = output.glob("saved_*")
-    saved = InputImpl.VideoFromFile(str(file))
-    if format_name == "mkv":  # SaveVideo encodes it again
-        assert decibels(frames_of(saved) / 255, frames_of(video) / 255) > 30
-    else:
-        assert torch.equal(frames_of(saved), frames_of(video))
 
 
 def test_frames_of_another_vae_are_written(stock, output, caplog):
@@ -258,20 +214,6 @@ def test_an_interrupt_leaves_no_file_and_the_next_run_succeeds(
     assert torch.equal(frames_of(video), as_saved(image(fast, latent)))
 
 
-def test_a_full_disk_is_an_error_without_a_file(fast, output):
-    resource = pytest.importorskip("resource", reason="this system has no limits of file sizes")
-    latent = latents(9, height=16, width=16)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
-    try:
-        with pytest.raises(OSError, match=r"fast_vae_00001_\.mkv"):
-            decode(fast, latent, codec="ffv1", bit_depth="8")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert is_empty(output)
-    assert len(frames_of(decode(fast, latent, codec="ffv1", bit_depth="8"))) == 33
-
-
 def deep(path):
     """The values of every frame of a file, as `[T, H, W, C]` uint16."""
     with av.open(str(path)) as container:
@@ -311,16 +253,6 @@ def test_alpha_is_kept_refused_or_dropped(picture_vae, output, monkeypatch, capl
     monkeypatch.setattr("fast_video_vae.nodes.vae.pieces.load", pytest.fail)
     with refused("^codec: h264 stores no alpha channel; expected one of ffv1, prores4444, png"):
         decode(picture_vae, latent, alpha="on")
-
-
-@pytest.mark.parametrize(
-    ("codec", "pixels"),
-    [("hevc", "yuv420p10le"), ("h264", "yuv420p"), ("prores", "yuv422p10le")],
-)
-def test_auto_is_the_depth_of_the_codec(fast, output, codec, pixels):
-    video = decode(fast, latents(2, height=8, width=8), codec=codec)
-    with av.open(video.get_stream_source()) as container:
-        assert container.streams.video[0].pix_fmt == pixels
 
 
 @pytest.mark.parametrize("codec", ["png", "exr"])

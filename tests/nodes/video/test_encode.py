@@ -2,7 +2,6 @@
 
 import itertools
 import logging
-from fractions import Fraction
 
 import pytest
 import torch
@@ -12,9 +11,7 @@ from fast_video_vae.tests.nodes.vae.pairs import (
     as_saved,
     clip,
     fast_vae,
-    latents,
     relative_error,
-    stopped_at,
     v3_node,
 )
 from fast_video_vae.tests.nodes.video.clips import (
@@ -30,7 +27,7 @@ from fast_video_vae.tests.nodes.video.clips import (
     written,
 )
 from fast_video_vae.tests.seedvr2 import random_seedvr2
-from fast_video_vae.tests.videos import write_with
+from fast_video_vae.tests.vae.streaming.failing_memory import FailingMemory
 from fast_video_vae.vae import StreamOptions
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
@@ -109,15 +106,6 @@ def test_another_rate_repeats_or_drops_frames(fast, tmp_path, fps, shown, is_fil
     assert_encoded(samples, fast, pictures[list(shown)].float() / 255)
 
 
-@pytest.mark.parametrize("fps", [11.5, 23.976])
-def test_tensors_and_files_agree_on_a_rate(fast, tmp_path, fps):
-    pictures = smooth(33)
-    videos = held(pictures), written(pictures, tmp_path / "x.mkv")
-    ours, theirs = (encode(fast, video, fps=fps) for video in videos)
-    assert ours[1:] == theirs[1:]
-    assert relative_error(ours[0], theirs[0]) <= 1e-5
-
-
 @pytest.mark.parametrize(
     ("width", "height", "expected"),
     [
@@ -183,20 +171,6 @@ def test_an_image_vae_encodes_each_frame_as_opaque(picture_vae, tmp_path):
     assert_encoded(samples, picture_vae, images)
 
 
-@pytest.mark.parametrize(("width", "height"), [(0, 0), (0, 32), (64, 64)])
-def test_pixels_that_are_not_square_are_shown_as_intended(fast, tmp_path, width, height):
-    from comfy_api.latest import InputImpl
-
-    def prepare(stream):
-        stream.codec_context.sample_aspect_ratio = Fraction(4, 3)
-
-    path = write_with(tmp_path / "x.mp4", smooth(5, 64, 72), "mp4", prepare=prepare)
-    samples, *_ = encode(fast, InputImpl.VideoFromFile(str(path)), width=width, height=height)
-    # It is shown with a width of 96.
-    expected = {(0, 0): (64, 96), (0, 32): (32, 48), (64, 64): (64, 64)}[width, height]
-    assert samples.shape[-2:] == (expected[0] // 8, expected[1] // 8)
-
-
 def test_a_file_that_is_not_a_video_is_a_one_line_error(fast, tmp_path):
     from comfy_api.latest import InputImpl
 
@@ -207,14 +181,6 @@ def test_a_file_that_is_not_a_video_is_a_one_line_error(fast, tmp_path):
         encode(fast, written(smooth(1, 6, 6), tmp_path / "small.mkv"))
     with refused(r"^video: ", error=FileNotFoundError):
         encode(fast, InputImpl.VideoFromFile(str(tmp_path / "gone.mp4")))
-
-
-def test_an_interrupt_ends_an_encode_and_the_next_run_succeeds(fast, tmp_path):
-    pictures = smooth(33)
-    video = written(pictures, tmp_path / "x.mkv")
-    with stopped_at(fast.first_stage_model.encoder.middle[0]):
-        encode(fast, video, chunk=1)
-    assert_encoded(encode(fast, video)[0], fast, pictures.float() / 255)
 
 
 @pytest.fixture(scope="module")
@@ -255,6 +221,8 @@ def cut(images, lengths):
 def test_pieces_of_any_length_give_the_same_latent(fast, lengths, chunk):
     images = clip(sum(lengths))
     assert_encoded(encoded(fast, cut(images, lengths), chunk=chunk), fast, images)
+    with pytest.raises(ValueError, match="the video has no frames"):
+        encoded(fast, [])
 
 
 @pytest.mark.parametrize("frames", [1, 5])
@@ -265,29 +233,22 @@ def test_latents_of_seedvr2_are_scaled_as_in_comfyui(seedvr2_vae, frames):
     assert torch.equal(decoded(seedvr2_vae, latent), as_saved(image(seedvr2_vae, latent)))
 
 
-def test_an_encode_out_of_memory_starts_again(fast, monkeypatch):
-    from fast_video_vae.nodes.vae.first_stage import FastVideoVAE
+def test_a_video_is_checked_and_read_once_unless_memory_runs_out(fast):
+    from fast_video_vae.nodes.video.stream import encode_video
 
-    images = clip(17)
-    real_stream, calls = FastVideoVAE.encode_stream, []
+    images, reads = clip(9), []
 
-    def encode_stream(self, pieces, options, **others):
-        calls.append(options)
-        for latent in real_stream(self, pieces, options, **others):
-            yield latent
-            if len(calls) < 3:
-                raise torch.OutOfMemoryError("out of memory, says the test")
+    def pieces():
+        reads.append([])
+        for piece in cut(images, [1, 4, 4]):
+            reads[-1].append(piece)
+            yield piece
 
-    monkeypatch.setattr(FastVideoVAE, "encode_stream", encode_stream)
-    assert_encoded(encoded(fast, cut(images, [5, 12])), fast, images)
-    assert [each.tile for each in calls[:2]] == [None, None]
-    assert calls[2].tile is not None
-
-
-def test_the_progress_bar_counts_frames(fast, progress):
-    decoded(fast, latents(3), frames=range(2, 8))
-    assert progress[-1] == (6, 6)
-    encoded(fast, cut(clip(9), [9]), count_estimate=9)
-    assert progress[-1] == (3, 3)
-    with pytest.raises(ValueError, match="the video has no frames"):
-        encoded(fast, [])
+    assert_encoded(encode_video(fast, pieces), fast, images)
+    assert [len(each) for each in reads] == [2, 3]  # the first two for the size
+    with FailingMemory() as memory:
+        encode_video(fast, pieces)
+    reads.clear()
+    with FailingMemory(memory.seen * 3 // 4):
+        assert_encoded(encode_video(fast, pieces), fast, images)
+    assert [len(each) for each in reads][0::2] == [2, 3]

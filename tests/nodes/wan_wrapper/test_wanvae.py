@@ -4,7 +4,6 @@ The oracle is ComfyUI's network with the same weights, run separately on each pa
 the statistics of ComfyUI's latent formats.
 """
 
-import copy
 import functools
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 
 from fast_video_vae.tests.benchmarks.peers import diffusers_vae
 from fast_video_vae.tests.builders import decoder_of, random_state_dict, refused
-from fast_video_vae.tests.nodes.vae.pairs import fast_vae, out_of_memory, relative_error, stopped_at
+from fast_video_vae.tests.nodes.vae.pairs import fast_vae, relative_error
 from fast_video_vae.tests.nodes.wan_wrapper.wrapped import CPU, Oracle, family_of, video, wrapped
 from fast_video_vae.tests.wan22 import random_qwen21
 
@@ -225,86 +224,33 @@ def test_moving_to_another_device_unloads_through_comfyui(family, vae, tmp_path)
     assert relative_error(image, expected) <= 1e-6
 
 
-def test_patches_of_the_vae_apply(family):
-    key = "decoder.head.2.weight"
-    patched = copy.copy(family.fast)
-    patched.patcher = patched.patcher.clone()
-    change = torch.full(family.state[key].shape, 0.02)
-    assert patched.patcher.add_patches({key: ("diff", (change,))}) == [key]
-    latent = latent_of(family, 2)
-    oracle = Oracle(family.state | {key: family.state[key] + change})
-    for vae, network in ((wrapped(patched), oracle), (wrapped(family.fast), family.oracle)):
-        frames = vae.decode(latent, CPU, end_=False)
-        assert relative_error(frames, network.decode(latent)) <= 1e-5
-
-
-@pytest.mark.parametrize("encode", [False, True], ids=["decode", "encode"])
-def test_out_of_memory_is_retried_and_then_tiled(family, vae, monkeypatch, encode):
-    def run():
-        return vae.encode(video(9), CPU) if encode else vae.decode(latent_of(family, 3), CPU)
-
-    expected, name = run(), "encode_stream" if encode else "decode_stream"
-    side = 64 * family.fast.spacial_compression_encode()
-    for failures, tiles in ((1, [None, None]), (2, [None, None, (side, side)])):
-        with monkeypatch.context() as patch:
-            calls = out_of_memory(patch, family.fast, name, failures)
-            assert relative_error(run(), expected) <= 1e-5
-        assert [options.tile for options in calls] == tiles
-
-
-def test_progress_is_shown_unless_pbar_is_off(family, vae, progress):
-    vae.decode(latent_of(family, 3, batch=2), CPU)
-    assert progress[-1] == (18, 18)
-    vae.encode(video(10), CPU, end_=True)
-    assert progress[-1] == (4, 4)
-    progress.clear()
-    vae.decode(latent_of(family, 3), CPU, pbar=False)
-    vae.encode(video(9), CPU, pbar=False)
-    assert progress == []
-
-
-@pytest.mark.parametrize("encode", [False, True], ids=["decode", "encode"])
-@pytest.mark.parametrize("pbar", [False, True])
-def test_an_interrupt_ends_the_call(family, vae, encode, pbar):
-    def run():
-        if encode:
-            return vae.encode(video(17), CPU, pbar=pbar)
-        return vae.decode(latent_of(family, 5), CPU, pbar=pbar)
-
-    network = family.fast.first_stage_model
-    with stopped_at((network.encoder if encode else network.decoder).middle[0]):
-        run()
-    assert run().ndim == 5
-
-
 @pytest.mark.parametrize(
-    ("videos", "message"),
+    ("task", "given", "message"),
     [
-        (torch.zeros(3, 5, 48, 64), r"videos is \[3, 5, 48, 64\]; expected a tensor \[B, C, T,"),
-        ({"samples": 1}, r"videos is a dict; expected a tensor \[B, C, T, H, W\] or a list of"),
-        ([], "videos is empty; expected one video or more"),
         (
+            "encode",
+            torch.zeros(3, 5, 48, 64),
+            r"videos is \[3, 5, 48, 64\]; expected a tensor \[B,",
+        ),
+        ("encode", {"samples": 1}, r"videos is a dict; expected a tensor \[B, C, T, H, W\] or a"),
+        ("encode", [], "videos is empty; expected one video or more"),
+        (
+            "encode",
             [torch.zeros(3, 5, 48, 64), torch.zeros(3, 9, 48, 64)],
             r"videos\[1\] is \[3, 9, 48, 64\]; expected \[3, 5, 48, 64\], the shape of the first",
         ),
-        (torch.zeros(1, 4, 5, 48, 64), "frames has 4 channels; this VAE needs 3"),
+        ("encode", torch.zeros(1, 4, 5, 48, 64), "frames has 4 channels; this VAE needs 3"),
+        (
+            "decode",
+            torch.zeros(16, 2, 3, 4),
+            r"hidden_states is \[16, 2, 3, 4\]; expected a ten",
+        ),
+        ("decode", torch.zeros(1, 17, 2, 3, 4), "latent has 17 channels; this VAE needs"),
     ],
 )
-def test_invalid_videos_are_a_one_line_error(vae, videos, message):
+def test_invalid_videos_and_latents_are_a_one_line_error(vae, task, given, message):
     with refused(f"^{message}"):
-        vae.encode(videos, CPU)
-
-
-@pytest.mark.parametrize(
-    ("shape", "message"),
-    [
-        ((16, 2, 3, 4), r"hidden_states is \[16, 2, 3, 4\]; expected a tensor \[B, C, T, H, W\]"),
-        ((1, 17, 2, 3, 4), "latent has 17 channels; this VAE needs"),
-    ],
-)
-def test_invalid_latents_are_a_one_line_error(vae, shape, message):
-    with refused(f"^{message}"):
-        vae.decode(torch.zeros(shape), CPU)
+        getattr(vae, task)(given, CPU)
 
 
 def convert(vae):

@@ -6,15 +6,17 @@ from fractions import Fraction
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 for _package in ("av", "tqdm", "PIL"):
     pytest.importorskip(_package, reason=f"{_package} is not installed")
 
 import av  # noqa: E402
 
+from fast_video_vae.tests.vae.streaming.failing_memory import FailingMemory  # noqa: E402
 from fast_video_vae.tests.videos import moving_clip, psnr, stacked, write, write_clip, write_with  # noqa: E402
 from fast_video_vae.vae import load_vae  # noqa: E402
+from fast_video_vae.vae.cli.progress_bar import ProgressBar  # noqa: E402
 from fast_video_vae.vae.media import (  # noqa: E402
     Audio,
     frames_to_uint8,
@@ -167,3 +169,22 @@ def test_a_varying_rate_keeps_its_timing_through_encode_and_decode(tmp_path, run
     done("demo", source, "--out", tmp_path / "out")
     shown = read_video(next((tmp_path / "out").glob("*.mp4")))
     assert (shown.fps, shown.estimated_frames) == (25, 49)
+
+
+def test_encode_reads_the_file_again_when_memory_runs_out(tmp_path, done, monkeypatch):
+    movie, made = write_clip(tmp_path / "a.mp4", 17), tmp_path / "l.safetensors"
+    encode = ("encode", movie, "-o", made, "--overwrite", "--chunk", "1")
+    done(*encode)
+    expected = load_file(made)["latent"]
+    with FailingMemory() as memory:
+        done(*encode)
+    update, counts = ProgressBar.update, []
+    noted = lambda bar, count: counts.append(count) or update(bar, count)  # noqa: E731
+    monkeypatch.setattr(ProgressBar, "update", noted)
+    for later in (250, 150, 50):  # allocations, after the load of the VAE
+        counts.clear()
+        with FailingMemory(memory.seen - later) as failing:
+            done(*encode)
+        assert failing.failed == 1
+        assert (load_file(made)["latent"] - expected).abs().max() <= 1e-5 * expected.abs().max()
+        assert sum(counts) == 17

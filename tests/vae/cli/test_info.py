@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fast_video_vae.kernels import Support, backend_matrix, native_library, support
+from fast_video_vae.kernels import backend_matrix, native_library, support
 from fast_video_vae.kernels.backends import CONVOLUTIONS, ORDER
 from fast_video_vae.tests.builders import decoder_of, module_command, random_state_dict, succeeded
 
@@ -171,27 +171,6 @@ def test_the_library_is_built_with_a_note_and_reused(tmp_path):
     assert first.stdout == second.stdout
     (library,) = tmp_path.rglob("*.so")
     assert f"library   {library}" in first.stdout.splitlines()
-
-
-def test_cells_list_the_dtypes_that_differ():
-    def said(device, backend, *answers):
-        return [
-            Support("op", backend, device, dtype, None if answer in ("yes", "=") else answer,
-                    answer == "=")
-            for dtype, answer in zip(DTYPES, answers, strict=True)
-        ]  # fmt: skip
-
-    matrix = [
-        *said("cpu", "native", "yes", "=", "no float16"),
-        *said("cpu", "reference", "=", "=", "="),
-        *said("cuda", "native", "x is on cuda", "x is on cuda", "no float16"),
-    ]
-    reasons = reasons_of(matrix)
-    assert support_table(matrix, reasons) == [
-        ["op", "cpu native", "cpu reference", "cuda native"],
-        ["op", "fast fp32, exact bf16, no (1) fp16", "exact", "no (2) fp32 bf16, no (1) fp16"],
-    ]
-    assert reasons == ["no float16", "x is on cuda"]
 
 
 def test_the_documentation_has_the_tables_of_ops_and_backends(matrix):

@@ -25,8 +25,10 @@ import pty  # noqa: E402
 import termios  # noqa: E402
 
 from fast_video_vae.tests.videos import write_clip  # noqa: E402
+from fast_video_vae.vae.cli.main import main  # noqa: E402
 from fast_video_vae.vae.cli.signals import Signals, Stopped  # noqa: E402
-from fast_video_vae.vae.media import load_latent, read_video  # noqa: E402
+from fast_video_vae.vae.layers.causal_conv import CausalConv3d  # noqa: E402
+from fast_video_vae.vae.media import VideoWriter, load_latent, read_video  # noqa: E402
 from fast_video_vae.vae.media.atomic_file import whole_file  # noqa: E402
 
 COMMANDS = ("demo", "encode", "decode")
@@ -177,6 +179,40 @@ def test_a_signal_leaves_the_old_file(tmp_path, files, command, number, moment):
     assert process.returncode == 128 + number
     assert stderr == f"fast-video-vae: {SAID[number]}\n"
     assert content(out) == before
+
+
+@pytest.mark.usefixtures("as_in_a_terminal")
+@pytest.mark.parametrize(
+    ("command", "end"), [("decode", "SIGTERM"), ("encode", "SIGINT"), ("decode", "a full disk")]
+)
+def test_the_end_of_a_video_that_restarts_leaves_the_old_file(
+    tmp_path, files, capsys, monkeypatch, command, end
+):
+    out, calls, convolve = tmp_path / "out", [], CausalConv3d.forward
+    out.mkdir()
+    (out / {"encode": "l.safetensors", "decode": "d.mp4"}[command]).write_bytes(b"old")
+
+    def forward(conv, *arguments, **options):
+        calls.append(conv)
+        if len(calls) == 45:
+            raise torch.OutOfMemoryError("no memory")
+        if len(calls) == 70 and end.startswith("SIG"):
+            os.kill(os.getpid(), getattr(signal, end))
+        return convolve(conv, *arguments, **options)
+
+    def full(*_):
+        if len(calls) > 45:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(CausalConv3d, "forward", forward)
+    if end == "a full disk":
+        monkeypatch.setattr(VideoWriter, "write", full)
+    code = main([*map(str, arguments(command, files, out, SHORT)), "--quiet"])
+    assert len(calls) >= 70
+    assert code == (128 + getattr(signal, end) if end.startswith("SIG") else 1)
+    (line,) = capsys.readouterr().err.splitlines()[-1:]
+    assert "memory" not in line
+    assert [path.read_bytes() for path in out.iterdir()] == [b"old"]
 
 
 @pytest.mark.slow

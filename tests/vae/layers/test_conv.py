@@ -199,3 +199,10 @@ def test_filled_up_channels_give_the_same_convolution(into, out, dtype, replicat
     assert result.is_contiguous(memory_format=torch.channels_last_3d)
     layouts = [layout for form in layer.forms.values() for layout in form.weight.layouts]
     assert {taps.shape[:2] for taps in layouts} == {(-(-out // 8) * 8, -(-into // 8) * 8)}
+
+
+def test_a_pointwise_convolution_follows_its_input():
+    """So that a video on another device can be entered through the weights of the VAE."""
+    mix = conv.PointwiseConv(4, 6).requires_grad_(False)
+    y = mix(torch.empty(1, 4, 2, 3, 5, device="meta", dtype=torch.bfloat16))
+    assert (y.shape, y.dtype, y.device.type) == ((1, 6, 2, 3, 5), torch.bfloat16, "meta")

@@ -5,54 +5,30 @@ import weakref
 
 import pytest
 import torch
-from torch import nn
 
 from fast_video_vae.tests.vae.families import STATES, WAN
 from fast_video_vae.vae import load_vae
 from fast_video_vae.vae.layers import workspace
 from fast_video_vae.vae.layers.causal_conv import CausalConv3d
-from fast_video_vae.vae.layers.inputs.fill import copied
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
-from fast_video_vae.vae.layers.workspace import Handover
+from fast_video_vae.vae.layers.workspace import Handover, copied
 
-SHAPE, LIKE = (1, 4, 2, 3, 5), torch.empty(1)
+SHAPE = (1, 4, 2, 3, 5)
 
 
-@pytest.fixture
-def small_too(monkeypatch):
-    """Reuse blocks of any size."""
+def test_blocks_of_another_size_are_released_and_uncounted_ones_not_reused(monkeypatch):
     monkeypatch.setattr(workspace, "KEPT_BYTES", 0)
-
-
-def test_memory_is_reused_after_its_last_view_is_freed(small_too):
-    cache = TemporalCache()
-    first = cache.reused(SHAPE, LIKE)
-    assert first.shape == SHAPE
-    assert first.is_contiguous(memory_format=torch.channels_last_3d)
-    address, view = first.data_ptr(), first[:, :, 1:]
-    del first
-    assert cache.reused(SHAPE, LIKE).data_ptr() != address
-    del view
-    assert cache.reused(SHAPE, LIKE).data_ptr() == address
-
-
-def test_blocks_of_another_size_are_released(small_too):
-    cache = TemporalCache()
-    cache.reused(SHAPE, LIKE)
-    large = cache.reused((1, 4, 20, 3, 5), LIKE)
+    cache, like = TemporalCache(), torch.empty(1)
+    cache.reused(SHAPE, like)
+    large = cache.reused((1, 4, 20, 3, 5), like)
     assert [block.numel() for block in cache.workspace._blocks] == [large.nbytes]
-
-
-def test_small_or_uncounted_memory_is_not_reused(monkeypatch):
-    assert TemporalCache().reused(SHAPE, LIKE) is None
-    monkeypatch.setattr(workspace, "KEPT_BYTES", 0)
-    monkeypatch.setattr(workspace, "_count_alone", lambda: None)
-    assert TemporalCache().reused(SHAPE, LIKE) is None  # reference counts are unknown
+    monkeypatch.setattr(workspace, "_count_alone", lambda: None)  # an unknown PyTorch
+    assert cache.reused(SHAPE, like) is None
 
 
 @pytest.mark.parametrize("family", WAN)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_old_values_in_reused_memory_have_no_effect(family, dtype, small_too, monkeypatch):
+def test_old_values_in_reused_memory_have_no_effect(family, dtype, monkeypatch):
     vae = load_vae(STATES[family](), dtype=dtype)
     video = torch.rand(1, 3, 9, 32, 32) * 2 - 1
     monkeypatch.setattr(workspace, "KEPT_BYTES", 1 << 40)
@@ -71,17 +47,6 @@ def test_old_values_in_reused_memory_have_no_effect(family, dtype, small_too, mo
     assert torch.equal(vae.encode(video), latent)
     assert torch.equal(vae.decode(latent), frames)
     assert len(set(lent)) < len(lent), "no memory was reused"
-
-
-def test_a_tail_starts_as_zeros_and_then_has_the_last_frames():
-    cache, conv = TemporalCache(), nn.Identity()
-    frames = torch.arange(1.0, 7).view(1, 1, 6, 1, 1)
-    assert not cache.tail(conv, 2, frames).any()
-    seen = []
-    for start, stop in ((0, 1), (1, 2), (2, 6)):
-        cache.keep(conv, 2, frames[:, :, start:stop])
-        seen.append(cache.tail(conv, 2, frames).flatten().tolist())
-    assert seen == [[0, 1], [1, 2], [5, 6]]
 
 
 @torch.no_grad()

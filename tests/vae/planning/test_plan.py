@@ -1,9 +1,7 @@
 """A plan estimates the memory of its stream, and keeps the memory limit."""
 
-import copy
 import dataclasses
 import gc
-import pickle
 import weakref
 
 import pytest
@@ -18,9 +16,8 @@ from fast_video_vae.tests.vae.planning.live_bytes import live_peak
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.layers import conv_weights
 from fast_video_vae.vae.models import base
-from fast_video_vae.vae.planning import cost, device_memory, plan, tiling
+from fast_video_vae.vae.planning import cost, device_memory, plan
 from fast_video_vae.vae.planning.job import Rates, StreamJob
-from fast_video_vae.vae.planning.layer_specs import lengths_before, network_spec
 from fast_video_vae.vae.planning.plan import Tiles, make_plan
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -238,21 +235,6 @@ def test_an_empty_device_is_planned_by_its_whole_memory(wan, monkeypatch):
     assert wan.plan(720, 1280, device=CUDA) == empty
 
 
-@pytest.mark.parametrize("size", [(64, 64), (90, 70), (1000, 48)])
-def test_tiles_are_counted_as_they_are_cut(vae, network, size):
-    """The planned length of every tile before every layer is that of the tiles of a stream."""
-    work = work_of(network, 24, 22)
-    for cut in tiling.can_cut(network):
-        _, tiles, whole = plan.cut_tiles(work, Tiles(cut, size))
-        layers = network_spec(network).layers
-        layers = layers[:cut] if work.spec.encodes else layers[cut:]
-        for tile in tiles:
-            for axis, span in enumerate((tile.rows, tile.columns)):
-                expected = [spans[axis][1] - spans[axis][0] for spans in tile.spans]
-                lengths = lengths_before(layers, whole[axis], span)
-                assert lengths == [*expected, span[1] - span[0]]
-
-
 @pytest.mark.usefixtures("plans_anew")
 def test_caches_on_the_host_cost_copies_and_lengthen_steps(wan, monkeypatch):
     work = work_of(wan.decoder, device=CUDA)
@@ -275,33 +257,19 @@ def test_caches_on_the_host_cost_copies_and_lengthen_steps(wan, monkeypatch):
         ).parked
 
 
-class Estimates:
-    """Counts the estimates of steps."""
-
-    def __init__(self, monkeypatch):
-        self.count, step = 0, cost.StreamCost.step
-
-        def counted(*arguments, **options):
-            self.count += 1
-            return step(*arguments, **options)
-
-        monkeypatch.setattr(cost.StreamCost, "step", counted)
-
-
 def test_the_steps_of_a_size_are_estimated_once(monkeypatch):
     vae = load_vae(random_state_dict(8), dtype=torch.float32)
-    estimates, latent = Estimates(monkeypatch), torch.zeros(1, 16, 2, 4, 4)
-    vae.decode(latent)
-    first = estimates.count
+    made, step = [], cost.StreamCost.step
+    monkeypatch.setattr(cost.StreamCost, "step", lambda *a, **o: made.append(1) or step(*a, **o))
+    vae.decode(torch.zeros(1, 16, 2, 4, 4))
+    first = len(made)
     vae.decode(torch.zeros(1, 16, 3, 4, 4))
     vae.plan(32, 32)
-    assert estimates.count == first > 0
+    assert len(made) == first > 0
     for options in ({"device": CUDA}, {"single_frame": True}, {"encode": True}):
-        before = estimates.count
+        before = len(made)
         vae.plan(32, 32, StreamOptions(limit_bytes=1 << 40), **options)
-        assert estimates.count > before
-    for other in (copy.deepcopy(vae), pickle.loads(pickle.dumps(vae))):
-        assert not other.decoder.kept
+        assert len(made) > before
 
 
 def test_kept_estimates_keep_no_network_and_not_every_size(monkeypatch):

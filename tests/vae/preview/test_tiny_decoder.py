@@ -6,6 +6,7 @@ from safetensors.torch import save_file
 
 from fast_video_vae.tests.builders import refused
 from fast_video_vae.tests.tiny import TinyOracle, random_tiny
+from fast_video_vae.tests.vae.families import Pads
 from fast_video_vae.tests.vae.planning.live_bytes import LiveBytes
 from fast_video_vae.vae.models.latent_stats import latent_statistics
 from fast_video_vae.vae.preview import load_tiny_decoder
@@ -54,7 +55,9 @@ def test_frames_are_those_of_the_published_network(load, states, channels, frame
     scale = decoder.spatial_compression
     assert expected.shape == (1, 3, 4 * frames - 3, 3 * scale, 4 * scale)
     for chunk in (None, 1, 2, 3, -1):
-        assert (decoder.decode(x, chunk) - expected).abs().max() <= TOLERANCE
+        with Pads() as pads:
+            assert (decoder.decode(x, chunk) - expected).abs().max() <= TOLERANCE
+        assert not pads.seen
     pieces = [piece.shape[2] for piece in decoder.decode_stream(x, 2)]
     assert pieces == {1: [1], 2: [5], 5: [5, 8, 4]}[frames]
 
@@ -63,15 +66,6 @@ def test_a_batch_is_decoded_video_by_video(load, states):
     x = latent(frames=3, batch=2)
     expected = torch.cat([TinyOracle(states[16])(each[None]) for each in x])
     assert (load().decode(x, 2) - expected).abs().max() <= TOLERANCE
-
-
-@pytest.mark.slow
-def test_every_weight_changes_the_frames(load, states):
-    """Otherwise a test with random weights could miss a layer."""
-    x, expected = latent(frames=2), load().decode(latent(frames=2))
-    for key, value in states[16].items():
-        changed = states[16] | {key: value * 1.1}
-        assert not torch.equal(load("light_changed.pth", state=changed).decode(x), expected), key
 
 
 def test_half_precision_is_near_float32(load):

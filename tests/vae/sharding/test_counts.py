@@ -4,14 +4,17 @@ The tensors are on the `meta` device. One rank runs, with partners that are not 
 """
 
 import contextlib
+import copy
+import pickle
 
 import pytest
 import torch
 
 from fast_video_vae.tests.benchmarks import count_bytes
 from fast_video_vae.tests.products import each_value_once
+from fast_video_vae.tests.vae.families import STATES
 from fast_video_vae.tests.vae.planning.live_bytes import LiveBytes, meta_vae, without_values
-from fast_video_vae.vae import StreamOptions
+from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.sharding.shard import ShardGroup
 
 # Frames of the counts, and a rank with two neighbours.
@@ -98,35 +101,16 @@ def test_bytes_per_boundary_and_direction(axis, most_mb):
     sent = operations(steps)
     assert sent["bytes to 0"] == sent["bytes to 2"]
     assert 0 < sent["bytes to 0"] <= most_mb * 1e6
+    alone, _ = counted(vae, latents(vae, 3, 64, 64), rank_of(1, 0, axis))
+    assert not any(name.startswith("bytes") for name in alone[-1])
 
 
-# Exchanges, sums, gathers and votes of a steady step: each 3x3 convolution and each resampling
-# exchanges once, each group norm sums once, attention and the result gather once each.
-OPERATIONS = {
-    ("wan2.1", False): {"exchanges": 33, "gathers": 2, "votes": 1},
-    ("wan2.1", True): {"exchanges": 25, "gathers": 2, "votes": 1},
-    ("wan2.2", False): {"exchanges": 33, "gathers": 2, "votes": 1},
-    ("wan2.2", True): {"exchanges": 25, "gathers": 2, "votes": 1},
-    ("seedvr2", False): {"exchanges": 33, "sums": 30, "gathers": 2, "votes": 1},
-    ("seedvr2", True): {"exchanges": 25, "sums": 22, "gathers": 2, "votes": 1},
-}
 WIDTHS = {"wan2.1": 96, "wan2.2": 160, "seedvr2": 128}
 
 
-@pytest.mark.parametrize("axis", ["rows", "columns"])
-@pytest.mark.parametrize(("family", "encode"), OPERATIONS)
-def test_operations_of_a_step(family, encode, axis):
-    vae = meta_vae(family, 32, "bfloat16")
-    x = frames(vae, 3, 128, 192) if encode else latents(vae, 3, 128, 192)
-    steps, _ = counted(vae, x, rank_of(2, 0, axis), encode=encode)
-    found = {name: n for name, n in operations(steps).items() if "bytes" not in name}
-    assert found == OPERATIONS[family, encode]
-
-
-@each_value_once(of=OPERATIONS, axis=["rows", "columns"])
-def test_memory_of_a_rank(of, axis):
+@each_value_once(family=WIDTHS, encode=[False, True], axis=["rows", "columns"])
+def test_memory_of_a_rank(family, encode, axis):
     """A rank of four has about a quarter of the memory, and no more than its plan says."""
-    family, encode = of
     vae = meta_vae(family, WIDTHS[family], "bfloat16")
     small = frames(vae, 3, 64, 64) if encode else latents(vae, 3, 64, 64)
     counted(vae, small, None, encode=encode)  # derives weights
@@ -149,8 +133,8 @@ def test_the_longer_side_is_divided():
         assert one == other
 
 
-def test_no_ranks_exchange_nothing():
-    """A group of one rank has the result of one process, and sends nothing."""
-    vae = meta_vae("wan2.1", 32, "bfloat16")
-    steps, _ = counted(vae, latents(vae, 3, 64, 64), rank_of(1, 0))
-    assert not any(name.startswith("bytes") for name in steps[-1])
+def test_copies_of_a_vae_have_no_ranks():
+    vae = load_vae(STATES["wan2.1"](), dtype=torch.float32)
+    vae.shards = rank_of(2, 0)
+    for other in (copy.deepcopy(vae), pickle.loads(pickle.dumps(vae))):
+        assert other.shards is None

@@ -1,71 +1,72 @@
-"""A device that fails, or whose memory runs out, changes neither the result nor the others."""
+"""After a failure of a device the VAE's own device goes on alone; a stop ends the work of all."""
 
 import _thread
 import contextlib
 import functools
-import logging
+import gc
+import itertools
+import re
 import signal
 import threading
 import time
+import weakref
+from collections import Counter
 from contextvars import ContextVar
-from dataclasses import replace
 
 import pytest
 import torch
 
-from fast_video_vae.tests.builders import random_state_dict
-from fast_video_vae.tests.products import each_value_once
 from fast_video_vae.tests.vae.families import STATES, close, joined, latent_for, random_frames
 from fast_video_vae.tests.vae.streaming.failing_memory import FailingMemory
 from fast_video_vae.tests.vae.streaming.test_bands import threads
+from fast_video_vae.tests.vae.streaming.test_resume import reach_of
 from fast_video_vae.vae import StreamOptions, load_vae
-from fast_video_vae.vae.layers.oom import ExhaustedError
-from fast_video_vae.vae.planning.bands import BandPlanner
+from fast_video_vae.vae.layers.causal_conv import CausalConv3d
+from fast_video_vae.vae.layers.temporal_cache import TemporalCache
+from fast_video_vae.vae.layers.workspace import Workspace
+from fast_video_vae.vae.streaming.bands.banded_executor import BandedDecode, BandedEncode
+from fast_video_vae.vae.streaming.bands.member import Member
+from fast_video_vae.vae.streaming.resume import _logger
+from fast_video_vae.vae.streaming.session import VideoSession
 from fast_video_vae.vae.streaming.tiled_executor import TiledDecode, TiledEncode
 
+STEP = StreamOptions(1)
 LATENTS, HEIGHT, WIDTH = 7, 16, 96
-
-pytestmark = pytest.mark.usefixtures("steady")
-
-
-@pytest.fixture(scope="module")
-def weights():
-    return random_state_dict(8)
+KEPT = (BandedDecode, BandedEncode, Member, TemporalCache, VideoSession, Workspace)
+RUN_OUT = r"memory ran out \(CUDA out of memory. Tried to allocate .*\)"
 
 
 @pytest.fixture
-def vae(weights):
-    vae = load_vae(weights, dtype=torch.float32)
+def vae():
+    return shared("wan2.1")
+
+
+def shared(family):
+    vae = load_vae(STATES[family](), dtype=torch.float32)
     vae.devices = ["cpu"] * 3
     return vae
 
 
-@pytest.fixture(scope="module")
-def expected(weights):
-    vae = load_vae(weights, dtype=torch.float32)
-    return {
-        "decode": joined(vae.decode_stream(latent(), StreamOptions(1))),
-        "encode": joined(vae.encode_stream(video(), StreamOptions(1))),
-    }
+def stream_of(vae, task, latents=LATENTS):
+    """The stream of a task, by its name, what it is given or where its frames go."""
+    latent, length = latent_for(vae, latents, HEIGHT, WIDTH), vae.config.frames(latents)
+    if task == "out":
+        return vae.decode_stream(latent, STEP, out=torch.zeros(1, 3, length, HEIGHT, WIDTH))
+    if task == "images":
+        memory = torch.zeros(1, length, HEIGHT, WIDTH, 3, dtype=torch.uint8)
+        return vae.decode_stream(latent, STEP, images=memory)
+    if task in ("encode", "pieces of an encode"):
+        video = random_frames(1, 3, length, HEIGHT, WIDTH)
+        return vae.encode_stream(video if task == "encode" else iter(video.split(3, dim=2)), STEP)
+    return vae.decode_stream(latent if task != "pieces" else iter(latent.split(3, dim=2)), STEP)
 
 
-def latent():
-    return torch.randn(1, 16, LATENTS, 2, 12, generator=torch.Generator().manual_seed(1))
+def run(vae, task, **options):
+    return torch.cat(list(stream_of(vae, task, **options)), 1 if task == "images" else 2)
 
 
-def video():
-    return random_frames(1, 3, 4 * LATENTS - 3, HEIGHT, WIDTH)
-
-
-def run(vae, task, source=None, **options):
-    stream = vae.decode_stream if task == "decode" else vae.encode_stream
-    given = latent() if task == "decode" else video()
-    return joined(stream(given if source is None else source(given), StreamOptions(1, **options)))
-
-
-def number():
-    """The number of the device of this thread."""
-    return int(threading.current_thread().name.split("-")[3])
+def alone(vae, task, **options):
+    return run(load_vae(vae.state_dict(), dtype=torch.float32), task, **options)
 
 
 def around(monkeypatch, do):
@@ -74,223 +75,208 @@ def around(monkeypatch, do):
         work = getattr(route, name)
 
         def run(self, *arguments, work=work):
-            return do(number(), self, functools.partial(work, self, *arguments))
+            number = int(threading.current_thread().name.split("-")[3])
+            return do(number, self, functools.partial(work, self, *arguments))
 
         monkeypatch.setattr(route, name, run)
 
 
 @pytest.fixture
 def faults(monkeypatch):
-    """Let devices fail at a chunk, by number: (chunk, before or after its work, error)."""
-    plan, calls = {}, {}
+    """What runs instead of the work of a device on a chunk, by their numbers; counted chunks."""
+    instead, chunks = {}, Counter()
 
-    def run(device, _, work):
-        calls[device] = calls.get(device, -1) + 1
-        at, late, error = plan.get(device, (None, False, None))
-        if calls[device] == at and not late:
-            raise error
-        result = work()
-        if calls[device] == at:
-            raise error
-        return result
+    def run(device, executor, work):
+        chunks[device] += 1
+        return instead.get((device, chunks[device] - 1), lambda _, do: do())(executor, work)
 
     around(monkeypatch, run)
-    plan["calls"] = calls
-    return plan
+    instead["chunks"] = chunks
+    return instead
 
 
-@each_value_once(chunk=[0, 1, 4, LATENTS - 1], late=[False, True], task=["decode", "encode"])
-def test_the_others_do_the_work_of_a_device_that_fails(
-    vae, expected, faults, caplog, task, late, chunk
-):
-    faults[1] = chunk, late, RuntimeError("the cable is loose\nsecond line")
-    with caplog.at_level(logging.WARNING):
-        assert torch.equal(run(vae, task), expected[task])
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert "cpu failed" in line
-    assert "the cable is loose second line" in line
-    assert not threads()
-    faults["calls"].clear()
-    caplog.clear()
-    assert torch.equal(run(vae, task), expected[task])
-    assert sorted(faults["calls"]) == [0, 2]  # left out from here on
-    assert not caplog.records
+class Memory:
+    """What devices hold, which is free when the next run begins, without the garbage collector."""
+
+    def __init__(self):
+        self.refs, self.lines = [], []
+
+    def hold(self, *objects):
+        self.refs.extend(map(weakref.ref, objects))
+
+    def handle(self, record):
+        """Look at the memory between two runs, which one line of the log shows."""
+        self.lines.append(record.getMessage())
+        assert not threads()
+        assert held() == self.before
+        assert not [each for each in self.refs if each() is not None]
+        return False
+
+    def __enter__(self):
+        with FailingMemory():
+            torch.zeros(1)  # imports TorchDynamo, which keeps the frames that do so
+        gc.collect()
+        gc.disable()
+        self.before = held()
+        _logger.addFilter(self.handle)
+        return self
+
+    def __exit__(self, *_):
+        _logger.removeFilter(self.handle)
+        gc.enable()
 
 
-@pytest.mark.parametrize("task", ["decode", "encode"])
-def test_pieces_of_an_iterable_are_repeated_too(vae, expected, faults, task):
-    faults[2] = 4, True, RuntimeError("gone")
-
-    def pieces(whole):
-        """Each in memory that is used again for the next."""
-        first = whole[:, :, :1].clone()
-        yield first
-        size = 1 if task == "decode" else 4
-        memory = torch.empty_like(whole[:, :, :size])
-        for at in range(1, whole.shape[2], size):
-            memory.copy_(whole[:, :, at : at + size])
-            yield memory
-            memory.fill_(0.5)
-
-    assert torch.equal(run(vae, task, pieces), expected[task])
-
-
-@pytest.mark.parametrize(
-    "chunks",
-    [
-        (2, 5),  # one after the other
-        (3, 3),  # at once
-        (3, 4),  # the second one in a chunk that it repeats
-    ],
-)
-def test_two_devices_can_fail(vae, expected, faults, caplog, chunks):
-    for device, chunk in enumerate(chunks, start=1):
-        faults[device] = chunk, device == 2, RuntimeError("gone")
-    with caplog.at_level(logging.WARNING):
-        assert torch.equal(run(vae, "decode"), expected["decode"])
-    assert len(caplog.records) == 2
-    faults["calls"].clear()
-    assert torch.equal(run(vae, "encode"), expected["encode"])
-    assert not faults["calls"]  # one device is left
-
-
-@pytest.mark.parametrize("task", ["decode", "encode"])
-@pytest.mark.parametrize(
-    ("error", "kind", "message"),
-    [
-        (RuntimeError("the first one"), RuntimeError, "the first one"),
-        (
-            torch.OutOfMemoryError("Tried to allocate 20.00 MiB\nmore"),
-            ExhaustedError,
-            r"20\.00 MiB more were needed",
-        ),
-    ],
-)
-def test_an_error_of_the_first_device_is_raised(vae, faults, caplog, task, error, kind, message):
-    faults[0] = 3, False, error
-    with pytest.raises(kind, match=message):
-        run(vae, task)
-    assert not threads()
-    assert not any("failed" in text for text in caplog.messages)
-    assert vae.team.crew.members(vae.device).keys() == {0, 1, 2}
-
-
-def test_a_range_of_frames_survives_a_failure(vae, expected, faults):
-    faults[1] = 5, False, RuntimeError("gone")
-    stream = vae.decode_stream(latent(), StreamOptions(1), frames=range(10, 23))
-    assert torch.equal(joined(stream), expected["decode"][:, :, 10:23])
-
-
-def test_a_static_end_survives_a_failure(vae, faults):
-    clip = random_frames(1, 3, 1, HEIGHT, WIDTH).repeat(1, 1, 81, 1, 1)
-    clip[:, :, :7] = random_frames(1, 3, 7, HEIGHT, WIDTH)
-    vae.devices = []
-    encoded = joined(vae.encode_stream(clip, StreamOptions(1)))
-    for at in (3, 9, 15):
-        vae.devices = ["cpu"] * 2
-        faults["calls"].clear()
-        faults[1] = at, False, RuntimeError("gone")
-        close(joined(vae.encode_stream(clip, StreamOptions(1))), encoded)
-
-
-def test_pictures_survive_a_failure(faults):
-    vae = load_vae(STATES["qwen-image-2.1"](), dtype=torch.float32)
-    pictures = latent_for(vae, 3, 64, 128)
-    decoded = vae.decode(pictures)
-    vae.devices = ["cpu"] * 2
-    faults[1] = 1, True, RuntimeError("gone")
-    assert torch.equal(vae.decode(pictures), decoded)
+def held():
+    return sorted(type(each).__name__ for each in gc.get_objects() if type(each) in KEPT)
 
 
 @pytest.fixture
-def failing(monkeypatch):
-    """Let allocations of devices fail, by number: a `FailingMemory` each."""
-    memories = {}
-
-    def run(device, _, work):
-        with memories.get(device, contextlib.nullcontext()):
-            return work()
-
-    around(monkeypatch, run)
-    return memories
+def memory():
+    with Memory() as memory:
+        yield memory
+    assert held() == memory.before
 
 
-@each_value_once(first=[1, 7, 60], device=[0, 1], task=["decode", "encode"])
-def test_a_device_whose_memory_runs_out_runs_its_band_in_tiles(
-    vae, expected, failing, caplog, monkeypatch, task, device, first
-):
-    """Frames as small as these need no less memory in tiles, so the plan is a stand-in."""
-    memory = failing[device] = FailingMemory(first)
-    tiles = {}
-
-    def halved(self, bands, number):
-        (band,) = [each for each in bands.members if each.number == number]
-        (rows, (start, stop)) = band.tiles[0]
-        middle = start + 1
-        smaller = replace(band, tiles=((rows, (start, middle)), (rows, (middle, stop))))
-        members = [smaller if each is band else each for each in bands.members]
-        return replace(bands, members=tuple(members))
-
-    def noted(device, executor, work):
-        tiles.setdefault(device, []).append(len(executor.tiles))
-        return work()
-
-    monkeypatch.setattr(BandPlanner, "smaller", halved)
-    around(monkeypatch, noted)
-    with caplog.at_level(logging.WARNING):
-        close(run(vae, task), expected[task])
-    assert memory.failed == 1
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert "memory ran out" in line
-    assert "on cpu" in line
-    assert tiles[device][0] == 1
-    assert tiles[device][-1] > 1
-    assert {count for n, each in tiles.items() if n != device for count in each} == {1}
-
-
-def test_a_device_whose_memory_stays_short_is_left_out(vae, expected, failing, caplog):
-    failing[2] = FailingMemory(40, 10_000)
-    with caplog.at_level(logging.WARNING):
-        assert torch.equal(run(vae, "decode"), expected["decode"])
-    assert any("failed" in each.getMessage() for each in caplog.records)
-    assert vae.team.crew.members(vae.device).keys() == {0, 1}
-
-
-def test_memory_of_the_caller_is_released_by_one_thread_at_a_time(vae, expected, failing):
-    inside, most = [], []
-
-    def release(device):
-        inside.append(1)
-        most.append(len(inside))
-        threading.Event().wait(0.01)
-        inside.pop()
-
-    for device in range(3):
-        failing[device] = FailingMemory(5, every=40)
-    close(run(vae, "decode", release=release), expected["decode"])
-    assert most
-    assert set(most) == {1}
-
-
-def test_an_error_of_the_callers_release_is_raised(vae, failing, caplog):
-    class StoppedError(Exception):
+@pytest.mark.parametrize("task", ["decode", "encode"])
+@pytest.mark.parametrize("pieces", [None, 2])
+def test_a_finished_or_dropped_stream_keeps_nothing(vae, memory, task, pieces):
+    for _ in itertools.islice(stream_of(vae, task), pieces):
         pass
 
-    def release(device):
-        raise StoppedError("by the user")
 
-    failing[1] = FailingMemory(20)
-    with pytest.raises(StoppedError):
-        run(vae, "decode", release=release)
+# The task, the failing devices and their chunk, before or after its work, the error and its line.
+CASES = [
+    ("decode", [0], 0, False, RuntimeError("the cable is loose\nnow"), "the cable is loose now"),
+    ("encode", [1], 1, True, RuntimeError("a" * 200), "a" * 120),
+    ("out", [2], 4, False, ValueError(), "ValueError"),
+    ("images", [1], LATENTS - 1, True, torch.OutOfMemoryError("no\nroom"), "memory .* .no room."),
+    ("pieces", [1, 2], 5, True, RuntimeError("gone"), "gone"),
+    ("pieces of an encode", [0, 1], 3, False, RuntimeError("gone"), "gone"),
+    ("pictures", [2], 2, True, RuntimeError("CUDA out of memory."), r"memory .* .CUDA out .*"),
+    ("decode", [0], 3, 1, None, RUN_OUT),  # an allocation of the device fails
+    ("encode", [1], 2, 5, None, RUN_OUT),
+    ("pieces", [0], LATENTS - 1, 30, None, RUN_OUT),
+    ("encode", [0], LATENTS - 1, True, RuntimeError("gone"), "gone"),
+    ("decode", [1], None, False, RuntimeError("no context"), "no context"),  # it cannot begin
+    ("encode", [0], None, True, MemoryError(), r"memory .* .MemoryError."),
+]
+
+
+@pytest.mark.parametrize(("task", "failing", "chunk", "late", "error", "text"), CASES)
+def test_the_own_device_goes_on_alone_after_a_failure(
+    monkeypatch, faults, memory, task, failing, chunk, late, error, text
+):
+    vae = shared("qwen-image-2.1" if task == "pictures" else "wan2.1")
+    make = Member.__init__
+
+    def begin(self, work, bands, band, *arguments, **options):
+        make(self, work, bands, band, *arguments, **options)
+        if band.number in failing:
+            raise error
+
+    def fail(executor, work):
+        activation = torch.zeros(10)
+        memory.hold(activation, executor)
+        if error is None:
+            with FailingMemory(late):
+                return work()
+        if late:
+            work()
+        try:
+            raise RuntimeError("the cause")
+        except RuntimeError as cause:
+            raise error from cause
+
+    expected = alone(vae, task)
+    faults["chunks"].clear()
+    faults.update({(device, chunk): fail for device in failing})
+    with monkeypatch.context() as patch:
+        if chunk is None:
+            patch.setattr(Member, "__init__", begin)
+        actual = run(vae, task)
+    assert torch.equal(actual, expected)
+    work = "an encode" if "encode" in task else "a decode"
+    frame = vae.config.frames(chunk) if chunk else 0
+    (line,) = memory.lines
+    start, end = (
+        "Fast Video VAE: cpu failed: ",
+        f" in {work} at frame {frame}; going on with cpu alone",
+    )
+    assert re.fullmatch(f"{start}{text}{end}", line)
+    faults["chunks"].clear()
+    for device in failing:
+        faults.pop((device, chunk))
+    assert torch.equal(run(vae, task), expected)
+    left_out = {0, 1, 2} - faults["chunks"].keys()
+    assert left_out <= {*failing} - {0}
+    assert bool(left_out) == (0 not in failing)
+    vae.devices = ["cpu"] * 3
+    assert torch.equal(run(vae, task), expected)
+    assert faults["chunks"].keys() == {0, 1, 2}
+    assert len(memory.lines) == 1
+
+
+@pytest.mark.parametrize("task", ["decode", "pieces of an encode"])
+def test_a_failure_costs_the_receptive_field_and_the_step(vae, faults, task):
+    network, latents = (vae.decoder, 45) if task == "decode" else (vae.encoder, 33)
+    expected, frames = alone(vae, task, latents=latents), []
+
+    def gone(*_):
+        raise RuntimeError("gone")
+
+    def count(layer, inputs):
+        if threading.current_thread() is threading.main_thread():  # the own device alone
+            frames.append(inputs[0].shape[2])
+
+    faults["chunks"].clear()
+    faults[1, latents - 2] = gone
+    network.layers()[0].register_forward_pre_hook(count)
+    close(run(vae, task, latents=latents), expected)
+    left = 2 if task == "decode" else 8
+    reach = reach_of(vae, task == "decode")
+    assert left < sum(frames) <= reach + left
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ValueError("broken"), "broken"),
+        (RuntimeError("CUDA error: lost"), "CUDA error: lost"),
+        (torch.OutOfMemoryError("no\nroom"), r"memory ran out in a decode \(no room\); use [^\n]+"),
+    ],
+)
+def test_an_error_of_the_device_alone_is_its_own(vae, faults, caplog, error, message, is_first):
+    """Also if it is that of several devices."""
+
+    def fail(*_):
+        if is_first or threading.current_thread() is threading.main_thread():
+            raise error
+
+    def gone(*_):
+        raise RuntimeError("gone")
+
+    faults[1, 2] = gone
+    vae.decoder.layers()[4].register_forward_pre_hook(fail)
+    with pytest.raises(type(error), match=f"^{message}$"):
+        run(vae, "decode")
+    (line,) = [each.getMessage() for each in caplog.records]
+    assert ("gone" in line) != is_first
     assert not threads()
-    assert not caplog.records
-    assert len(vae.team.crew.members(vae.device)) == 3
+
+
+def test_a_failure_in_a_video_says_nothing_about_devices_that_are_chosen_meanwhile(vae):
+    team = vae.team
+    vae.devices = ["cpu"] * 2
+    team.fail(1)
+    assert vae.team.members(vae.device).keys() == {0, 1}
+    assert team.members(vae.device).keys() == {0, 2}
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, ValueError])
 def test_errors_of_the_callers_pieces_end_the_threads(vae, kind):
     def pieces():
-        yield from latent()[:, :, :3].split(1, dim=2)
+        yield from latent_for(vae, 3, HEIGHT, WIDTH).split(1, dim=2)
         assert threads()
         raise kind("stop")
 
@@ -299,74 +285,81 @@ def test_errors_of_the_callers_pieces_end_the_threads(vae, kind):
     assert not threads()
 
 
-def test_a_signal_ends_the_threads_within_a_layer(vae, monkeypatch):
-    """It comes while the caller waits for a device that would take a minute."""
-    begun, work = threading.Event(), TiledDecode.fill
+@pytest.fixture
+def slow(monkeypatch):
+    """Let convolutions of the devices take so long that a chunk takes 10 seconds or more."""
+    begun, forward = threading.Event(), CausalConv3d.forward
 
-    def endless(self, x, chunk, attempt):
-        if number() == 1:
+    def slowed(self, *arguments, **options):
+        if threads() and threading.current_thread() in threads():
             begun.set()
-            for _ in range(6000):
-                attempt(lambda: time.sleep(0.01))
-        work(self, x, chunk, attempt)
+            time.sleep(0.7)
+        return forward(self, *arguments, **options)
 
+    monkeypatch.setattr(CausalConv3d, "forward", slowed)
+    return begun
+
+
+@contextlib.contextmanager
+def soon():
+    """The block ends all threads within two of the slow convolutions, more or less."""
+    start = time.perf_counter()
+    yield
+    assert time.perf_counter() - start < 5
+    assert not threads()
+
+
+@pytest.mark.parametrize("task", ["decode", "encode"])
+def test_a_signal_ends_the_threads_between_two_layers(vae, slow, task):
     def interrupt():
-        begun.wait(10)
+        slow.wait(10)
         _thread.interrupt_main()
 
-    monkeypatch.setattr(TiledDecode, "fill", endless)
-    thread, start = threading.Thread(target=interrupt), time.perf_counter()
+    thread = threading.Thread(target=interrupt)
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job may ignore it
     try:
         thread.start()
-        with pytest.raises(KeyboardInterrupt):
-            run(vae, "decode")
+        with soon(), pytest.raises(KeyboardInterrupt):
+            run(vae, task)
     finally:
         signal.signal(signal.SIGINT, previous)
     thread.join()
-    assert time.perf_counter() - start < 5
-    assert not threads()
 
 
 class StopError(BaseException):
     """As ComfyUI's InterruptProcessingException."""
 
 
-@pytest.mark.parametrize("task", ["decode", "encode"])
 @pytest.mark.parametrize(
-    ("ends", "kind"),
+    ("task", "ends", "stops"),
     [
-        ({0: torch.OutOfMemoryError("short"), 2: StopError()}, StopError),  # not the first's error
-        ({1: RuntimeError("gone"), 2: StopError()}, StopError),
-        ({1: StopError()}, StopError),
-        ({0: ValueError("broken")}, ValueError),  # the others cannot go on without the first
+        ("decode", {0: torch.OutOfMemoryError, 2: StopError}, True),
+        ("encode", {1: RuntimeError, 2: StopError}, True),
+        ("decode", {1: StopError}, True),
+        ("encode", {0: ValueError}, False),
+        ("decode", {2: ValueError}, False),
     ],
 )
-def test_an_error_that_ends_the_video_ends_the_other_devices(vae, monkeypatch, task, ends, kind):
-    """Devices without an error would take a minute."""
+def test_an_error_or_a_stop_of_a_device_ends_the_others(vae, monkeypatch, slow, task, ends, stops):
     together = threading.Barrier(len(ends))
 
-    def run_instead(device, executor, _):
+    def run_instead(device, _, work):
         if device in ends:
             together.wait(10)
-            raise ends[device]
-        for _ in range(6000):
-            executor.cache.attempt(lambda: time.sleep(0.01))
+            raise ends[device]("broken")
+        work()
 
     around(monkeypatch, run_instead)
-    start = time.perf_counter()
-    with pytest.raises(kind):
+    with soon(), pytest.raises(StopError) if stops else contextlib.nullcontext():
         run(vae, task)
-    assert time.perf_counter() - start < 5
-    assert not threads()
-    assert len(vae.team.crew.members(vae.device)) == 3
+    assert len(vae.team.members(vae.device)) == (3 if stops or 0 in ends else 2)
 
 
 def test_threads_see_the_context_of_the_caller(vae, monkeypatch):
     """Such as the backend that `use_backend` forces."""
     setting, seen = ContextVar("setting", default=0), []
     around(monkeypatch, lambda device, _, work: (work(), seen.append(setting.get())))
-    stream = vae.decode_stream(latent(), StreamOptions(1))
+    stream = stream_of(vae, "decode")
     for value in (1, 2):
         setting.set(value)
         next(stream)

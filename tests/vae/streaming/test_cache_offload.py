@@ -9,15 +9,12 @@ from torch import nn
 
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.vae.families import close, joined, latent_for
-from fast_video_vae.tests.vae.streaming.failing_memory import FailingMemory
 from fast_video_vae.tests.vae.streaming.fake_gpu import CUDA, FakeGPU
 from fast_video_vae.vae import StreamOptions, load_vae
-from fast_video_vae.vae.layers.oom import Relief
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
 from fast_video_vae.vae.pinned_memory import PinnedMemory
-from fast_video_vae.vae.streaming import cache_offload, executors, session
+from fast_video_vae.vae.streaming import cache_offload, session
 from fast_video_vae.vae.streaming.cache_offload import Parking
-from fast_video_vae.vae.streaming.tiled_executor import TiledExecutor
 
 
 @pytest.fixture
@@ -29,7 +26,7 @@ def gpu(monkeypatch):
 def cache_of(*shapes):
     """Return a cache with tails of `shapes`, as after the first chunk."""
     cache = TemporalCache()
-    cache.take({nn.Identity(): torch.randn(shape) for shape in shapes})
+    cache.tails = {nn.Identity(): torch.randn(shape) for shape in shapes}
     return cache
 
 
@@ -40,21 +37,20 @@ def rounds(gpu, parking, caches, count=3):
             parking.wait(cache)
             if following is not None:
                 parking.fetch(following)
-            for tail in cache.tails().values():
+            for tail in cache.tails.values():
                 gpu.use("compute", tail.add_(1))
             parking.park(cache)
 
 
 def test_no_copy_overtakes_another_use_of_its_memory(gpu):
     caches = [cache_of((1, 4, 2, 3, 5), (1, 8, 2, 3, 5)) for _ in range(3)]
-    before = [cache.tails() for cache in caches]
+    before = [dict(cache.tails) for cache in caches]
     parking = Parking(CUDA)
     rounds(gpu, parking, caches)
-    parking.settle()
     assert not gpu.races
     assert gpu.blocking == {False}
     for cache, tails in zip(caches, before, strict=True):
-        for conv, tail in cache.tails().items():
+        for conv, tail in cache.tails.items():
             torch.testing.assert_close(tail, tails[conv] + 3)
 
 
@@ -71,52 +67,6 @@ def test_the_copies_of_both_directions_run_at_once(gpu):
     assert fetched - parked
 
 
-def test_memory_can_run_out_while_tails_arrive(gpu):
-    """All tails are moved to the host then, those of the next tile too."""
-    caches = [cache_of((1, 4, 2, 3, 5)) for _ in range(2)]
-    before = [list(cache.tails().values()) for cache in caches]
-    parking = Parking(CUDA)
-    parking.wait(caches[0])
-    parking.fetch(caches[1])
-    parking.settle()
-    for cache in caches:
-        with gpu._on(gpu.host):
-            for tail in cache.tails().values():
-                gpu.use("move", tail)
-        cache.exchange(lambda _, tail: tail.clone())
-    parking.park(caches[0])
-    parking.wait(caches[1])
-    parking.park(caches[1])
-    parking.settle()
-    assert not gpu.races
-    for cache, tails in zip(caches, before, strict=True):
-        assert all(map(torch.equal, cache.tails().values(), tails))
-
-
-def test_copies_of_tails_end_before_they_move_to_the_host(monkeypatch):
-    vae = load_vae(random_state_dict(8), dtype=torch.float32)
-    latent, options = latent_for(vae, 3, 96, 128), StreamOptions(1, tile=(64, 64))
-    expected = vae.decode(latent)
-    with FailingMemory() as memory:
-        list(vae.decode_stream(latent, options))
-    done = []
-
-    def settle(executor):
-        done.append("settle")
-
-    def park(cache, park=TemporalCache.park):
-        done.append("park")
-        return park(cache) or True
-
-    monkeypatch.setattr(TiledExecutor, "settle", settle)
-    monkeypatch.setattr(TemporalCache, "park", park)
-    monkeypatch.setattr(Relief, "_give_back", lambda relief: False)  # so tails must move
-    with FailingMemory(memory.seen // 2) as memory:
-        close(joined(vae.decode_stream(latent, options)), expected)
-    assert memory.failed
-    assert done[:2] == ["settle", "park"]
-
-
 def test_tails_of_gigabytes_need_little_more_pinned_memory(gpu):
     """Each of these would be doubled, or nearly, by an allocation of its own."""
     memory, held = PinnedMemory(pinned=True), 0
@@ -128,23 +78,6 @@ def test_tails_of_gigabytes_need_little_more_pinned_memory(gpu):
     assert all(size & (size - 1) == 0 for size in gpu.pins)
 
 
-def test_places_are_aligned_apart_and_like_their_tails(gpu):
-    memory = PinnedMemory(pinned=True)
-    order = torch.channels_last_3d
-    tails = [
-        torch.randn(1, 3, 2, height, 5, dtype=dtype).contiguous(memory_format=order)
-        for height in (1, 3, 7)
-        for dtype in (torch.float32, torch.bfloat16)
-    ]
-    places = [memory.like(tail).copy_(tail) for tail in tails]
-    start = memory._slabs[0].memory.data_ptr()
-    for tail, place in zip(tails, places, strict=True):
-        assert (place.shape, place.stride(), place.dtype) == (tail.shape, tail.stride(), tail.dtype)
-        assert torch.equal(place, tail)
-        if place.untyped_storage().data_ptr() == start:
-            assert (place.data_ptr() - start) % 256 == 0
-
-
 def test_the_frames_come_without_pinned_memory(monkeypatch, caplog):
     vae = load_vae(random_state_dict(8), dtype=torch.float32)
     latent = latent_for(vae, 3, 96, 128)
@@ -153,7 +86,7 @@ def test_the_frames_come_without_pinned_memory(monkeypatch, caplog):
     monkeypatch.setattr(
         session, "make_plan", lambda *args, **given: replace(plan(*args, **given), parked=True)
     )
-    monkeypatch.setattr(executors, "Parking", lambda _: cache_offload.Parking(CUDA))
+    monkeypatch.setattr(session, "Parking", lambda _: cache_offload.Parking(CUDA))
     options = StreamOptions(1, tile=(64, 64))
     with caplog.at_level(logging.WARNING), FakeGPU(monkeypatch, refuses=True) as gpu:
         for _ in range(2):

@@ -74,6 +74,18 @@ REFUSALS = [
 ]
 
 
+def test_results_of_a_replay_are_copies_until_a_launch_is_refused(cuda):
+    recording = cuda_graph.Recording(lambda x: [x + 1, x + 2], torch.zeros(3))
+    first, second = recording.replay(torch.zeros(3))
+    first.zero_()
+    assert [y.tolist() for y in recording.replay(torch.zeros(3))] == [[1] * 3, [2] * 3]
+    assert second.tolist() == [2, 2, 2]
+    cuda.refusals["launch"] = RuntimeError("CUDA error: invalid argument")
+    with pytest.raises(RuntimeError, match="invalid argument"):
+        recording.replay(torch.zeros(3))
+    assert cuda.resets == 1  # the memory of the graph is free
+
+
 @pytest.mark.parametrize("error", REFUSALS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("call", ["begin", "end"])
 def test_a_refused_capture_leaves_the_stream_of_the_caller(cuda, call, error):
@@ -81,24 +93,6 @@ def test_a_refused_capture_leaves_the_stream_of_the_caller(cuda, call, error):
     with pytest.raises(RuntimeError, match=str(error)):
         cuda_graph.Recording(lambda x: [x + 1], torch.zeros(3))
     assert cuda.current == "stream of the caller"
-
-
-def test_a_refused_launch_raises_at_once_and_frees_the_memory(cuda):
-    recording = cuda_graph.Recording(lambda x: [x + 1], torch.zeros(3))
-    assert [y.tolist() for y in recording.replay(torch.zeros(3))] == [[1, 1, 1]]
-    cuda.refusals["launch"] = RuntimeError("CUDA error: invalid argument")
-    with pytest.raises(RuntimeError, match="invalid argument"):
-        recording.replay(torch.zeros(3))
-    assert cuda.resets == 1
-    assert not recording._results
-
-
-def test_results_of_a_replay_are_copies(cuda):
-    recording = cuda_graph.Recording(lambda x: [x + 1, x + 2], torch.zeros(3))
-    first, second = recording.replay(torch.zeros(3))
-    first.zero_()
-    assert [y.tolist() for y in recording.replay(torch.zeros(3))] == [[1] * 3, [2] * 3]
-    assert second.tolist() == [2, 2, 2]
 
 
 @pytest.mark.parametrize("error", REFUSALS, ids=lambda error: type(error).__name__)
@@ -114,10 +108,3 @@ def test_the_frames_come_from_a_driver_that_refuses_graphs(cuda, monkeypatch, ca
     (line,) = caplog.messages
     assert "no CUDA graph of the VAE" in line
     assert cuda.current == "stream of the caller"
-
-
-def test_a_lack_of_memory_is_logged_once_for_all_sizes(cuda, caplog):
-    for size in ("2.00", "3.00"):
-        with caplog.at_level(logging.WARNING):
-            cuda_graph.complain(torch.OutOfMemoryError(f"Tried to allocate {size} GiB"))
-    assert len(caplog.messages) == 1

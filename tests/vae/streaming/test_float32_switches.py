@@ -3,6 +3,7 @@
 The switches are those of this PyTorch, for CUDA and for oneDNN; they exist without a GPU.
 """
 
+import contextlib
 import itertools
 
 import pytest
@@ -15,16 +16,12 @@ BACKENDS = torch.backends
 NEW = hasattr(BACKENDS.cudnn, "conv")  # torch >= 2.9
 
 
-def older(owner, value):
+def tf32(owner, value):
     return lambda: setattr(owner, "allow_tf32", value)
 
 
-def newer(value, *owners):
-    def change():
-        for owner in owners:
-            owner.fp32_precision = value
-
-    return change
+def precision(value, *owners):
+    return lambda: [setattr(owner, "fp32_precision", value) for owner in owners]
 
 
 def products(value):
@@ -33,10 +30,10 @@ def products(value):
 
 # What users and other nodes set before.
 SETTINGS = {
-    "cudnn.allow_tf32 = True": older(BACKENDS.cudnn, True),
-    "cudnn.allow_tf32 = False": older(BACKENDS.cudnn, False),
-    "matmul.allow_tf32 = True": older(BACKENDS.cuda.matmul, True),
-    "matmul.allow_tf32 = False": older(BACKENDS.cuda.matmul, False),
+    "cudnn.allow_tf32 = True": tf32(BACKENDS.cudnn, True),
+    "cudnn.allow_tf32 = False": tf32(BACKENDS.cudnn, False),
+    "matmul.allow_tf32 = True": tf32(BACKENDS.cuda.matmul, True),
+    "matmul.allow_tf32 = False": tf32(BACKENDS.cuda.matmul, False),
     "high": products("high"),
     "medium": products("medium"),
 }
@@ -44,14 +41,14 @@ if NEW:
     by_op = BACKENDS.cudnn.conv, BACKENDS.cudnn.rnn, BACKENDS.cuda.matmul
     onednn = BACKENDS.mkldnn.conv, BACKENDS.mkldnn.matmul
     SETTINGS |= {
-        "by operation, tf32": newer("tf32", *by_op),
-        "by operation, ieee": newer("ieee", *by_op),
-        "conv.fp32_precision = ieee": newer("ieee", BACKENDS.cudnn.conv),
-        "matmul.fp32_precision = tf32": newer("tf32", BACKENDS.cuda.matmul),
-        "cudnn.fp32_precision = tf32": newer("tf32", BACKENDS.cudnn),
-        "backends.fp32_precision = tf32": newer("tf32", BACKENDS),
-        "backends.fp32_precision = ieee": newer("ieee", BACKENDS),
-        "oneDNN, bf16": newer("bf16", *onednn),
+        "by operation, tf32": precision("tf32", *by_op),
+        "by operation, ieee": precision("ieee", *by_op),
+        "conv.fp32_precision = ieee": precision("ieee", BACKENDS.cudnn.conv),
+        "matmul.fp32_precision = tf32": precision("tf32", BACKENDS.cuda.matmul),
+        "cudnn.fp32_precision = tf32": precision("tf32", BACKENDS.cudnn),
+        "backends.fp32_precision = tf32": precision("tf32", BACKENDS),
+        "backends.fp32_precision = ieee": precision("ieee", BACKENDS),
+        "oneDNN, bf16": precision("bf16", *onednn),
     }
 SEQUENCES = [
     (),
@@ -62,11 +59,11 @@ SEQUENCES = [
 def reset():
     """Set the values of a new process."""
     if NEW:
-        newer("none", BACKENDS, BACKENDS.cudnn, *by_op, *onednn)()
+        precision("none", BACKENDS, BACKENDS.cudnn, *by_op, *onednn)()
     products("highest")()
-    older(BACKENDS.cudnn, True)()
+    tf32(BACKENDS.cudnn, True)()
     if NEW:
-        newer("none", BACKENDS.cuda.matmul, *onednn)()
+        precision("none", BACKENDS.cuda.matmul, *onednn)()
 
 
 @pytest.fixture(autouse=True)
@@ -87,12 +84,10 @@ def read():
         owners = {"all": (BACKENDS, BACKENDS.cudnn), CUDA: by_op, CPU: onednn}
         for name, group in owners.items():
             readers[name] = lambda group=group: [owner.fp32_precision for owner in group]
-    found = {}
+    found = dict.fromkeys(readers, "an error")
     for name, reader in readers.items():
-        try:
+        with contextlib.suppress(RuntimeError):
             found[name] = reader()
-        except RuntimeError:
-            found[name] = "an error"
     return found
 
 
@@ -116,8 +111,15 @@ def later(names, device=None):
     return seen
 
 
+def is_full(seen, device):
+    """Whether float32 is full in a block for the device."""
+    if NEW:
+        return set(seen[device]) <= {"ieee", "none"}
+    return device == CPU or not (seen["cudnn"] or seen["matmul"])
+
+
 @pytest.mark.parametrize("device", [CUDA, CPU], ids=str)
-def test_float32_is_full_and_all_switches_can_be_read_in_the_block(device):
+def test_float32_is_full_in_the_block_and_all_switches_are_restored(device):
     for names in SEQUENCES:
         reset()
         for name in names:
@@ -125,34 +127,24 @@ def test_float32_is_full_and_all_switches_can_be_read_in_the_block(device):
         before = read()
         with full_float32(device):
             during = read()
-        if NEW:
-            assert set(during[device]) <= {"ieee", "none"}, names
-        elif device == CUDA:
-            assert not during["cudnn"], names
-            assert not during["matmul"], names
+        assert is_full(during, device), names
         for name, value in during.items():
             assert value != "an error" or before[name] == "an error", (names, name)
-
-
-@pytest.mark.parametrize("device", [CUDA, CPU], ids=str)
-def test_all_switches_are_restored(device):
-    for names in SEQUENCES:
         assert later(names, device) == later(names), names
 
 
 @pytest.mark.parametrize("first", [CUDA, CPU], ids=str)
 def test_blocks_of_two_devices_can_end_in_any_order(first):
-    other = CPU if first == CUDA else CUDA
+    both = (first, CPU if first == CUDA else CUDA)
     for name in SETTINGS:
         reset()
         SETTINGS[name]()
         before = read()
-        for ends in ((first, other), (other, first)):
-            blocks = {device: full_float32(device) for device in (first, other)}
+        for ends in (both, both[::-1]):
+            blocks = {device: full_float32(device) for device in both}
             for block in blocks.values():
                 block.__enter__()
             for device in ends:
-                for used in (CUDA, CPU) if NEW else ():
-                    assert set(read()[used]) <= {"ieee", "none"}, name
+                assert all(is_full(read(), each) for each in both), name
                 blocks[device].__exit__(None, None, None)
             assert read() == before, name

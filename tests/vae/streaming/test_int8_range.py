@@ -6,12 +6,10 @@ import pytest
 import torch
 
 from fast_video_vae.tests.products import each_value_once
-from fast_video_vae.tests.vae.families import STATES, close, joined, prepared
+from fast_video_vae.tests.vae.families import STATES, joined, prepared
 from fast_video_vae.tests.vae.streaming.test_int8 import STEP, given, warnings_of
-from fast_video_vae.tests.vae.streaming.test_session import StandIn
-from fast_video_vae.vae import StreamOptions, load_vae
+from fast_video_vae.vae import load_vae
 from fast_video_vae.vae.layers.inputs import coding
-from fast_video_vae.vae.streaming import cuda_graph
 
 pytestmark = pytest.mark.usefixtures("all_int8")
 
@@ -65,35 +63,6 @@ def test_a_decode_out_of_range_continues_in_16_bits(bright, source, caplog, prod
     assert len(warnings_of(caplog)) == 1
 
 
-@pytest.mark.parametrize("images", [False, True])
-def test_every_frame_is_in_a_target_once(images, exposed):
-    vae = exposed
-    latent = given(vae, 5)
-    latent[:, :, 2] *= 1e4
-    frames = joined(vae.decode_stream(latent, STEP))
-    if images:
-        target = {"images": torch.full((1, 17, 16, 16, 3), torch.nan)}
-        frames = ((frames + 1) / 2).clamp(0, 1).movedim(1, -1)
-    else:
-        target = {"out": torch.full((1, 3, 17, 16, 16), torch.nan)}
-    (memory,) = target.values()
-    pieces = [each.clone() for each in vae.decode_stream(latent, STEP, **target)]
-    assert torch.equal(torch.cat(pieces, dim=1 if images else 2), memory)
-    torch.testing.assert_close(memory, frames, rtol=0, atol=1e-6)
-
-
-def test_tiles_and_ranges_continue_in_16_bits_too(exposed):
-    vae = exposed
-    latent = given(vae, 5, 8)
-    latent[:, :, 3] *= 1e4
-    tiled = StreamOptions(1, tile=(32, 32))
-    frames = joined(vae.decode_stream(latent, STEP))
-    assert torch.equal(
-        joined(vae.decode_stream(latent, STEP, frames=range(7, 15))), frames[:, :, 7:15]
-    )
-    close(joined(vae.decode_stream(latent, tiled)), frames)
-
-
 def test_infinity_in_a_branch_is_not_a_code(caplog):
     state = dict(STATES["wan2.1"]())
     weight = state["decoder.middle.2.residual.2.weight"]
@@ -105,16 +74,3 @@ def test_infinity_in_a_branch_is_not_a_code(caplog):
     assert not expected.isfinite().all()
     torch.testing.assert_close(frames, expected, rtol=0, atol=0, equal_nan=True)
     assert len(warnings_of(caplog)) == 1
-
-
-def test_a_graph_is_not_recorded_because_counts_are_new_for_each_piece(monkeypatch, exposed):
-    monkeypatch.setattr(StandIn, "made", 0)
-    monkeypatch.setattr(cuda_graph, "Recording", StandIn)
-    monkeypatch.setattr(cuda_graph, "takes", lambda device: True)
-    vae = exposed
-    latent = given(vae, 7)
-    latent[:, :, 5] *= 1e4
-    expected = joined(vae.decode_stream(latent, STEP))
-    vae.graphs = True
-    assert torch.equal(joined(vae.decode_stream(latent, STEP))[:, :, :17], expected[:, :, :17])
-    assert StandIn.made == 1  # of the decode that continues in 16 bits

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import time
 
 import pytest
 import torch
@@ -41,49 +40,21 @@ def pair(family="wan2.1"):
     return load_vae(state, dtype=HALF), load_vae(state, dtype=torch.float32, weights_dtype=HALF)
 
 
-def best_seconds(*runs, rounds=3):
-    """Return the shortest processor time of each run, measured in turn."""
-    best = [float("inf")] * len(runs)
-    for _ in range(rounds):
-        for at, run in enumerate(runs):
-            start = time.process_time()
-            run()
-            best[at] = min(best[at], time.process_time() - start)
-    return best
-
-
-def test_float16_is_at_most_twice_as_slow_as_float32():
-    half, full = pair()
-    latent, frames = random_frames(1, 16, 2, 8, 8), random_frames(1, 3, 5, 64, 64)
-    half_seconds, full_seconds = best_seconds(
-        *(lambda vae=vae: vae.encode(frames).add(vae.decode(latent).mean()) for vae in (half, full))
-    )
-    assert half_seconds < 2 * full_seconds
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_results_are_float32_results_rounded_to_float16(slow_half, family):
     half, full = pair(family)
-    config = full.config
-    size = 4 * config.spatial_compression
-    latent = random_frames(1, config.latent_channels, 2, 4, 4)
+    cast = load_vae(FAMILIES[family](), dtype=torch.float32).half()
+    assert cast.dtype == cast.encode_dtype == HALF
+    latent = random_frames(1, full.config.latent_channels, 2, 4, 4)
     frames = full.decode(latent)
-    assert torch.equal(half.decode(latent), frames.half())
     pieces = joined(half.decode_stream(latent, StreamOptions(1)))
-    assert torch.equal(pieces, frames.half())
-    if config.image_channels == frames.shape[1] and full.encoder is not None:
-        clip = random_frames(1, config.image_channels, 5, size, size)
+    for found in (half.decode(latent), cast.decode(latent), pieces):
+        assert torch.equal(found, frames.half())
+    if full.config.output_scale == 1:
+        size = 4 * full.config.spatial_compression
+        clip = random_frames(1, full.config.image_channels, 5, size, size)
         assert torch.equal(half.encode(clip), full.encode(clip).half())
-
-
-def test_a_cast_to_float16_is_computed_in_float32(slow_half):
-    _, full = pair()
-    vae = load_vae(FAMILIES["wan2.1"](), dtype=torch.float32).half()
-    latent = random_frames(1, 16, 1, 4, 4)
-    assert vae.dtype == vae.encode_dtype == HALF
-    assert next(vae.parameters()).dtype == HALF
-    assert torch.equal(vae.decode(latent), full.decode(latent).half())
-    assert torch.equal(vae.float().decode(latent), full.decode(latent))
+    assert torch.equal(cast.float().decode(latent), frames)
 
 
 def test_the_plan_uses_the_dtype_of_the_computation(slow_half):

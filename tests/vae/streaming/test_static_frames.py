@@ -5,7 +5,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.vae.families import (
@@ -17,7 +16,6 @@ from fast_video_vae.tests.vae.families import (
 )
 from fast_video_vae.tests.vae.streaming.waits import Waits
 from fast_video_vae.vae import StreamOptions, load_vae
-from fast_video_vae.vae.layers.frame_runs import Settling
 from fast_video_vae.vae.streaming import static_frames
 from fast_video_vae.vae.streaming.static_frames import Changes
 
@@ -96,20 +94,6 @@ def test_a_longer_static_end_adds_no_convolutions(vae):
     assert convolutions(36) == convolutions(32) > 0
 
 
-def test_frames_in_a_reused_buffer_are_not_static(vae):
-    """The caller may write the next piece into the same memory."""
-    video = fitted_to(vae, clip(33))
-    buffer = torch.empty_like(video[:, :, :4])
-
-    def pieces():
-        yield video[:, :, :1]
-        for start in range(1, 33, 4):
-            buffer.copy_(video[:, :, start : start + 4])
-            yield buffer
-
-    close(encoded(vae, pieces(), 1, True), encoded(vae, video, 1, False))
-
-
 def test_changes_compare_every_value_and_keep_no_view():
     frame = torch.zeros(1, 2, 1, 100, 100)  # of which every second value is compared first
     changes = Changes()
@@ -141,18 +125,3 @@ def test_a_whole_video_has_the_repeats_of_its_chunks_with_one_wait(monkeypatch, 
     assert seen.count == 1
     # Frames after the video are compared as before.
     assert whole.repeats(video[:, :, :1]) == 1
-
-
-@pytest.mark.parametrize(("taps", "stride"), [(1, 1), (3, 1), (2, 2), (3, 2)])
-@pytest.mark.parametrize("fresh", [-5, -2, -1, 0, 1, 2, 7, 10])
-def test_settling_predicts_the_first_static_result(fresh, taps, stride):
-    """Compared with a temporal convolution of numbers that grow up to the last fresh frame."""
-    frames, before = 12, 20
-    numbers = torch.arange(1.0, before + frames + 1).clamp(max=before + fresh)
-    numbers = numbers[(len(numbers) - taps) % stride :]  # the last result ends with the last frame
-    weight = torch.tensor([0.25, 0.5, 1])[-taps:]
-    results = F.conv1d(numbers[None, None], weight[None, None], stride=stride)[0, 0]
-    behind = Settling(frames, fresh).behind(taps, stride)
-    differing = int((results != results[-1]).sum())
-    assert behind.frames == frames // stride
-    assert behind.fresh == differing + 1 - (len(results) - behind.frames)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.vae import load_vae
@@ -20,39 +19,6 @@ def in_vae(frame):
     return VAE in Path(frame.f_code.co_filename).parents
 
 
-class Convolutions(TorchDispatchMode):
-    """Records the longest stack of VAE functions around a PyTorch convolution, last call first."""
-
-    def __init__(self):
-        super().__init__()
-        self.stack = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "convolution" in func.name():
-            stack, frame = [], sys._getframe()
-            while frame is not None:
-                stack += [frame.f_code.co_name] if in_vae(frame) else []
-                frame = frame.f_back
-            self.stack = max(self.stack, stack, key=len)
-        return func(*args, **(kwargs or {}))
-
-
-def steady_step(vae, latent, before):
-    """Decode, and call `before` when the third latent enters: all later steps are like its step."""
-    entered = []
-
-    def enters(*_):
-        entered.append(1)
-        if len(entered) == 3:
-            before()
-
-    handle = vae.conv2.register_forward_pre_hook(enters)
-    try:
-        vae.decode(latent, 1)
-    finally:
-        handle.remove()
-
-
 @pytest.mark.parametrize("part_bytes", [None, 1 << 12], ids=["whole", "in parts"])
 def test_a_decode_step_uses_few_files_and_calls(monkeypatch, part_bytes):
     monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)  # no code compiles
@@ -61,19 +27,30 @@ def test_a_decode_step_uses_few_files_and_calls(monkeypatch, part_bytes):
     vae = load_vae(random_state_dict(8), dtype=torch.float32)
     latent = torch.randn(1, 16, 3, 4, 4)
     vae.decode(latent, 1)  # derives the weights
-    files = set()
+    files, stack, entered = set(), [], []
 
-    def note(frame, event, _):
+    def note(frame, event, called):
+        nonlocal stack
         if event == "call" and in_vae(frame):
             files.add(Path(frame.f_code.co_filename).relative_to(VAE).as_posix())
+        elif event == "c_call" and "conv" in getattr(called, "__name__", ""):
+            names = []
+            while frame is not None:
+                names += [frame.f_code.co_name] if in_vae(frame) else []
+                frame = frame.f_back
+            stack = max(stack, names, key=len)
 
+    def enters(*_):
+        entered.append(1)
+        if len(entered) == 3:  # all later steps are like that of the third latent
+            sys.setprofile(note)
+
+    vae.conv2.register_forward_pre_hook(enters)
     try:
-        steady_step(vae, latent, lambda: sys.setprofile(note))
+        vae.decode(latent, 1)
     finally:
         sys.setprofile(None)
     # `frame_runs.py` divides chunks into parts; a reader can skip it.
     assert len(files - {"layers/frame_runs.py"}) <= MOST_FILES, sorted(files)
-    with Convolutions() as convolutions:
-        vae.decode(latent, 1)
-    assert len(convolutions.stack) <= MOST_FRAMES, convolutions.stack
-    assert {"decode", "advance"} < set(convolutions.stack)
+    assert len(stack) <= MOST_FRAMES, stack
+    assert {"decode", "advance"} < set(stack)

@@ -8,12 +8,11 @@ The device is the CPU here, through the path of other devices.
 import pytest
 import torch
 from torch.profiler import profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from fast_video_vae.tests.builders import random_state_dict, refused
+from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.products import each_value_once
-from fast_video_vae.tests.vae.families import STATES, VIDEO, joined, random_frames
-from fast_video_vae.tests.vae.streaming.fake_gpu import CUDA, FakeGPU
+from fast_video_vae.tests.vae.families import STATES, joined, random_frames
+from fast_video_vae.tests.vae.streaming.fake_gpu import CUDA, FakeGPU, OfGPU
 from fast_video_vae.vae import StreamOptions, load_vae, model
 from fast_video_vae.vae.layers.workspace import to_unit, uint16_as_int16
 from fast_video_vae.vae.streaming import session, upload
@@ -90,38 +89,15 @@ def test_pixels_arrive_without_pinned_memory(monkeypatch, caplog, reason):
     assert all("cannot be pinned" in line and "\n" not in line for line in caplog.messages)
 
 
-class Path(Upload):
-    """The path of other devices."""
-
-    def __init__(self, device, dtype, to_range):
-        super().__init__(device, dtype, to_range)
-        self._checks = device.type == "cpu"
-
-
 @pytest.fixture
 def device(monkeypatch):
-    monkeypatch.setattr(session, "Upload", Path)
+    monkeypatch.setattr(session, "Upload", OfGPU)
     monkeypatch.setattr(model, "check_frames", lambda *_, **given: None)
-
-
-@pytest.fixture(params=VIDEO)
-def vae(request):
-    return load_vae(STATES[request.param](), dtype=torch.float32)
 
 
 @pytest.fixture
 def wan():
     return load_vae(random_state_dict(8), dtype=torch.float32)
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
-def test_latents_are_those_of_a_cpu(vae, monkeypatch, dtype):
-    frames = random_frames(1, 3, 9, 64, 64)
-    frames = ((frames + 1) * 127).to(dtype) if dtype == torch.uint8 else frames
-    expected = vae.encode(frames)
-    monkeypatch.setattr(session, "Upload", Path)
-    assert torch.equal(vae.encode(frames), expected)
-    assert torch.equal(joined(vae.encode_stream(iter(frames.split(2, dim=2)))), expected)
 
 
 def test_a_range_is_converted_like_floats_before(wan):
@@ -147,29 +123,8 @@ def test_values_that_are_not_finite_are_reported_once_for_the_clip(wan, device, 
     assert torch.isfinite(wan.encode(frames.nan_to_num(0, 0, 0))).all()
 
 
-def test_a_repeated_upload_counts_once(wan, device, monkeypatch):
-    """As after memory ran out within the upload, or in the layers behind it."""
-    frames = random_frames(1, 3, 9, 32, 32)
-    frames[0, 0, 6, 0, 0] = float("nan")
-    calls = []
-
-    class Failing(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if "isfinite" in str(func) or "ne.Scalar" in str(func):
-                calls.append(func)
-            elif calls and "_to_copy" in str(func) and len(calls) < 3:
-                calls.append(None)
-                raise torch.OutOfMemoryError("no memory")
-            return func(*args, **(kwargs or {}))
-
-    to_range = torch.Tensor.double  # so that the cast after the count runs an operation
-    with Failing(), pytest.raises(ValueError, match="frames has 1 values"):
-        list(wan.encode_stream(frames, to_range=to_range))
-    assert None in calls
-
-
-def test_a_chunk_counts_once_if_memory_runs_out_behind_the_upload(device, monkeypatch):
-    """As in the patches of Wan 2.2."""
+def test_bad_pixels_are_found_if_memory_runs_out_behind_the_upload(device, monkeypatch):
+    """The next run may begin after them."""
     vae = load_vae(STATES["wan2.2"](), dtype=torch.float32)
     frames = random_frames(1, 3, 9, 64, 64)
     frames[0, 0, 6, 0, 0] = float("nan")
@@ -184,7 +139,7 @@ def test_a_chunk_counts_once_if_memory_runs_out_behind_the_upload(device, monkey
     monkeypatch.setattr(model, "fold_pixels", folded)
     with pytest.raises(ValueError, match="frames has 1 values"):
         list(vae.encode_stream(frames, StreamOptions(1)))
-    assert len(calls) == 4
+    assert len(calls) == 3
 
 
 def test_a_clip_is_checked_with_one_synchronisation(wan, device):
@@ -219,22 +174,9 @@ def test_every_number_is_converted_within_half_a_rounding():
     assert torch.equal(uint16_as_int16(frames), uint16_as_int16(before))  # the pixels of the caller
 
 
-def test_devices_share_frames_of_16_bits():
-    vae = load_vae(STATES["wan2.1"](), dtype=torch.float32)
-    frames = deep_frames(9, 96, 160)
-    expected = vae.encode(frames)
-    vae.devices = ["cpu"] * 2
-    assert torch.equal(vae.encode(frames), expected)
-
-
 def test_static_frames_of_16_bits_are_recognised():
     frames = deep_frames(45)
     frames[:, :, 2:] = frames[:, :, 1:2]
     assert Changes().repeats(uint16_as_int16(frames)) == 44
     frames[0, 0, -1, 5, 5] = int(frames[0, 0, -1, 5, 5]) ^ 1  # the lowest bit of one number
     assert Changes().repeats(uint16_as_int16(frames)) == 1
-
-
-def test_the_error_for_other_numbers_names_both(wan):
-    with refused("frames are int16; expected a float dtype in .*, uint8 or uint16"):
-        wan.encode(deep_frames().view(torch.int16))

@@ -1,1 +1,1 @@
-"""What a convolution reads: the fill of its buffer, and 8-bit codes with their weights."""
+"""What a convolution can read: 8-bit codes with their weights."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ....kernels import code_dtype
-from .fill import Fill
+from ..workspace import Fill
 
 # Share of the codes that may be out of range. Four deviations leave 0.003 % of normal values out.
 _MOST_SATURATED = 1e-3
@@ -57,7 +57,6 @@ class Coding:
         bad = (saturated > _MOST_SATURATED * self._written) | (missing > 0)
         verdict = torch.where(bad, torch.inf, 0.0)
         with torch.inference_mode(False):
-            # Nothing is forgotten if memory runs out here.
             self._counts = torch.zeros_like(self._counts)
         self._written = 0
         return verdict

@@ -23,10 +23,13 @@ class SharedDevices:
         stay. Each gets a band of the frames, and the values are those of one device. The bits are
         the same too where kernels sum in the same order for a band and for whole frames; libraries
         can choose another order by size and by the number of cores. A device that is named twice
-        counts as two. Another device than the VAE's that fails is left out until the list is set
-        again; a failure of the VAE's own ends the video.
+        counts as two. Devices of one type are taken to be equally fast.
+
+        If a device fails, the video goes on from the next frame with the VAE's own device alone.
+        Later videos leave the failed one out until the list is set again. After a failure of the
+        VAE's own the error is raised if the device alone fails, too.
         """
-        return list(self.team.crew.devices)
+        return list(self.team.devices)
 
     @devices.setter
     def devices(self, devices: Sequence[torch.device | str]) -> None:
@@ -37,6 +40,6 @@ class SharedDevices:
                 f"devices are {', '.join(map(str, known))}, but the group norms of SeedVR2 measure "
                 "whole frames, so bands are not exact; expected one device, or `VideoVAE.shard`"
             )
-        self.team.crew.choose(known)
+        self.team = Team(self.team.replicas, known)
         for device in self.team.replicas.devices() - set(known):
             self.team.replicas.drop(device)

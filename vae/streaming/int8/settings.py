@@ -15,11 +15,10 @@ from torch import Tensor
 
 from ....kernels import Job, default_device, int8_lacks, log_once, submit
 from ...layers.conv import PointwiseConv
-from ...layers.inputs.coding import Coding
-from ...layers.oom import Relief
 from ...models.base import Network, unwrapped
 from ...models.config import VAEConfig
 from ..bands.crew import Team
+from ..memory import retried
 from ..options import AUTOMATIC, StreamOptions
 from ..precision import decode_dtype
 from .layers import Choice, Int8Choices, Int8Layers, probe
@@ -106,24 +105,25 @@ class Int8VAE:
         """Return the names of the convolutions in int8 of the next decode, as far as known."""
         return frozenset() if self._precision == AUTO else self._int8.known((dtype, device))
 
-    def coding(self, dtype: torch.dtype) -> Coding | None:
-        """Return what a new decode has in int8 next to layers in `dtype`; None: nothing."""
+    def codes(self, dtype: torch.dtype) -> frozenset[str]:
+        """Return the convolutions in int8 of a new decode, next to layers in `dtype`."""
         if self._precision == AUTO:
-            return None
+            return frozenset()
         if reason := self._lacks_int8(dtype):
             log_once(f"int8 is not used: {reason}")
-            return None
-        relief, choice = Relief(self.device, "the choice of int8"), (dtype, self.device)
-        layers = relief.attempt(lambda: self._int8.find(unwrapped(self.decoder), choice))
+            return frozenset()
+        choice = dtype, self.device
+        find = functools.partial(self._int8.find, unwrapped(self.decoder), choice)
+        layers = retried(find, self.device, "the choice of int8")
         if layers is None:
             self._job(choice)
             log_once(
                 "int8 begins with a later decode: its layers are being chosen in the background"
             )
-            return None
+            return frozenset()
         if layers.rows and not layers.names:
             log_once("int8 is not used: every convolution would cost more than 1 dB")
-        return Coding(layers.names, self.device) if layers.names else None
+        return layers.names
 
     def _jobs(self) -> list[Job]:
         """Return the jobs that prepare the next decodes, after a submission of those that lack."""
@@ -148,7 +148,7 @@ class Int8VAE:
 
     def _lacks_int8(self, dtype: torch.dtype) -> str:
         """Return why int8 is not used with layers in `dtype`; empty: it can be."""
-        if len(self.team.crew.devices) > 1 or self.shards is not None:
+        if len(self.team.devices) > 1 or self.shards is not None:
             return "several devices share the video, which int8 does not support"
         return int8_lacks(self.device, dtype)
 

@@ -6,8 +6,6 @@ import time
 import torch
 
 from ....kernels import Prepared, Snapshot, log_once, wait
-from ...layers.inputs.coding import Coding
-from ...models.base import Network
 from ..int8.settings import Int8VAE
 from ..precision import compute_dtype, decode_dtype
 from .preparation import Work, prepared
@@ -40,15 +38,13 @@ class PreparedVAE(Int8VAE):
             made.append(self._prepared(device, dtype, False, names))
         return made
 
-    def ready_coding(self, dtype: torch.dtype) -> Coding | None:
-        """Return the `coding` of a new decode if its kernels are built; None: nothing is coded."""
-        coding = self.coding(dtype)
-        if coding is None:
-            return None
-        if self._prepared(self.device, dtype, False, coding.names).is_ready:
-            return coding
+    def ready_codes(self, dtype: torch.dtype) -> frozenset[str]:
+        """Return the `codes` of a new decode if their kernels are built; else none."""
+        coded = self.codes(dtype)
+        if not coded or self._prepared(self.device, dtype, False, coded).is_ready:
+            return coded
         log_once("int8 begins with a later video: its kernels are being built in the background")
-        return None
+        return frozenset()
 
     def wait_until_prepared(
         self, timeout_s: float | None = None, device: torch.device | None = None
@@ -74,11 +70,10 @@ class PreparedVAE(Int8VAE):
         return chosen and wait([each.job for each in self.prepare(device)], left_s())
 
     def kernels_of(
-        self, network: Network, dtype: torch.dtype, coding: Coding | None, device: torch.device
+        self, device: torch.device, dtype: torch.dtype, coded: frozenset[str], *, encodes: bool
     ) -> Snapshot:
         """Return what a video may run on a device in addition to the library."""
-        coded = coding.names if coding else frozenset[str]()
-        return self._prepared(device, dtype, network is self.encoder, coded).seen()
+        return self._prepared(device, dtype, encodes, coded).seen()
 
     def _prepared(
         self, device: torch.device, dtype: torch.dtype, encodes: bool, coded: frozenset[str]

@@ -1,0 +1,366 @@
+"""A failure: the video goes on with its next frame under another setting, and one line is logged.
+
+`test_any_way.py` lets any allocation of any stream fail.
+"""
+
+import contextlib
+import gc
+import logging
+import weakref
+from fractions import Fraction
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fast_video_vae.kernels import is_out_of_memory
+from fast_video_vae.tests.products import each_value_once
+from fast_video_vae.tests.vae.families import (
+    STATES,
+    VIDEO,
+    close,
+    joined,
+    latent_for,
+    overwritten,
+    random_frames,
+)
+from fast_video_vae.tests.vae.streaming.failing_memory import ERRORS, FailingMemory
+from fast_video_vae.vae import Rereadable, StreamOptions, load_vae
+from fast_video_vae.vae.cli.main import main
+from fast_video_vae.vae.media import (
+    read_video,
+    save_latent,
+)
+from fast_video_vae.vae.models.receptive_field import frames_before, latents_before
+from fast_video_vae.vae.streaming.source import Source
+
+STEP = StreamOptions(1)
+GIVEN = ["tensor", "list", "file", "iterator"]
+
+
+@pytest.fixture(scope="module")
+def vaes():
+    return {name: load_vae(STATES[name](), dtype=torch.float32) for name in VIDEO}
+
+
+@pytest.fixture
+def wan(vaes):
+    return vaes["wan2.1"]
+
+
+class Fault:
+    """The n-th call of a layer of a network raises; the frames that reach its first layer."""
+
+    def __init__(self, network, at, error=None, layer=4):
+        self.calls, self.frames, self.at = 0, 0, {at} if isinstance(at, int) else set(at)
+        self.error = error or torch.OutOfMemoryError("no memory")
+        layers = network.layers()
+        self.handles = [
+            layers[0].register_forward_pre_hook(self._counts),
+            layers[layer].register_forward_pre_hook(self._fails),
+        ]
+
+    def _counts(self, layer, inputs):
+        self.frames += inputs[0].shape[2]
+
+    def _fails(self, layer, inputs):
+        self.calls += 1
+        if self.calls in self.at:
+            raise self.error
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for handle in self.handles:
+            handle.remove()
+
+
+def task_of(vae, decode, latents, side=2):
+    """The stream of a task, its network, and a video for it."""
+    side *= vae.config.spatial_compression
+    if decode:
+        return vae.decode_stream, vae.decoder, latent_for(vae, latents, side, side)
+    video = random_frames(1, 3, vae.config.frames(latents), side, side)
+    return vae.encode_stream, vae.encoder, video
+
+
+def given_as(kind, video):
+    """The video as a tensor, or in pieces that do not begin with a latent."""
+    pieces = video.split(3, dim=2)
+    return {
+        "tensor": video,
+        "list": list(pieces),
+        "file": Rereadable(lambda: (piece.clone() for piece in pieces)),
+        "iterator": overwritten(pieces),
+    }[kind]
+
+
+def reach_of(vae, decode):
+    return latents_before(vae.decoder) if decode else frames_before(vae.encoder.layers())
+
+
+@each_value_once(family=VIDEO, decode=[True, False], given=GIVEN, at=[1, 2, 5, 12], layer=[0, 3, 6])
+def test_a_step_that_fails_is_repeated_from_the_next_frame(
+    vaes, family, decode, given, at, layer, caplog
+):
+    vae = vaes[family]
+    stream, network, video = task_of(vae, decode, 13)
+    expected = joined(stream(video, STEP))
+    with caplog.at_level(logging.DEBUG), Fault(network, at, layer=layer) as fault:
+        pieces = list(stream(given_as(given, video), STEP))
+    assert fault.calls > at
+    close(torch.cat(pieces, dim=2), expected)
+    done = sum(piece.shape[2] for piece in pieces)
+    assert done == expected.shape[2]
+    (line,) = [each.getMessage() for each in caplog.records if "memory" in each.getMessage()]
+    assert "memory ran out in " in line
+    assert " at frame " in line
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("decode", [True, False])
+@pytest.mark.parametrize("given", GIVEN)
+def test_a_failure_costs_the_receptive_field_and_the_step(wan, decode, given):
+    stream, network, video = task_of(wan, decode, 65, side=1)
+    per_step = 1 if decode else 4
+    expected = joined(stream(video, STEP))
+    with Fault(network, 50) as fault:
+        close(joined(stream(given_as(given, video), STEP)), expected)
+    more = fault.frames - video.shape[2]
+    reach = reach_of(wan, decode)
+    assert reach == (38 if decode else 112)
+    assert more <= reach + per_step
+    if decode and given == "tensor":  # a part of the video
+        frames = range(150, 257)
+        with Fault(network, 50) as fault:
+            close(joined(stream(video, STEP, frames=frames)), expected[:, :, 150:])
+        assert fault.frames <= 65 + reach + 1
+
+
+def test_whole_frames_are_computed_twice_at_most(wan):
+    _, network, latent = task_of(wan, True, 21)
+    expected = wan.decode(latent)
+    for at in (1, 5, 21):
+        with Fault(network, at) as fault:
+            close(wan.decode(latent, 1), expected)
+        assert fault.frames <= 2 * 21
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_failures_that_follow_each_other_lead_to_smaller_plans(wan, count, caplog):
+    stream, network, latent = task_of(wan, True, 5, side=24)
+    expected = joined(stream(latent))
+    with caplog.at_level(logging.DEBUG), Fault(network, range(1, count + 1), layer=0):
+        pieces = list(stream(latent))
+    close(torch.cat(pieces, dim=2), expected)
+    lines = [each for each in caplog.records if "memory" in each.getMessage()]
+    assert len(lines) == count
+    assert [each.levelno for each in lines] == [logging.WARNING] + [logging.DEBUG] * (count - 1)
+    sizes = [int(line.getMessage().split("about ")[1].split()[0]) for line in lines]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] < sizes[0]
+
+
+def test_a_setting_that_delivers_is_tried_again(wan, caplog):
+    """Another program takes the memory from time to time: a long video goes on nevertheless."""
+    stream, network, latent = task_of(wan, True, 13)
+    expected = joined(stream(latent, STEP))
+    with caplog.at_level(logging.INFO), Fault(network, {3, 9, 17, 27}) as fault:
+        close(joined(stream(latent, STEP)), expected)
+    assert fault.calls > 27
+    assert len([each for each in caplog.records if each.levelno >= logging.WARNING]) == 1
+
+
+def test_the_caller_is_asked_to_free_memory_first(wan):
+    asked = []
+    for decode in (True, False):
+        stream, network, video = task_of(wan, decode, 3)
+        expected = joined(stream(video, STEP))
+        with Fault(network, 2):
+            close(joined(stream(video, StreamOptions(1, release=asked.append))), expected)
+        assert asked == [wan.device]
+        asked.clear()
+
+
+@pytest.mark.parametrize("decode", [True, False])
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, RuntimeError, GeneratorExit])
+def test_a_stop_while_the_video_restarts_ends_it_and_frees_its_memory(wan, decode, stop):
+    stream, network, video = task_of(wan, decode, 5)
+
+    def release(device):
+        raise stop("now")
+
+    tensors = []
+    handle = network.layers()[0].register_forward_hook(
+        lambda layer, inputs, result: tensors.append(weakref.ref(result))
+    )
+    with Fault(network, 3), pytest.raises(stop):
+        joined(stream(video, StreamOptions(1, release=release)))
+    handle.remove()
+    gc.collect()
+    assert tensors
+    assert not [each for each in tensors if each() is not None]
+
+
+def test_what_a_failed_run_held_is_free_before_the_next_one_begins(wan):
+    stream, network, latent = task_of(wan, True, 5)
+    held, alive = [], []
+    gc.disable()
+    try:
+        handle = network.layers()[2].register_forward_hook(
+            lambda layer, inputs, result: held.append(weakref.ref(result))
+        )
+        release = lambda _: alive.extend(each for each in held if each() is not None)  # noqa: E731
+        with Fault(network, 3):
+            joined(stream(latent, StreamOptions(1, release=release)))
+        handle.remove()
+    finally:
+        gc.enable()
+    assert held
+    assert not alive
+
+
+@pytest.mark.parametrize("decode", [True, False])
+@pytest.mark.parametrize("place", ["layer", "piece"])
+def test_what_a_video_held_is_free_when_its_error_is_dropped(wan, decode, place):
+    """Not at the next garbage collection."""
+    stream, network, video = task_of(wan, decode, 5)
+    pieces, held = list(video.split(3, dim=2)), []
+
+    def hook(layer, inputs, result):
+        held.append(weakref.ref(inputs[1]))  # the cache
+        if place == "layer" and len(held) == 3:
+            raise KeyError("a fault")
+
+    if place == "piece":
+        pieces[1] = pieces[1][..., :-1]
+    gc.disable()
+    handle = network.layers()[0].register_forward_hook(hook)
+    try:
+        with contextlib.suppress(KeyError, ValueError):
+            joined(stream(pieces, STEP))
+        assert held
+        assert not [each for each in held if each() is not None]
+    finally:
+        handle.remove()
+        gc.enable()
+
+
+def test_unwanted_frames_are_free_before_the_next_step(wan):
+    stream, network, latent = task_of(wan, True, 12, side=1)
+    made, alive = [], []
+    first, *_, last = network.layers()
+    handles = [
+        last.register_forward_hook(
+            lambda layer, inputs, result: made.append(weakref.ref(result.untyped_storage()))
+        ),
+        first.register_forward_pre_hook(
+            lambda *_: alive.extend(each for each in made if each() is not None)
+        ),
+    ]
+    for piece in stream(latent, STEP, frames=range(40, 45)):
+        del piece
+    for handle in handles:
+        handle.remove()
+    assert len(made) == 12
+    assert not alive
+
+
+def test_another_error_is_raised_at_once(wan):
+    stream, network, latent = task_of(wan, True, 5)
+    with Fault(network, 2, RuntimeError("a fault")) as fault:
+        with pytest.raises(RuntimeError, match="a fault"):
+            joined(stream(latent, STEP))
+        assert fault.calls == 2
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), ValueError("broken")])
+def test_an_error_of_an_iterator_ends_the_video(wan, error):
+    """It cannot be asked for the same piece again."""
+    _, _, latent = task_of(wan, True, 3)
+
+    def pieces():
+        yield latent[:, :, :2]
+        raise error
+
+    with pytest.raises(type(error), match=str(error)) as caught:
+        joined(wan.decode_stream(pieces(), STEP))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_iterator_keeps_what_later_results_need():
+    """Their number does not grow with the video."""
+    pieces = torch.arange(12.0).view(1, 1, 12, 1, 1).split(4, dim=2)
+    source = Source(overwritten(pieces), lambda piece, at=0: None)
+    stream = source.read(0)
+    assert [next(stream).shape[2] for _ in range(2)] == [4, 4]
+    source.release(4)
+    assert [each.flatten().tolist() for each in source._kept] == [[4, 5, 6, 7]]
+    assert joined(source.read(5)).flatten().tolist() == list(range(5, 12))
+
+
+def test_pieces_before_a_range_are_checked_but_not_computed(wan):
+    stream, network, latent = task_of(wan, True, 50, side=1)
+    frames = range(190, 197)
+    expected = joined(stream(latent, STEP, frames=frames))
+    with Fault(network, 0) as fault:
+        close(joined(stream(iter(latent.split(1, dim=2)), frames=frames)), expected)
+    assert fault.frames <= 2 + reach_of(wan, True) + 2
+
+
+@pytest.mark.parametrize(
+    ("error", "is_memory"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), True),
+        (MemoryError(), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_out_of_memory_errors_are_recognised(error, is_memory):
+    assert is_out_of_memory(error) == is_memory
+
+
+def test_memory_that_stays_short_raises_one_line(wan, caplog):
+    latent = torch.randn(1, wan.config.latent_channels, 12, 2, 2)
+    message = r"^memory ran out in a decode \([^\n]+\); use smaller tiles, frames or chunks$"
+    failing = pytest.raises(torch.OutOfMemoryError, match=message)
+    with caplog.at_level(logging.INFO), failing, FailingMemory(every=1, error="linux"):
+        list(wan.decode_stream(latent, STEP))
+    assert len(caplog.records) <= 1
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_the_command_line_writes_every_frame_or_one_line(tmp_path, capsys, error):
+    latents, path, out = (tmp_path / name for name in ("l.safetensors", "v.safetensors", "x.mkv"))
+    latent = torch.randn(1, 16, 2, 2, 2, generator=torch.Generator().manual_seed(0))
+    save_latent(latents, latent, family="wan2.1", fps=Fraction(16), frames=5)
+    save_file(STATES["wan2.1"](), path)
+    command = ["decode", str(latents), "--vae", str(path), "-o", str(out), "--quiet", "--overwrite"]
+
+    def frames(memory):
+        with memory:
+            code = main(command)
+        printed = capsys.readouterr().err
+        if code:
+            assert printed.startswith("fast-video-vae: error: memory ran out in ")
+            assert printed.count("\n") == 1
+            return None
+        return torch.stack(list(read_video(out).frames())).int()
+
+    with FailingMemory() as loading:
+        load_vae(path)
+    whole = FailingMemory()
+    expected = frames(whole)
+    out.unlink()
+    decoding = (loading.seen + whole.seen) // 2
+    for first in (1, decoding):
+        assert frames(FailingMemory(first, 1 << 40, error=error)) is None
+        assert {each.name for each in tmp_path.iterdir()} == {latents.name, path.name}
+    for first in range(decoding, whole.seen + 1, (whole.seen - decoding) // 5):
+        memory = FailingMemory(first, error=error)
+        assert (frames(memory) - expected).abs().max() <= 1
+        assert memory.failed == 1

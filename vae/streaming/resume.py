@@ -1,0 +1,260 @@
+"""How a video goes on after a failure: with the next setting, from the result that comes next.
+
+A step of a video knows nothing of failures. What has failed is dropped as a whole, and the next run
+begins as much earlier as its first result needs, which costs at most one more run. Memory runs out
+in the first full step in nearly every case.
+"""
+
+import contextlib
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import TypeVar
+
+from torch import Tensor
+
+from ...kernels import first_line, is_out_of_memory
+from ..layers.inputs.coding import Coding
+from .bands.crew import DeviceError
+from .memory import bare, exhausted
+from .output import Sink, Wanted, background_writer
+from .overflow import NarrowVAE, RangeError, Watch, remember
+from .precision import eager
+from .session import VideoJob, VideoSession
+from .settings import Setting
+from .source import OPEN_END, Part, Source
+
+_logger = logging.getLogger(__name__)
+
+_Setting = TypeVar("_Setting")
+_Result = TypeVar("_Result")
+
+
+def resumed(
+    settings: Iterable[_Setting],
+    run: Callable[[_Setting], Generator[_Result, None, None]],
+    failed: Callable[[Exception], bool],
+    task: str = "",
+) -> Generator[_Result, None, None]:
+    """Yield the results of a run, and after a failure those of a run with the next setting.
+
+    Args:
+        settings: The settings in order; the next one is requested when what the failed run held is
+            freed.
+        run: Yields the results under a setting, from the first one on that was not yielded yet.
+        failed: Takes the error of a run; returns whether another setting may help.
+        task: Name of the work in the error about memory, such as "a decode"; empty: that of the
+            allocator is raised.
+
+    Raises:
+        ExhaustedError: Memory ran out, and no setting is left.
+        Exception: Another last error, if no setting is left.
+    """
+    first: Exception | None = None
+    for setting in settings:
+        with contextlib.closing(run(setting)) as results:
+            while True:
+                try:
+                    result = next(results)
+                except StopIteration:
+                    return
+                except Exception as error:
+                    if not failed(error):
+                        if task and is_out_of_memory(error):
+                            raise exhausted(error, task) from None
+                        raise
+                    bare(error)
+                    if first is None or not is_out_of_memory(first):
+                        first = error  # a lack of memory tells more than what came before it
+                    break
+                yield result
+                del result
+    if first is None:
+        raise RuntimeError("there is no setting; expected at least one")
+    try:
+        raise exhausted(first, task) if task and is_out_of_memory(first) else first
+    finally:
+        del first  # its traceback has this frame
+
+
+class Pieces(Iterator[Tensor]):
+    """The pieces of a video; they are computed without `torch.compile`, and refer to no cycle."""
+
+    def __init__(self, pieces: Generator[Tensor, None, None]) -> None:
+        self._pieces = pieces
+
+    @eager
+    def __next__(self) -> Tensor:
+        """Return the next piece."""
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """End the video, and free what it holds."""
+        self._pieces.close()
+
+
+class Video:
+    """One encode or decode, of which each result is delivered once.
+
+    A failure drops a run: a lack of memory, an overflow in a narrow dtype, a device that is lost.
+    The next one begins a receptive field before the first result that is missing.
+
+    Args:
+        vae: The VAE, which remembers an overflow.
+        job: The work.
+        source: What comes in.
+        part: What is wanted of it.
+        setting: The setting of the first run.
+        sink: Makes the destination of a run, with `wanted`, `writer` and `watch` of `Output`.
+        target: The caller's memory for the frames; None: new tensors.
+        axis: The dimension of the frames or latents in a piece.
+    """
+
+    def __init__(
+        self,
+        vae: NarrowVAE,
+        job: VideoJob,
+        source: Source,
+        part: Part,
+        setting: Setting,
+        sink: Callable[..., Sink],
+        target: Tensor | None = None,
+        axis: int = 2,
+    ) -> None:
+        self._vae, self._job, self._source, self._part = vae, job, source, part
+        self._sink, self._target, self._axis = sink, target, axis
+        self._at = self._before = part.wanted.start  # the next result, and that of the run's start
+        self._session: VideoSession | None = None
+        self._failure: Exception | None = None
+        self._is_logged = False
+        self._setting = setting
+
+    def pieces(self) -> "Pieces":
+        """Return the pieces, which are computed when they are requested."""
+        return Pieces(resumed(self._settings(), self._run, self._failed, self._job.task))
+
+    def _run(self, setting: Setting) -> Generator[Tensor, None, None]:
+        """Yield the pieces under a setting from the next result on."""
+        job, device = self._job, setting.device
+        start, stop = self._part.start(self._at), self._part.wanted.stop
+        coding = Coding(setting.coded, device) if setting.coded else None
+        watch = Watch(coding) if setting.is_narrow else None
+        writer = background_writer(device, self._target)
+        wanted = Wanted(range(self._at, stop), start.result, self._part.wanted.start)
+        sink = self._sink(wanted=wanted, writer=writer, watch=watch)
+        self._session = session = VideoSession(job, setting, sink, coding)
+        source = self._source.read(start.given, self._part.stop)
+        stream = session.run(source, begins=start.begins)
+        if job.shards is not None:
+            stream = job.shards.in_step(stream)
+        # A piece is complete when it arrives. Where that takes a wait for the device, it computes
+        # the next piece meanwhile. A whole video is looked at in the end.
+        ahead = 0.0
+        if device.type != "cpu" and job.options.whole:
+            ahead = math.inf
+        elif job.video is not None and (writer or (watch and device.type != "cpu")):
+            ahead = 1
+        waiting: deque[tuple[Tensor, int]] = deque()
+        missing, failures = stop - self._at, list[Exception]()
+
+        def arrived() -> Tensor:
+            piece, queued = waiting.popleft()
+            if writer is not None:
+                writer.wait(queued)
+            if watch is not None and watch.overflowed():
+                raise RangeError
+            self._at += piece.shape[self._axis]
+            if job.video is None:
+                self._source.release(self._part.start(self._at).given)
+            return piece
+
+        with contextlib.closing(stream), writer or contextlib.nullcontext(), job.left(setting):
+            for piece in _until_short(stream, failures):
+                count = piece.shape[self._axis]
+                if count:
+                    waiting.append((piece, writer.queued if writer else 0))
+                del piece  # without a wanted frame it is a view of the others
+                missing -= count
+                if not missing:
+                    break
+                if len(waiting) > ahead:
+                    yield arrived()
+            stream.close()
+            while waiting:
+                yield arrived()
+        if failures:
+            raise failures[0]
+        if stop != OPEN_END:
+            self._part.check_end(self._at)
+
+    def _settings(self) -> Iterator[Setting]:
+        """Yield the setting of the first run, and after each failure that of the next one."""
+        following: Setting | None = self._setting
+        while following is not None:
+            setting, self._before = following, self._at
+            if setting.is_narrow and not setting.coded and not self._vae.allow_fp16:
+                setting = setting.widened()  # another video has overflowed meanwhile
+            yield setting
+            following = self._next(setting)
+
+    def _failed(self, error: Exception) -> bool:
+        """Note why a run ended; return whether another setting may help."""
+        plan = self._session and self._session.plan
+        # The VAE's own device may do what several do not.
+        helps = (plan and plan.bands) or isinstance(error, RangeError) or is_out_of_memory(error)
+        if self._source.failed or not helps:
+            return False
+        if self._session is not None and self._job.shards is None:
+            self._session.check()  # pixels that the next run does not read
+        self._failure = error
+        return True
+
+    def _next(self, setting: Setting) -> Setting | None:
+        """Return the setting after `setting` failed; None: there is none."""
+        failure, session, job = self._failure, self._session, self._job
+        plan, planned = session and session.plan, session and session.planned
+        del session  # whose memory is free before the caller's is released
+        self._failure = self._session = None
+        if isinstance(failure, RangeError):
+            remember(self._vae, self._at, coded=bool(setting.coded))
+            return setting.widened()
+        if failure is None or job.shards is not None:
+            return None
+        following: Setting | None
+        if plan and plan.bands:
+            own = next(each for each in plan.bands.members if each.device == setting.device)
+            if isinstance(failure, DeviceError) and failure.number != own.number and job.team:
+                job.team.fail(failure.number)
+            following = setting.alone()
+        else:
+            delivered = self._at > self._before
+            following = setting.smaller(planned, plan, job.options, delivered=delivered)
+        if following is not None:
+            self._log(failure, following)
+        return following
+
+    def _log(self, failure: Exception, following: Setting) -> None:
+        """Log why and how the video goes on: one warning, then debug messages."""
+        is_short = is_out_of_memory(failure) and not isinstance(failure, DeviceError)
+        reason = "memory ran out" if is_short else first_line(failure)
+        frame = self._job.config.frames(self._at) if self._job.encodes and self._at else self._at
+        _logger.log(
+            logging.DEBUG if self._is_logged else logging.WARNING,
+            "Fast Video VAE: %s in %s at frame %d; going on with %s",
+            reason,
+            self._job.task,
+            frame,
+            following.words,
+        )
+        self._is_logged = True
+
+
+def _until_short(stream: Iterator[Tensor], failures: list[Exception]) -> Iterator[Tensor]:
+    """Yield pieces until memory runs out, which is noted: those on their way arrive first."""
+    try:
+        yield from stream
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        failures.append(bare(error))

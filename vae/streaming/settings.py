@@ -1,0 +1,79 @@
+"""The settings of a run, of which the next one is taken after a failure."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from ...kernels import release_cached
+from ..planning.job import StreamJob
+from ..planning.plan import Plan, smaller_plan
+from .options import StreamOptions
+from .precision import compute_dtype
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The conditions of a run.
+
+    Attributes:
+        device: The device of the layers, or the first one of several.
+        dtype: Dtype of the layers.
+        wide: The dtype after an overflow.
+        coded: Names of the convolutions in int8.
+        shared: The VAE's other devices take part.
+        plan: The plan; None: the fastest one that fits.
+        moved: The VAE is on another device, whose memory has run out.
+        is_last: Memory ran out under this setting before, and there is no smaller plan.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    wide: torch.dtype
+    coded: frozenset[str] = frozenset()
+    shared: bool = True
+    plan: Plan | None = None
+    moved: bool = False
+    is_last: bool = False
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether values can overflow that `widened` holds."""
+        return bool(self.coded) or self.dtype != self.wide
+
+    @property
+    def words(self) -> str:
+        """What the video goes on with, for the log."""
+        if self.moved:
+            return "the CPU"
+        return f"{self.device} alone" if self.plan is None else str(self.plan)
+
+    def widened(self) -> "Setting":
+        """Return the setting after an overflow."""
+        return replace(self, dtype=self.wide, coded=frozenset(), plan=None, is_last=False)
+
+    def alone(self) -> "Setting":
+        """Return the setting on the VAE's own device, after a failure of several."""
+        return replace(self, shared=False, plan=None)
+
+    def smaller(
+        self, job: StreamJob | None, plan: Plan | None, options: StreamOptions, *, delivered: bool
+    ) -> "Setting | None":
+        """Return the setting after memory ran out under `plan`; None: there is none.
+
+        The caller's memory is released first. A smaller plan follows; where there is none, the same
+        one, which may succeed now; at last the CPU. A run that `delivered` something may again.
+        """
+        if options.release is not None:
+            options.release(self.device)
+        release_cached(self.device)
+        smaller = job and plan and smaller_plan(job, plan)
+        if smaller:
+            return replace(self, plan=smaller)
+        if delivered or not self.is_last:
+            return replace(self, plan=plan or self.plan, is_last=True)
+        if self.device == _CPU:
+            return None
+        dtype = compute_dtype(self.wide, _CPU)
+        return Setting(_CPU, dtype, dtype, shared=False, moved=True)

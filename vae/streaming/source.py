@@ -1,0 +1,218 @@
+"""The video that comes in, and where a run has to begin to read it.
+
+A run reads it from any frame on that later results still need. A tensor, a list or a `Rereadable`
+is read again. What an iterator yields is kept until no result needs it.
+"""
+
+import functools
+import itertools
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...kernels import is_out_of_memory
+from ..layers.workspace import uint16_as_int16
+from ..models.base import Network
+from ..models.config import VAEConfig
+from ..models.receptive_field import frames_before, is_encoder, latents_before
+from ..validation import check_range
+
+# Stop of a range that ends with the video, whose length is unknown.
+OPEN_END = sys.maxsize
+
+
+class Rereadable:
+    """A video in pieces that can be read again, such as that of a file.
+
+    It is read from its start, and pieces before the wanted frame are dropped: frames of a file that
+    depend on others, and varying rates, allow no exact jump.
+
+    Args:
+        read: Returns an iterator of pieces `[B, C, t, H, W]`, the same ones in each call.
+    """
+
+    def __init__(self, read: Callable[[], Iterator[Tensor]]) -> None:
+        self._read = read
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self._read()
+
+
+class Source:
+    """The checked pieces of a video.
+
+    The pieces of an iterator are copied to the host in their dtype while a result needs them: the
+    caller may reuse their memory when the next one is requested, and a device has no room for them.
+    Wan 2.1 needs 38 latents for a decode, and 112 frames for an encode.
+
+    Args:
+        given: `[B, C, T, H, W]`, or an iterable of these in order of time.
+        check: Raises the `ValueError` for a tensor, or for a piece that begins at frame `at`.
+
+    Attributes:
+        tensor: The whole video; None: it arrives in pieces.
+        failed: An error ends the video: that of an iterator, of a file or of a check.
+
+    Raises:
+        ValueError: From `check`, for a tensor now, and for a piece when it is reached.
+    """
+
+    def __init__(self, given: Tensor | Iterable[Tensor], check: Callable[..., None]) -> None:
+        self.tensor: Tensor | None = None
+        self.failed = False
+        self._given, self._check = given, check
+        self._shape: torch.Size | None = None  # of the first piece
+        self._seen = 0  # frames that were checked
+        self._kept: deque[Tensor] = deque()
+        self._start = 0  # number of the first kept frame
+        self._arrived: Tensor | None = None  # a piece of the iterator that is not kept yet
+        if isinstance(given, Tensor) or not isinstance(given, Iterable):
+            check(given)
+            self.tensor = uint16_as_int16(given)
+        else:
+            self._iterator = iter(given)
+
+    def read(self, first: int, stop: int | None = None) -> Iterator[Tensor]:
+        """Return the pieces from frame `first` on, which is not before that of `release`.
+
+        Frames from `stop` on are left out of a tensor; other pieces end with the video.
+        """
+        if self.tensor is not None:
+            return iter([self.tensor[:, :, first:stop]])
+        can_reread = isinstance(self._given, (list, tuple, Rereadable))
+        return self._noted(self._again(first) if can_reread else self._once(first))
+
+    def release(self, first: int) -> None:
+        """Free what was kept before frame `first`: nothing needs it any more."""
+        while self._kept and self._start + self._kept[0].shape[2] <= first:
+            self._start += self._kept.popleft().shape[2]
+
+    def _noted(self, pieces: Iterator[Tensor]) -> Iterator[Tensor]:
+        """Yield `pieces`, and note an error that another run would meet too."""
+        try:
+            yield from pieces
+        except Exception as error:
+            self.failed = self.failed or not is_out_of_memory(error)
+            raise
+
+    def _again(self, first: int) -> Iterator[Tensor]:
+        at = 0
+        for piece in self._given:
+            if at >= self._seen:
+                self._look(piece, at)
+                self._seen = at + piece.shape[2]
+            skipped = max(0, first - at)
+            at += piece.shape[2]
+            if at > first:
+                yield uint16_as_int16(piece[:, :, skipped:])
+
+    def _once(self, first: int) -> Iterator[Tensor]:
+        at = self._start
+        for piece in itertools.chain(list(self._kept), iter(self._next, None)):
+            self.release(first)
+            skipped = max(0, first - at)
+            at += piece.shape[2]
+            if at > first:
+                yield piece[:, :, skipped:]
+
+    def _next(self) -> Tensor | None:
+        """Check, keep and return the next piece of the iterator; None after the last."""
+        if self._arrived is None:
+            self.failed = True  # an iterator that raises cannot go on, for a lack of memory either
+            self._arrived = next(self._iterator, None)
+            self.failed = False
+        piece = self._arrived
+        if piece is None:
+            return None
+        self._look(piece, self._seen)
+        piece = uint16_as_int16(piece.detach())
+        kept = piece.to("cpu", copy=True)
+        # What fails before this line is repeated by the next run.
+        self._kept.append(kept)
+        self._seen, self._arrived = self._seen + piece.shape[2], None
+        return kept if piece.device.type == "cpu" else piece
+
+    def _look(self, piece: Tensor, at: int) -> None:
+        self._check(piece, at=at)
+        if self._shape is None:
+            self._shape = piece.shape
+        first = self._shape
+        if piece.shape[:2] != first[:2] or piece.shape[3:] != first[3:]:
+            raise ValueError(
+                f"a piece has shape {list(piece.shape)}; expected {list(first)}, "
+                "as the first piece, with any number of frames"
+            )
+
+
+class Start(NamedTuple):
+    """Where a run begins."""
+
+    given: int  # the first latent of a decode, or frame of an encode, that it reads
+    result: int  # its first frame of a decode, or latent of an encode
+    begins: bool  # it begins as a video does; otherwise what comes before is unknown
+
+
+class Part:
+    """The wanted frames of a decode, or latents of an encode.
+
+    A run for a result begins with the latents, or frames, in its receptive field: 38 latents before
+    it in a decode of Wan 2.1, 112 frames in an encode.
+
+    Args:
+        network: The decoder or the encoder.
+        config: Configuration of the VAE.
+        video: The video that comes in; None: its length is unknown.
+        frames: The wanted frames of a decode; None: all results.
+
+    Raises:
+        ValueError: `frames` is no range of frames of the video.
+    """
+
+    def __init__(
+        self, network: Network, config: VAEConfig, video: Tensor | None, frames: range | None
+    ) -> None:
+        self._network, self._config = network, config
+        self._encodes = is_encoder(network)
+        if frames is not None:
+            check_range(frames, None if video is None else config.frames(video.shape[2]))
+        self.wanted = range(OPEN_END) if frames is None else frames
+
+    @property
+    def stop(self) -> int | None:
+        """The latent after the last one that is needed; None: all are."""
+        if self.wanted.stop == OPEN_END:
+            return None
+        return self._latent(self.wanted.stop - 1) + 1
+
+    def start(self, result: int) -> Start:
+        """Return where a run begins whose `result` and later ones are right."""
+        config = self._config
+        latent = max(0, self._latent(result) - self._before)
+        frame = latent and config.frames(latent)
+        begins = not latent or config.is_of_pictures
+        return Start(frame, latent, begins) if self._encodes else Start(latent, frame, begins)
+
+    def check_end(self, result: int) -> None:
+        """Raise a `ValueError` if the video has ended before `result`, which is wanted."""
+        if result < self.wanted.stop:
+            raise ValueError(
+                f"frames are {self.wanted!r}; the video ends before frame {result}; "
+                "expected a part of the video"
+            )
+
+    def _latent(self, result: int) -> int:
+        """Return the latent of a result."""
+        return result if self._encodes else -(-result // self._config.temporal_compression)
+
+    @functools.cached_property
+    def _before(self) -> int:
+        """Latents before one that its results depend on."""
+        if self._config.is_of_pictures:
+            return 0
+        if self._encodes:
+            return -(-frames_before(self._network.layers()) // self._config.temporal_compression)
+        return latents_before(self._network)
