@@ -5,6 +5,7 @@ import csv
 import functools
 import importlib
 import itertools
+import logging
 import math
 import re
 import shutil
@@ -43,6 +44,7 @@ from fast_video_vae.tests.benchmarks.gpu_hopper import WAYS, hopper, ways_of
 from fast_video_vae.tests.benchmarks.routed import routed
 from fast_video_vae.tests.benchmarks.weights import random_input, random_weights
 from fast_video_vae.vae import load_vae
+from fast_video_vae.vae.streaming import resume
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -214,6 +216,41 @@ def clips(*ways: str, only: int | None = None) -> Callable[[Bench], Cases]:
     return cases
 
 
+def memory(bench: Bench) -> Cases:
+    """Yield a decode in parts of the memory, of which its plan does not know: it restarts."""
+    frames, height, width = bench.pick((81, 720, 1280), (5, 32, 48))
+    x = bench.normal(1, 16, frames // 4 + 1, height // 8, width // 8)
+    logger, lines = logging.getLogger(resume.__name__), list[str]()
+    expected = functools.cache(lambda: bench.vae().decode(x).cpu())
+    share = torch.cuda.set_per_process_memory_fraction if bench.cuda else lambda _: None
+
+    def run(gib: int) -> Values:
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())
+        level, whole = logger.level, expected()
+        lines.clear()
+        logger.setLevel(logging.DEBUG)
+        logger.addHandler(handler)
+        try:
+            if bench.cuda:
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+                share(min(1.0, gib * 2**30 / torch.cuda.mem_get_info()[1]))
+            start = time.perf_counter()
+            result = bench.vae().decode(x).cpu()
+            values = {"s": time.perf_counter() - start, "restarts": len(lines)}
+        finally:
+            share(1.0)
+            logger.setLevel(level)
+            logger.removeHandler(handler)
+        peak = torch.cuda.max_memory_allocated() / 2**30 if bench.cuda else None
+        last = lines[-1].partition("with ")[2] if lines else None
+        return {**values, "error": error_of(result, whole), "peak_gib": peak, "last": last}
+
+    for gib in (40, 24, 16, 12, 8, 5):
+        yield f"decode in {gib} GiB", functools.partial(run, gib)
+
+
 def counters(bench: Bench) -> Cases:
     """Yield what `ncu` counts at 96 channels, of our kernels, of cuDNN's, and of a norm."""
 
@@ -334,11 +371,12 @@ PARTS = {
     "attention": (15, attention, "one head of 384 channels; error against float64"),
     "convolutions": (55, convolutions, "error: from float64, small; apart: from the library"),
     "ops": (20, ops, "the passes between convolutions; apart: from PyTorch's result"),
-    "cases": (120, clips("ours", "library alone", "best per layer"), "whole clips"),
+    "cases": (102, clips("ours", "library alone", "best per layer"), "whole clips"),
     "comfyui": (40, clips("comfyui"), "the same clips"),
     "graphs": (10, clips("without graphs", "with graphs", only=1), "CUDA graphs"),
     "cold": (8, clips("a thread compiles", only=1), "next to best per layer"),
-    "counters": (30, counters, "by ncu"),
+    "memory": (24, memory, "720 x 1280 x 81 with less memory than the plan knows of"),
+    "counters": (24, counters, "by ncu"),
     "float32": (18, float32, "all families, against float64 on a CPU"),
     "tests": (39, tests, "pytest -m gpu"),
     "peers": (50, clips("diffusers"), "the same clips"),
