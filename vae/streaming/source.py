@@ -5,7 +5,6 @@ is read again. What an iterator yields is kept until no result needs it.
 """
 
 import functools
-import itertools
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -111,8 +110,8 @@ class Source:
                 yield uint16_as_int16(piece[:, :, skipped:])
 
     def _once(self, first: int) -> Iterator[Tensor]:
-        at = self._start
-        for piece in itertools.chain(list(self._kept), iter(self._next, None)):
+        at, kept = self._start, list(self._kept)
+        while (piece := kept.pop(0) if kept else self._next()) is not None:
             self.release(first)
             skipped = max(0, first - at)
             at += piece.shape[2]
