@@ -83,10 +83,10 @@ def stock(state, **options):
 
 
 def overwritten(pieces):
-    """Yield pieces in one memory, which the next one overwrites."""
+    """Return an iterator of pieces in one memory, which the next one overwrites."""
+    # Allocated here: a stream cannot go on after an iterator that raises.
     memory = torch.empty_like(max(pieces, key=torch.Tensor.numel))
-    for piece in pieces:
-        yield memory[:, :, : piece.shape[2]].copy_(piece)
+    return (memory[:, :, : piece.shape[2]].copy_(piece) for piece in pieces)
 
 
 def joined(stream):
