@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .models.config import SEEDVR2, LayoutError, VAEConfig
     from .planning.device_memory import trim_heap
     from .streaming.executor import rechunk
-    from .streaming.memory import ExhaustedError, exhausted, retried
+    from .streaming.memory import ExhaustedError, retried
     from .streaming.options import StreamOptions
     from .streaming.precision import eager, fastest_decode_dtype
     from .streaming.resume import resumed
@@ -34,7 +34,6 @@ __all__ = [
     "build_vae",
     "check_finite",
     "eager",
-    "exhausted",
     "fastest_decode_dtype",
     "load_vae",
     "read_checkpoint",
@@ -53,7 +52,7 @@ _HOMES = {
     "streaming.executor": ("rechunk",),
     "streaming.options": ("StreamOptions",),
     "streaming.precision": ("eager", "fastest_decode_dtype"),
-    "streaming.memory": ("ExhaustedError", "exhausted", "retried"),
+    "streaming.memory": ("ExhaustedError", "retried"),
     "streaming.resume": ("resumed",),
     "streaming.source": ("Rereadable",),
     "validation": ("check_finite",),

@@ -1,7 +1,7 @@
 """The VAE: frames to latents and back, whole or as a stream."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -88,9 +88,7 @@ class VideoVAE(PreparedVAE, SharedDevices, SharedRanks, VAEWeights):
             check_tensor(frames, "frames", self.config.image_channels)
         latents = list(self.encode_stream(frames, StreamOptions(chunk)))
         with self.preparing():
-            # Those of the last setting are on the CPU.
-            join = lambda: torch.cat([x.to(self.device) for x in latents], dim=2)  # noqa: E731
-            return retried(join, self.device, "an encode")
+            return self.joined(latents)
 
     @eager
     def decode(self, latent: Tensor, chunk: int | None = None) -> Tensor:
@@ -220,6 +218,15 @@ class VideoVAE(PreparedVAE, SharedDevices, SharedRanks, VAEWeights):
         sink = functools.partial(Output, self.config, result, out, images)
         target, axis = (out, 2) if images is None else (images, 1)
         return Video(self, job, source, part, setting, sink, target, axis).pieces()
+
+    def joined(self, latents: Sequence[Tensor]) -> Tensor:
+        """Join the `latents` `[B, C_latent, n, h, w]` of an encode in time, on `device`."""
+
+        def join() -> Tensor:
+            # Those of the last setting are on the CPU.
+            return torch.cat([latent.to(self.device) for latent in latents], dim=2)
+
+        return retried(join, self.device, "an encode")
 
     def normalize(self, latent: Tensor) -> Tensor:
         """Return `(latent - mean) / std` of each channel of `latent` `[B, C_latent, t, h, w]`."""

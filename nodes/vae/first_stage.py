@@ -177,10 +177,8 @@ class FastVideoVAE(VideoVAE):
         frames = self.whole_groups(frames.unsqueeze(2) if frames.ndim == 4 else frames)
         progress = Progress(frames.shape[0] * self.config.latent_frames(frames.shape[2]))
         options = StreamOptions(self.chunk, limit_bytes=limit_bytes, tile=tile)
-        pieces = list(progress.counted(self.encode_stream(frames, options, scaled=False)))
-        # Those of the last setting of the stream are on the CPU.
-        join = lambda: torch.cat([each.to(self.device) for each in pieces], dim=2)  # noqa: E731
-        return retried(join, self.device, "an encode")
+        stream = self.encode_stream(frames, options, scaled=False)
+        return self.joined(list(progress.counted(stream)))
 
 
 def tile_size(tile_x: int | None, tile_y: int | None) -> tuple[int, int] | None:

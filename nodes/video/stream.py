@@ -89,9 +89,11 @@ def _means(
         read = timing.drawn("file", pieces(), device=vae.device)
         return _whole_groups(read, model.config.temporal_compression)
 
-    first, second, *_ = *itertools.islice(groups(), 2), None, None
+    begun = groups()
+    first = next(begun, None)
     if first is None:
         raise ValueError("the video has no frames; expected at least one")
+    second = next(begun, None)
     model.check_frames(first, vae.device, 0)
     height, width = first.shape[3:]
     frames = 1 if second is None else 1 + second.shape[2]
@@ -103,7 +105,10 @@ def _means(
         chunk = model.plan(height, width, options, encode=True).chunk
         options = replace(options, chunk=chunk)
     # A single frame is passed as a tensor, which takes a separate path.
-    source = first if second is None else Rereadable(groups)
+    source: Tensor | Rereadable = first
+    if second is not None:
+        readings = [itertools.chain([first, second], begun)]  # what was read is not read again
+        source = Rereadable(lambda: readings.pop() if readings else groups())
     progress = Progress(model.config.latent_frames(max(count_estimate or 1, frames)))
     stream = model.encode_stream(source, options, scaled=False)
     return driver.moved(vae, progress.counted(stream))

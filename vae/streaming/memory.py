@@ -66,15 +66,20 @@ def retried(
         if not is_out_of_memory(error) or isinstance(error, ExhaustedError):
             raise
         bare(error)
-    if release is not None:
-        release(device)
-    release_cached(device)
+    make_room(device, release)
     try:
         return do()
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         raise exhausted(error, task) from None
+
+
+def make_room(device: torch.device, release: Callable[[torch.device], object] | None) -> None:
+    """Release memory of the caller on a device, if there is any, then what PyTorch keeps there."""
+    if release is not None:
+        release(device)
+    release_cached(device)
 
 
 def bare(error: Exception) -> Exception:

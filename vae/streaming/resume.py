@@ -17,7 +17,7 @@ from torch import Tensor
 from ...kernels import first_line, is_out_of_memory
 from ..layers.inputs.coding import Coding
 from .bands.crew import DeviceError
-from .memory import bare, exhausted
+from .memory import bare, exhausted, make_room
 from .output import Sink, Wanted, background_writer
 from .overflow import NarrowVAE, RangeError, Watch, remember
 from .precision import eager
@@ -66,7 +66,7 @@ def resumed(
                         raise
                     bare(error)
                     if first is None or not is_out_of_memory(first):
-                        first = error  # a lack of memory tells more than what came before it
+                        first = error  # a lack of memory comes before other reasons
                     break
                 yield result
                 del result
@@ -228,8 +228,8 @@ class Video:
                 job.team.fail(failure.number)
             following = setting.alone()
         else:
-            delivered = self._at > self._before
-            following = setting.smaller(planned, plan, job.options, delivered=delivered)
+            make_room(setting.device, job.options.release)
+            following = setting.smaller(planned, plan, delivered=self._at > self._before)
         if following is not None:
             self._log(failure, following)
         return following

@@ -4,10 +4,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...kernels import release_cached
 from ..planning.job import StreamJob
 from ..planning.plan import Plan, smaller_plan
-from .options import StreamOptions
 from .precision import compute_dtype
 
 _CPU = torch.device("cpu")
@@ -58,16 +56,13 @@ class Setting:
         return replace(self, shared=False, plan=None)
 
     def smaller(
-        self, job: StreamJob | None, plan: Plan | None, options: StreamOptions, *, delivered: bool
+        self, job: StreamJob | None, plan: Plan | None, *, delivered: bool
     ) -> "Setting | None":
         """Return the setting after memory ran out under `plan`; None: there is none.
 
-        The caller's memory is released first. A smaller plan follows; where there is none, the same
-        one, which may succeed now; at last the CPU. A run that `delivered` something may again.
+        A smaller plan follows; where there is none, the same one, which may succeed now; at last
+        the CPU. A run that `delivered` something may do so again.
         """
-        if options.release is not None:
-            options.release(self.device)
-        release_cached(self.device)
         smaller = job and plan and smaller_plan(job, plan)
         if smaller:
             return replace(self, plan=smaller)

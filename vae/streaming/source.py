@@ -110,8 +110,8 @@ class Source:
                 yield uint16_as_int16(piece[:, :, skipped:])
 
     def _once(self, first: int) -> Iterator[Tensor]:
-        at, kept = self._start, list(self._kept)
-        while (piece := kept.pop(0) if kept else self._next()) is not None:
+        at, kept = self._start, deque(self._kept)
+        while (piece := kept.popleft() if kept else self._next()) is not None:
             self.release(first)
             skipped = max(0, first - at)
             at += piece.shape[2]

@@ -1,7 +1,6 @@
 """The executor that runs some layers on whole frames and the others tile by tile."""
 
 from collections.abc import Callable, Iterator
-from typing import TypeVar
 
 from torch import Tensor
 
@@ -13,8 +12,6 @@ from ..planning.tiling import Chains, FrameTile
 from .cache_offload import Parking
 from .executor import Executor
 from .output import Output, TiledChunk
-
-_Target = TypeVar("_Target", bound=TiledChunk | None)
 
 
 class TiledExecutor(Executor):
@@ -67,8 +64,8 @@ class TiledDecode(TiledExecutor):
         chunk = self.fill(x, lambda: self.output.chunk(x, first=self.cache.first))
         yield chunk.piece
 
-    def fill(self, x: Tensor, target: Callable[[], _Target]) -> _Target:
-        """Push one chunk through, and write the frames of the tiles to a target, or drop them."""
+    def fill(self, x: Tensor, target: Callable[[], TiledChunk]) -> TiledChunk:
+        """Push one chunk through, and write the frames of the tiles to a target."""
         # The target is asked for once the layers on whole frames have freed their memory.
         runs = list(super().advance(x))
         chunk = target()
@@ -76,8 +73,7 @@ class TiledDecode(TiledExecutor):
             done = 0
             for run in runs:
                 for frames in part.advance(run):
-                    if chunk is not None:
-                        chunk.put(frames, done, tile.rows, tile.columns)
+                    chunk.put(frames, done, tile.rows, tile.columns)
                     done += frames.shape[2]
         return chunk
 
