@@ -64,6 +64,7 @@ class Source:
         self.tensor: Tensor | None = None
         self.failed = False
         self._given, self._check = given, check
+        self._iterator: Iterator[Tensor] | None = None  # of pieces that are there once
         self._shape: torch.Size | None = None  # of the first piece
         self._seen = 0  # frames that were checked
         self._kept: deque[Tensor] = deque()
@@ -72,7 +73,7 @@ class Source:
         if isinstance(given, Tensor) or not isinstance(given, Iterable):
             check(given)
             self.tensor = uint16_as_int16(given)
-        else:
+        elif not isinstance(given, (list, tuple, Rereadable)):
             self._iterator = iter(given)
 
     def read(self, first: int, stop: int | None = None) -> Iterator[Tensor]:
@@ -82,8 +83,8 @@ class Source:
         """
         if self.tensor is not None:
             return iter([self.tensor[:, :, first:stop]])
-        can_reread = isinstance(self._given, (list, tuple, Rereadable))
-        return self._noted(self._again(first) if can_reread else self._once(first))
+        once = self._iterator
+        return self._noted(self._again(first) if once is None else self._once(first, once))
 
     def release(self, first: int) -> None:
         """Free what was kept before frame `first`: nothing needs it any more."""
@@ -109,20 +110,20 @@ class Source:
             if at > first:
                 yield uint16_as_int16(piece[:, :, skipped:])
 
-    def _once(self, first: int) -> Iterator[Tensor]:
+    def _once(self, first: int, iterator: Iterator[Tensor]) -> Iterator[Tensor]:
         at, kept = self._start, deque(self._kept)
-        while (piece := kept.popleft() if kept else self._next()) is not None:
+        while (piece := kept.popleft() if kept else self._next(iterator)) is not None:
             self.release(first)
             skipped = max(0, first - at)
             at += piece.shape[2]
             if at > first:
                 yield piece[:, :, skipped:]
 
-    def _next(self) -> Tensor | None:
-        """Check, keep and return the next piece of the iterator; None after the last."""
+    def _next(self, iterator: Iterator[Tensor]) -> Tensor | None:
+        """Check, keep and return the next piece; None after the last."""
         if self._arrived is None:
             self.failed = True  # an iterator that raises cannot go on, for a lack of memory either
-            self._arrived = next(self._iterator, None)
+            self._arrived = next(iterator, None)
             self.failed = False
         piece = self._arrived
         if piece is None:
