@@ -1,5 +1,6 @@
 """`--precision` of the command line: what runs in int8, the report, and errors before any work."""
 
+import functools
 import re
 
 import pytest
@@ -15,6 +16,7 @@ from fast_video_vae.tests.videos import write_clip  # noqa: E402
 from fast_video_vae.vae import load_vae  # noqa: E402
 from fast_video_vae.vae.bench import precision  # noqa: E402
 from fast_video_vae.vae.media import read_video  # noqa: E402
+from fast_video_vae.vae.streaming import precision as computation  # noqa: E402
 from fast_video_vae.vae.streaming.int8 import layers, settings  # noqa: E402
 
 
@@ -73,13 +75,20 @@ def test_an_encode_of_an_older_script_with_int8_is_that_of_auto(tmp_path, done, 
     assert torch.equal(found["int8"], found["auto"])
 
 
-def test_info_has_the_report(run, vae_path):
+@pytest.mark.parametrize("slow", [False, True])
+def test_info_has_the_report(run, vae_path, monkeypatch, slow):
+    monkeypatch.setattr(computation, "slow_on_cpu", lambda dtype: slow)
+    is_slow = functools.cache(computation._is_slow.__wrapped__)  # it logs once
+    monkeypatch.setattr(computation, "_is_slow", is_slow)
     assert "int8" not in "\n".join(run("info", vae_path)[1])
     code, lines, errors = run("info", vae_path, "--dtype", "fp32", "--precision", "int8")
-    assert (code, errors) == (0, [])
+    assert code == 0
+    note = "no instructions for bfloat16 convolutions; computing in float32"
+    assert [note in line for line in errors] == [True] * slow
     text = "\n".join(lines)
     assert re.search(r"^int8 +\d+% of the multiplications \(\d+ of \d+ conv", text, re.MULTILINE)
-    assert re.search(r"^bf16( in fp32)? +[\d.]+ dB$", text, re.MULTILINE)
+    narrow = r"^bf16 in fp32 +[\d.]+ dB$" if slow else r"^bf16 +[\d.]+ dB$"
+    assert re.search(narrow, text, re.MULTILINE)
     assert re.search(r"^with int8 +[\d.]+ dB, [\d.]+ dB (less|more) than bf16$", text, re.MULTILINE)
     assert re.search(r"^upsamples\.\S+ +[\d.]+% .* (int8|fp32)$", text, re.MULTILINE)
 
