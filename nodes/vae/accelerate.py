@@ -18,7 +18,7 @@ from comfy.cli_args import args
 from comfy.model_patcher import ModelPatcher
 
 from ...vae import SEEDVR2, Checkpoint, VAEConfig, VideoVAE, build_vae, read_checkpoint
-from ..host.devices import ALL, ONE, names, selected
+from ..host.devices import ONE, names, selected
 from ..host.error_text import about
 from . import pieces
 from .comfy_vae import FastVAE
@@ -117,10 +117,10 @@ def _selection(choice: Choice, config: VAEConfig, own: torch.device) -> str:
     chosen = choice.devices or ONE
     if config.family != SEEDVR2 or all(each == own for each in selected(chosen)):
         return chosen
-    reason = "SeedVR2 runs on one device, because its norms measure whole frames"
-    if chosen != ALL:
-        raise ValueError(f"devices is {chosen!r}; expected {ONE} or {ALL}: {reason}")
-    _logger.info("Fast Video VAE: this VAE uses %s: %s", names([own]), reason)
+    _logger.info(
+        "Fast Video VAE: this VAE uses %s alone: the norms of SeedVR2 measure whole frames",
+        names([own]),
+    )
     return ONE
 
 

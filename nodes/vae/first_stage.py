@@ -49,8 +49,7 @@ class FastVideoVAE(VideoVAE):
     def share(self, devices: Sequence[torch.device]) -> None:
         """Share each video among `devices`, the VAE's own first; one of them computes it alone."""
         wanted = list(devices) if len(devices) > 1 else []
-        # The same devices are not set again, because that drops their measured speeds, and tries
-        # those that have failed once more.
+        # The same devices are not set again, because that tries those that have failed once more.
         if wanted != self.shared_by:
             self._asked = self.devices = wanted
 

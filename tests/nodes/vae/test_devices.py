@@ -222,20 +222,18 @@ def test_a_wrong_selection_is_refused_before_anything_runs(checked, two):
         assert found["details"].startswith("devices - devices: got 'both'; expected one, all, or")
 
 
-def test_seedvr2_uses_one_device_and_refuses_named_ones(seedvr2, models, two, monkeypatch, caplog):
+@pytest.mark.parametrize("devices", ["all", "gpu:0, gpu:1"])
+@pytest.mark.parametrize("name", NODES)
+def test_seedvr2_uses_its_own_device(seedvr2, models, two, caplog, name, devices):
     save_file(seedvr2.state, models / "seedvr2.safetensors")
+    given = {"Load": {"vae_name": "seedvr2.safetensors"}, "Accelerate": {"vae": seedvr2.stock}}
     with caplog.at_level(logging.INFO):
-        vae = loaded("seedvr2.safetensors", devices="all")
+        (vae,) = ours(name, **given[name], devices=devices).args
+        vae.decode(torch.zeros(1, 16, 1, 4, 4))
     (line,) = lines(caplog)
-    assert "SeedVR2 runs on one device" in line
+    assert "the norms of SeedVR2 measure whole frames" in line
     assert vae.first_stage_model.selection == "one"
     assert devices_of(vae) == []
-    monkeypatch.setattr("fast_video_vae.nodes.vae.accelerate.build_vae", pytest.fail)
-    reason = r"devices is 'gpu:0, gpu:1'; expected one or all: SeedVR2 runs on one device"
-    with refused(rf"^vae_name: {reason}"):
-        loaded("seedvr2.safetensors", devices="gpu:0, gpu:1")
-    with refused(rf"^vae: {reason}"):
-        ours("Accelerate", vae=seedvr2.stock, devices="gpu:0, gpu:1")
 
 
 def test_several_devices_give_the_result_of_one_and_stop(fast, state, tmp_path, two):
