@@ -55,6 +55,7 @@ from .devices import (
     synchronize,
     tensor_limit,
 )
+from .devices import current as on_device
 from .devices.instructions import multiplies_bfloat16, processor, slow_on_cpu
 from .devices.int8 import int8_lacks
 from .dispatch import ask, run, run_convolution, run_kernel
@@ -129,6 +130,7 @@ __all__ = [
     "multiplies_bfloat16",
     "native_library",
     "new_video",
+    "on_device",
     "padded",
     "pixel_shuffle_3d",
     "preparations",

@@ -16,7 +16,6 @@ FLOORS = """kernels
 lora vae/layers vae/checkpoint_io vae/demo vae/pinned_memory.py
 vae/models vae/background_writer.py
 vae/planning vae/media vae/validation.py vae/weights.py
-vae/sharding
 vae/streaming
 vae/preview
 vae/model.py

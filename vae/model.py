@@ -12,11 +12,8 @@ from .models.config import VAEConfig
 from .models.patchify import fold_pixels
 from .planning.device_memory import check_holds
 from .planning.job import job_of
-from .planning.parts import divide, largest_part
 from .planning.plan import Plan, empty_limit, make_plan
-from .sharding.shared_ranks import SharedRanks
-from .streaming.bands.crew import Team
-from .streaming.bands.shared_devices import SharedDevices
+from .streaming.bands.team import SharedDevices, Team
 from .streaming.int8.layers import Int8Choices
 from .streaming.memory import retried
 from .streaming.options import AUTOMATIC, StreamOptions
@@ -32,7 +29,7 @@ from .validation import check_frames, check_latent, check_targets, check_tensor
 from .weights import VAEWeights
 
 
-class VideoVAE(PreparedVAE, SharedDevices, SharedRanks, VAEWeights):
+class VideoVAE(PreparedVAE, SharedDevices, VAEWeights):
     """A causal video VAE of the Wan family or of SeedVR2.
 
     Created by `load_vae`. Parameters have the names of the original checkpoint. Encoding and
@@ -52,7 +49,7 @@ class VideoVAE(PreparedVAE, SharedDevices, SharedRanks, VAEWeights):
         allow_fp16: Let a decode in bfloat16 compute in float16 if that is faster
             on the device. `load_vae` sets it if no dtype is chosen. The first overflow clears it,
             and the decode continues in bfloat16.
-        devices, shards: What shares each video; see `SharedDevices` and `SharedRanks`.
+        devices, shares: What shares each video; see `SharedDevices`.
         sources: Where the user gets another VAE and another latent, for errors.
     """
 
@@ -84,11 +81,8 @@ class VideoVAE(PreparedVAE, SharedDevices, SharedRanks, VAEWeights):
             ValueError: The frames have another shape, dtype or channel count, are not finite or
                 require a gradient; or the checkpoint has no encoder.
         """
-        with self.preparing():
-            check_tensor(frames, "frames", self.config.image_channels)
-        latents = list(self.encode_stream(frames, StreamOptions(chunk)))
-        with self.preparing():
-            return self.joined(latents)
+        check_tensor(frames, "frames", self.config.image_channels)
+        return self.joined(list(self.encode_stream(frames, StreamOptions(chunk))))
 
     @eager
     def decode(self, latent: Tensor, chunk: int | None = None) -> Tensor:
@@ -106,9 +100,8 @@ class VideoVAE(PreparedVAE, SharedDevices, SharedRanks, VAEWeights):
             ValueError: The latent has another channel count, shape or dtype, no frames, is not
                 finite or requires a gradient.
         """
-        with self.preparing():
-            check_tensor(latent, "latent", self.config.latent_channels, self.sources)
-            frames = retried(lambda: self.new_frames(latent), self.device, "a decode")
+        check_tensor(latent, "latent", self.config.latent_channels, self.sources)
+        frames = retried(lambda: self.new_frames(latent), self.device, "a decode")
         for _ in self.decode_stream(latent, StreamOptions(chunk, whole=True), out=frames):
             pass
         return frames
@@ -145,11 +138,10 @@ class VideoVAE(PreparedVAE, SharedDevices, SharedRanks, VAEWeights):
         """
         latents, scale = self.config.latent_channels, self.config.latent_scale if scaled else 1
         dtype = options.dtype or self.encode_dtype
-        with self.preparing():
-            encoder = self.encoding()
-            computed = self.agreed(compute_dtype(dtype, self.device))
-            source = Source(pieces, self.check_frames)
-            part = Part(encoder, self.config, source.tensor, None)
+        encoder = self.encoding()
+        computed = compute_dtype(dtype, self.device)
+        source = Source(pieces, self.check_frames)
+        part = Part(encoder, self.config, source.tensor, None)
         job = self._video_job(encoder, options, source, self._folded, to_range)
 
         def mean_of(x: Tensor) -> Tensor:
@@ -208,11 +200,10 @@ class VideoVAE(PreparedVAE, SharedDevices, SharedRanks, VAEWeights):
             ExhaustedError: Memory stays short; the message is one line.
         """
         asked = options.dtype or self.dtype
-        with self.preparing():
-            source = Source(latent, self.check_latent)
-            part = Part(self.decoder, self.config, source.tensor, frames)
-            check_targets(source.tensor, self.config, out, images, frames)
-            setting = self._decode_setting(options, asked, deep=deep)
+        source = Source(latent, self.check_latent)
+        part = Part(self.decoder, self.config, source.tensor, frames)
+        check_targets(source.tensor, self.config, out, images, frames)
+        setting = self._decode_setting(options, asked, deep=deep)
         job = self._video_job(self.decoder, options, source, self._mixed)
         result = torch.float32 if deep else asked
         sink = functools.partial(Output, self.config, result, out, images)
@@ -270,7 +261,6 @@ class VideoVAE(PreparedVAE, SharedDevices, SharedRanks, VAEWeights):
         device: torch.device | None = None,
         cuts: bool = True,
         empty: bool = False,
-        ranks: int = 1,
     ) -> Plan:
         """Return the plan of a stream of any length, with its memory.
 
@@ -283,30 +273,26 @@ class VideoVAE(PreparedVAE, SharedDevices, SharedRanks, VAEWeights):
             device: Device of the computation; None: that of the weights.
             cuts: Allow tiles where whole frames do not fit.
             empty: Plan for a device that nothing else uses, unless a limit is given.
-            ranks: Ranks that share the frames, see `shard`; the plan is that of the largest part.
 
         Returns:
             The plan for a batch of one.
 
         Raises:
-            ValueError: `encode` is set and the checkpoint has no encoder, or there are more ranks
-                than rows or columns of a latent.
+            ValueError: `encode` is set and the checkpoint has no encoder.
         """
         network = self.encoding() if encode else self.decoder
         step = self.config.spatial_compression
         size = height // step, width // step
-        if ranks > 1:
-            size = largest_part(size, *divide(size, ranks))
         device = device or self.device
         asked = options.dtype or (self.encode_dtype if encode else self.dtype)
         dtype = decode_dtype(asked, device, allow_fp16=not encode and allows_fp16(self, options))
         coded = frozenset[str]() if encode else self.planned_codes(dtype, device)
         model = network, self.config, (1, *size), dtype, device
-        job = job_of(*model, single_frame=single_frame, ranks=ranks, coded=coded)
+        job = job_of(*model, single_frame=single_frame, coded=coded)
         limit = self.limit_bytes if options.limit_bytes is None else options.limit_bytes
         limit = empty_limit(job) if limit is None and empty else limit
         banded = None
-        if cuts and ranks == 1:
+        if cuts:
             banded = self.team.plan(job, replace(options, limit_bytes=limit))
         if banded is not None:
             return banded
@@ -318,9 +304,9 @@ class VideoVAE(PreparedVAE, SharedDevices, SharedRanks, VAEWeights):
         decides = functools.partial(decode_dtype, asked, device, allow_fp16=allowed)
         dtype = decides(deep=True)
         coded = self.ready_codes(dtype)
-        dtype = self.agreed(dtype if coded or deep else decides())
+        dtype = dtype if coded or deep else decides()
         narrow = bool(coded) or dtype == torch.float16 != asked
-        wide = self.agreed(compute_dtype(asked, device)) if narrow else dtype
+        wide = compute_dtype(asked, device) if narrow else dtype
         return Setting(device, dtype, wide, coded)
 
     def _video_job(
@@ -343,11 +329,10 @@ class VideoVAE(PreparedVAE, SharedDevices, SharedRanks, VAEWeights):
             video,
             enter,
             functools.partial(self.kernels_of, encodes=encodes),
+            self.team,
             to_range,
             graphs=self.graphs,
             skips=encodes and self.skips_static,
-            team=self.team if self.shards is None else None,
-            shards=self.shards,
         )
 
     def _folded(self, x: Tensor) -> Tensor:

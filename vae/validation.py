@@ -51,6 +51,21 @@ def checked_devices(devices: object) -> list[torch.device]:
     return [each if each.type == "cpu" else torch.empty(0, device=each).device for each in found]
 
 
+def checked_shares(shares: object, count: int) -> list[float] | str | None:
+    """Return the shares of `count` devices: positive numbers, "memory", or None for equal ones."""
+    if shares is None:
+        return None
+    if count < 2:
+        raise ValueError(f"shares are {shares!r}; expected two devices or more before")
+    if shares == "memory":
+        return "memory"
+    given = list(shares) if isinstance(shares, (list, tuple)) else []
+    numbers = [float(each) for each in given if isinstance(each, (int, float))]
+    if not len(numbers) == len(given) == count or not all(0 < each < math.inf for each in numbers):
+        raise ValueError(f"shares are {shares!r}; expected {count} positive numbers or 'memory'")
+    return numbers
+
+
 def check_tensor(tensor: object, name: str, channels: int, sources: tuple[str, ...] = ()) -> None:
     """Check what frames and latents share: `[B, channels, T, H, W]`, not empty, no gradient."""
     # `sources` of another VAE and of another latent are for the error about the channels.

@@ -42,9 +42,11 @@ from fast_video_vae.vae.models.base import Network
 from fast_video_vae.vae.models.build import make_decoder, make_encoder
 from fast_video_vae.vae.models.config import VAEConfig
 from fast_video_vae.vae.models.patchify import fold_pixels
+from fast_video_vae.vae.models.replicas import Replicas
 from fast_video_vae.vae.planning import plan
 from fast_video_vae.vae.planning.job import StreamJob
 from fast_video_vae.vae.planning.plan import Plan, make_plan
+from fast_video_vae.vae.streaming.bands.team import Team
 from fast_video_vae.vae.streaming.executor import advance
 from fast_video_vae.vae.streaming.output import LatentOutput, Output, Wanted
 from fast_video_vae.vae.streaming.session import VideoJob, VideoSession
@@ -254,6 +256,7 @@ def whole_video(
         None,
         lambda x: fold_pixels(x, patch),
         lambda *_: Snapshot(0, 0, native=True),
+        Team(Replicas()),
     )
     latents = LatentOutput(lambda x: x, Wanted())
     sink = latents if encodes else Output(config, torch.bfloat16)

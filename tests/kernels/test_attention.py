@@ -140,7 +140,6 @@ def test_triton_equals_the_formula(dtype, length, channels):
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize(("queries", "keys"), [(1, 40), (17, 64), (40, 5), (64, 65)])
 def test_queries_can_be_a_part_of_the_frame(backend, queries, keys, request):
-    """Shards have the queries of their pixels, and the keys and values of all."""
     if backend == "triton":
         request.getfixturevalue("in_triton")
     k, v, _ = projection(2, keys, 96, torch.bfloat16)

@@ -82,7 +82,16 @@ def state_of(family, gain):
 
 
 @contextlib.contextmanager
-def circumstances(case, vae):
+def played(case, vae):
+    """The devices of a case are played by the CPU."""
+    vae.devices = ["cpu"] * case.devices * (case.devices > 1)
+    vae.shares = case.shares
+    yield
+    vae.devices = []
+
+
+@contextlib.contextmanager
+def circumstances(case, vae, share):
     """Let a plan take the cut and the parts of the case, and the library fuse what it says."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "kept_candidates", candidates.Candidates)
@@ -111,7 +120,6 @@ def circumstances(case, vae):
             patch.setattr(onednn, "serves", lambda *_: False)  # as on a GPU
         if case.fused is not None:
             serve(patch, case.fused)
-        vae.devices = ["cpu"] * case.devices * (case.devices > 1)
         products, convolve = [], conv.int8_conv3d
         patch.setattr(conv, "int8_conv3d", lambda *a, **o: products.append(0) or convolve(*a, **o))
         pads, run = Pads(), threading.Thread.run
@@ -121,20 +129,19 @@ def circumstances(case, vae):
                 run(thread)
 
         patch.setattr(threading.Thread, "run", watched)
-        with pads:
+        with pads, share(case, vae):
             yield
-        vae.devices = []
     assert not pads.seen
     assert case.fails or bool(products) == (case.precision == "int8")
 
 
-def outcome(case, vae, start):
+def outcome(case, vae, share, start):
     """Return the pieces of a stream, or a whole result as one; none after an error of one line."""
     first, in_a_row = case.fails or (0, 0)
     memory = FailingMemory(first, in_a_row, error=list(ERRORS)[(first + in_a_row) % len(ERRORS)])
     copied = case.fails is None and TARGETS[case.target][0]
     try:
-        with circumstances(case, vae), memory if case.fails else contextlib.nullcontext():
+        with circumstances(case, vae, share), memory if case.fails else contextlib.nullcontext():
             made = start()
             return [made] if case.whole else [each.clone() if copied else each for each in made]
     except torch.OutOfMemoryError as error:
@@ -160,7 +167,7 @@ def compare(case, actual, expected, clamped=False):
         close(actual, expected)
 
 
-def check_decode(case, vae):
+def check_decode(case, vae, share):
     config = vae.config
     shape = case.batch, config.latent_channels, case.length, *case.size
     latent = random_latent(*shape, seed=sum(shape))
@@ -185,9 +192,9 @@ def check_decode(case, vae):
     arguments = {"frames": case.frames, **({name: memory} if name else {})}
     video = case.given(latent)
     if case.whole:
-        pieces = outcome(case, vae, lambda: vae.decode(video, case.chunk))
+        pieces = outcome(case, vae, share, lambda: vae.decode(video, case.chunk))
     else:
-        pieces = outcome(case, vae, lambda: vae.decode_stream(video, options, **arguments))
+        pieces = outcome(case, vae, share, lambda: vae.decode_stream(video, options, **arguments))
     if not pieces:
         return
     got = torch.cat(pieces, dim=1 if name == "images" else 2)
@@ -219,7 +226,7 @@ def clip(case, channels, side):
     return frames.to(case.dtype) if case.dtype else frames / 127.5 - 1
 
 
-def check_encode(case, vae):
+def check_encode(case, vae, share):
     config = vae.config
     frames = clip(case, config.image_channels, config.spatial_compression)
     dropped = (case.length - 1) % config.temporal_compression
@@ -231,9 +238,9 @@ def check_encode(case, vae):
         warnings.simplefilter("always")
         video = case.given(frames)
         if case.whole:
-            pieces = outcome(case, vae, lambda: vae.encode(video, case.chunk))
+            pieces = outcome(case, vae, share, lambda: vae.encode(video, case.chunk))
         else:
-            pieces = outcome(case, vae, lambda: vae.encode_stream(video, options))
+            pieces = outcome(case, vae, share, lambda: vae.encode_stream(video, options))
     if not pieces:
         return
     got = torch.cat(pieces, dim=2)
@@ -244,21 +251,23 @@ def check_encode(case, vae):
     assert [str(each.message) for each in caught] == (message if dropped else [])
 
 
-def check(case):
+def check(case, share=played):
+    """Compare a case with its oracle; `share` lets its VAE use several devices."""
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         if case.precision == "int8":
             all_layers_in_int8(patch, Path(folder))
             for weights in (case.weights, "whole"):
                 prepared(vae_of(case.family, case.gain, weights, case.precision))
         vae = vae_of(case.family, case.gain, case.weights, case.precision)
-        (check_decode if case.decode else check_encode)(case, vae)
+        (check_decode if case.decode else check_encode)(case, vae, share)
 
 
-def check_both(seed):
+def check_both(seed, share=played, **options):
+    """Compare a decode and an encode with their oracles."""
     for decode in (True, False):
-        case = case_of(seed, decode=decode)
+        case = case_of(seed, decode=decode, **options)
         note(case)
-        check(case)
+        check(case, share)
 
 
 # The same cases on every machine, without a time limit per case. A smaller seed is no smaller case.

@@ -69,6 +69,7 @@ class Case:
     graphs: bool = False  # steps are recorded and replayed, as by a GPU
     bright: int | None = None  # a latent that overflows in float16, which a VAE in bfloat16 chose
     devices: int = 1  # that share the frames
+    shares: tuple[float, ...] | str | None = None  # of the work of the devices
     precision: str = "auto"
 
     @property
@@ -99,15 +100,15 @@ class Case:
         return {"list": list, "iterator": iter, "reused": overwritten}[self.source](pieces)
 
 
-def case_of(seed, *, decode):
-    """Return one of the cases.
+def case_of(seed, *, decode, shared=False, fails=True):
+    """Return one of the cases; `shared`: of several devices, `fails`: allocations may fail.
 
     Each seed has one of its own: examples that hypothesis derives from others differ in little.
     """
     chance = random.Random(seed)
     number, half = chance.randint, lambda: chance.random() < 0.5
     sample = lambda *values: chance.choice(values)  # noqa: E731
-    family = sample(*FAMILIES)
+    family = sample(*(TILED if shared else FAMILIES))
     if family == "seedvr2":  # in float32 its norms are not exact over the numbers of one pixel
         size, work = sample((1, 2), (2, 1), (1, 4), (2, 2), (3, 2)), WORK_OF_SEEDVR2
     else:
@@ -131,7 +132,7 @@ def case_of(seed, *, decode):
         "part_bytes": sample(None, None, 1, 1 << 12),
         "weights": sample("oneDNN", "plain"), "fused": sample(None, None, None, *CHOICES),
     }  # fmt: skip
-    if half():
+    if half() and fails:
         case["fails"] = number(1, 150), sample(1, 1, 2, 2, 3)
     else:
         case["graphs"] = half()
@@ -142,7 +143,11 @@ def case_of(seed, *, decode):
         case["tile"] = tuple(number(max(8, step * n // 4), step * n + 8) for n in size)
         case["cut"], case["parked"] = sample(None, 0, 1, 2), half()
     elif family in TILED:
-        case["devices"] = number(1, 3)
+        case["devices"] = number(1, 4)
+    if shared:
+        count = case["devices"] = number(2, 4)
+        parts = tuple(number(1, 4) for _ in range(count))
+        case |= {"shares": sample(None, "memory", parts), "cut": None, "parked": False}
     if case["whole"]:
         case |= {"computed": None, "tile": None}
     if not decode:
@@ -154,6 +159,6 @@ def case_of(seed, *, decode):
         case["wanted"] = sample(None, tuple(sorted((number(0, last), number(0, last)))))
         case["target"], case["background"] = sample(*TARGETS), half()
     if int8:
-        case |= {"precision": "int8", "computed": None, "devices": 1, "fused": None}
+        case |= {"precision": "int8", "computed": None, "fused": None}
         case["weights"] = "oneDNN"
     return Case(**case)

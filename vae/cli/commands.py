@@ -5,7 +5,7 @@ Every command takes the parsed arguments and `say`, which prints a line, and ret
 
 import argparse
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from fractions import Fraction
 
 import torch
@@ -28,7 +28,6 @@ from ..streaming.memory import retried
 from ..streaming.source import Rereadable
 from .loading import Say, build_kernels, load_named, options_for
 from .progress_bar import ProgressBar
-from .ranks import leads, shared
 from .stretch import cropped, estimated, fps_label, frames_label, stretch_named
 
 # Frame rate of the Wan 2.1 models, for latents without a frame rate.
@@ -42,8 +41,7 @@ def encode(args: argparse.Namespace, say: Say) -> str:
     video = read_video(args.video)
     stretch = stretch_named(args)
     expected = estimated(video, stretch)
-    new = whole_file(args.output, overwrite=args.overwrite)
-    with new if leads(args) else nullcontext() as draft:
+    with whole_file(args.output, overwrite=args.overwrite) as draft:
         vae = load_named(args, args.vae, say)
         config = vae.config
         if config.encoder_width is None:
@@ -58,23 +56,21 @@ def encode(args: argparse.Namespace, say: Say) -> str:
                 for piece in progress.counted(pieces):
                     yield with_channels(piece, config.image_channels)
 
-            with shared(args, vae):
-                parts = [x.cpu() for x in vae.encode_stream(Rereadable(pictures), options)]
+            parts = [x.cpu() for x in vae.encode_stream(Rereadable(pictures), options)]
         latent = retried(lambda: torch.cat(parts, dim=2), torch.device("cpu"), "an encode")
         frames = config.frames(latent.shape[2])
         fps, step = args.fps or video.fps, config.spatial_compression
-        if draft is not None:
-            given = {"family": config.family, "fps": fps, "frames": frames, "compression": step}
-            save_latent(draft.part, latent, **given)
+        given = {"family": config.family, "fps": fps, "frames": frames, "compression": step}
+        save_latent(draft.part, latent, **given)
     made = f"{list(latent.shape)} for {frames_label(frames)} at {fps_label(fps)} fps"
-    return f"wrote {draft.path}: {made}" if draft else ""
+    return f"wrote {draft.path}: {made}"
 
 
 def decode(args: argparse.Namespace, say: Say) -> str:
     """Decode a latent file to a video."""
     file = load_latent(args.latents)
     writer = _writer(args, args.fps or file.fps or LATENT_FPS)
-    with writer if leads(args) else nullcontext():
+    with writer:
         vae = load_named(args, args.vae, say)
         config = vae.config
         if file.family not in (None, config.family):
@@ -95,18 +91,13 @@ def decode(args: argparse.Namespace, say: Say) -> str:
         with (
             ProgressBar(args.command, len(wanted), quiet=args.quiet) as progress,
             BackgroundWriter(writer.write, dtype=writer.dtype, cancel=writer.cancel) as background,
-            shared(args, vae),
         ):
             deep = writer.dtype != torch.uint8
             pieces = vae.decode_stream(file.latent, options, frames=wanted, deep=deep)
             for piece in progress.counted(pieces):
-                if not leads(args):
-                    continue
                 for part in parts_of(piece, writer.dtype):
                     put = lambda part=part: background.put(writer.pictures(part))  # noqa: E731
                     retried(put, vae.device, "a decode")
-    if not leads(args):
-        return ""
     made = writer.encoding
     name = writer.codec.name
     say(f"{name} in {made.bit_depth} bits ({made.pixel_format}) encoded by {made.encoder}")

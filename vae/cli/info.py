@@ -40,7 +40,7 @@ def info(args: argparse.Namespace, _: Say) -> str:
     parts = []
     if args.file:
         vae = load_named(args, args.file)
-        parts.append(vae_report(vae, args.file, args.limit, args.ranks))
+        parts.append(vae_report(vae, args.file, args.limit))
         if args.precision == INT8:
             parts.append(compare_precision(vae).text())
     if args.device is not None:
@@ -50,8 +50,8 @@ def info(args: argparse.Namespace, _: Say) -> str:
     return "\n\n".join(parts)
 
 
-def vae_report(vae: VideoVAE, path: Path, limit_bytes: int | None, ranks: int = 1) -> str:
-    """Describe a VAE and its plans within a memory limit (None: free memory) of each rank."""
+def vae_report(vae: VideoVAE, path: Path, limit_bytes: int | None) -> str:
+    """Describe a VAE and its plans within a memory limit (None: free memory)."""
     config = vae.config
     weights = list(vae.parameters())
     dtypes = sorted({dtype_name(weight.dtype) for weight in weights})
@@ -80,7 +80,7 @@ def vae_report(vae: VideoVAE, path: Path, limit_bytes: int | None, ranks: int = 
     table = [["size", "", "  memory", "a step"]]
     for width, height in SIZES:
         for encode in (True, False) if config.encoder_width else (False,):
-            plan = vae.plan(height - height % step, width, options, encode=encode, ranks=ranks)
+            plan = vae.plan(height - height % step, width, options, encode=encode)
             most, where = (free, "is free") if limit_bytes is None else (limit_bytes, "the limit")
             over = f"; more than {where}" if plan.peak_bytes > most else ""
             name = f"{width}x{height}" if encode or not config.encoder_width else ""

@@ -12,6 +12,7 @@ from ..bench.precision import int8_layers
 from ..bench.precision_report import part_in_int8
 from ..checkpoint import load_vae
 from ..model import VideoVAE
+from ..streaming.bands.team import Team
 from ..streaming.int8.settings import AUTO, INT8
 from ..streaming.options import StreamOptions
 from ..validation import checked_device, checked_devices, dtype_name
@@ -41,8 +42,11 @@ def load_named(args: argparse.Namespace, path: Path, say: Say | None = None) -> 
     )
     vae = load_vae(path, device=device, dtype=dtype, encode_dtype=encode_dtype)
     vae.devices = devices
+    if ranks := getattr(args, "ranks", None):
+        vae.team = Team(vae.replicas, ranks.lead(vae))
+    vae.shares = getattr(args, "shares", None)
     if say:
-        shared = ", ".join(map(str, devices)) or device
+        shared = ", ".join(map(str, vae.team.all)) or device
         say(
             f"{path.name}: {vae.config.family}, base width {vae.config.decoder_width}, "
             f"on {shared}, encodes in {dtype_name(vae.encode_dtype)}, "
@@ -56,10 +60,15 @@ def load_named(args: argparse.Namespace, path: Path, say: Say | None = None) -> 
     return vae
 
 
+def follow(args: argparse.Namespace) -> None:
+    """Load the VAE of a command, and work for rank 0 until the command ends there."""
+    ranks, args.ranks, args.shares, args.precision = args.ranks, None, None, AUTO
+    vae = load_named(args, args.vae)
+    ranks.follow(vae)
+
+
 def _use_int8(args: argparse.Namespace, vae: VideoVAE, say: Say | None) -> None:
     """Select int8 for decodes, or raise a `ValueError` with the reason."""
-    if getattr(args, "shard", None):
-        raise ValueError("--precision int8 is for one process; expected it without --shard")
     if say:
         build_kernels(vae, say)
         say("chooses the layers of int8, once for these weights")

@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _outcome(args: argparse.Namespace, signals: Signals) -> int:
     """Run a command; turn an error into one line and an exit code."""
     try:
-        args.quiet = args.quiet or not leads(args)
+        args.quiet = args.quiet or not leads()
         with _notes(args.quiet):
             _run(args)
         sys.stdout.flush()
@@ -85,6 +85,7 @@ def _run(args: argparse.Namespace) -> None:
     from .commands import bench, decode, encode  # noqa: PLC0415
     from .demo import demo  # noqa: PLC0415
     from .info import info  # noqa: PLC0415
+    from .loading import follow  # noqa: PLC0415
 
     commands = {"demo": demo, "encode": encode, "decode": decode, "bench": bench, "info": info}
 
@@ -92,10 +93,11 @@ def _run(args: argparse.Namespace) -> None:
         if not args.quiet:
             print(text, flush=True)
 
-    with joined_ranks(args):
-        last = commands[args.command](args, say)
-    if leads(args):
-        print(last)
+    with joined_ranks(args) as args.ranks:
+        if leads():
+            print(commands[args.command](args, say))
+        else:
+            follow(args)
 
 
 class _LogNotes(logging.Handler):

@@ -96,7 +96,6 @@ def _encode(add: Add) -> None:
     _add_tile(add)
     _add_precision(add, argparse.SUPPRESS)  # of older scripts, without an effect
     _add_devices(add)
-    _add_shard(add)
 
 
 def _decode(add: Add) -> None:
@@ -121,7 +120,6 @@ def _decode(add: Add) -> None:
     _add_tile(add)
     _add_precision(add, _INT8)
     _add_devices(add)
-    _add_shard(add)
     add("--hardware", action="store_true", help="prefer a hardware encoder")
     add("--audio", type=Path, metavar="FILE", help="audio or video file whose audio is added")
 
@@ -142,8 +140,6 @@ def _info(add: Add) -> None:
     add("file", nargs="?", type=Path, metavar="FILE", help=text)
     add("--backends", action="store_true", help="list the ops of each backend on this machine")
     add("--limit", type=_gib, metavar="GIB", help="plan for this memory; default: free memory")
-    text = "plan for this number of ranks, of which each has a part of every frame"
-    add("--ranks", type=_count, default=1, metavar="N", help=text)
     _add_devices(add)
     text = "int8: measure what a decode with int8 loses, in all and by layer; default: auto"
     _add_precision(add, text)
@@ -178,17 +174,11 @@ def _add_precision(add: Add, text: str) -> None:
     add("--precision", choices=PRECISIONS, default="auto", help=text)
 
 
-def _add_shard(add: Add) -> None:
-    text = (
-        "divide the frames between the processes that torchrun has started, by the longer side "
-        "(auto), by rows or by columns"
-    )
-    add("--shard", choices=("auto", "rows", "columns"), help=text)
-
-
 def _add_devices(add: Add) -> None:
     text = "share each video between devices, such as cuda:0,cuda:1; the first has the weights"
     add("--devices", type=_devices, metavar="NAMES", help=text)
+    text = "shares of the work such as 2,1, or memory: by what is free; default: equal ones"
+    add("--shares", type=_shares, metavar="SHARES", help=text)
 
 
 # Each command: its help, more text for its own help, and its arguments.
@@ -223,6 +213,16 @@ def _devices(text: str) -> list[str]:
     if not all(names):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list such as cuda:0,cuda:1")
     return names
+
+
+def _shares(text: str) -> list[float] | str:
+    """Parse shares with commas between them, or the word for those by memory."""
+    if text == "memory":
+        return text
+    try:
+        return [float(each) for each in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list such as 2,1") from None
 
 
 def _chunk(text: str) -> int:

@@ -10,7 +10,6 @@ from .causal_layer import CausalLayer
 from .conv import BIAS, Conv, Terms
 from .conv_weights import CodedForm, coded_form
 from .frame_runs import Settling, fitted
-from .halo import Halo
 from .inputs.coding import Norm
 from .temporal_cache import TemporalCache
 from .workspace import Fill, Handover, bordered, copied, within
@@ -25,8 +24,8 @@ class CausalConv3d(Conv, CausalLayer):
     `CausalConv3d` of Wan 2.1, wan/modules/vae.py, pads the video with zero frames in front. Here
     the padding is the tail of the previous chunk: the convolution reads it where it is, or it is
     written once together with the new frames. The spatial padding stays in the convolution, except
-    for codes, which get a border, and for a part of each frame, which gets lines of other ranks.
-    The first frame of a video only meets the last temporal tap, so it runs as a 2D convolution.
+    for codes, which get a border. The first frame of a video only meets the last temporal tap, so
+    it runs as a 2D convolution.
 
     With `replicate` the video is padded with copies of its first frame, as in SeedVR2
     (models/video_vae_v3/modules/causal_inflation_lib.py): the first frame runs as a 2D convolution
@@ -52,6 +51,7 @@ class CausalConv3d(Conv, CausalLayer):
         self.context = kernel[0] - stride
         self.first_form = "summed" if replicate else "frame"
         self.padding = kernel[1] // 2
+        self.pads = (self.padding, self.padding)
         self.growth = max(1, out_channels // in_channels)
         self.code_name, self.norm_before = "", None  # Its name in `Coding.names`, if it has one
 
@@ -93,10 +93,7 @@ class CausalConv3d(Conv, CausalLayer):
         """
         given = x.take() if isinstance(x, Handover) else x
         del x
-        halo = self._halo(cache)
-        if halo is not None:
-            fill = halo.filling(given, fill)
-        elif fill is None and self.reads_codes(cache):
+        if fill is None and self.reads_codes(cache):
             fill = copied
         if cache.settling is not None and not cache.first:
             return self._settled(cache.settling, given, cache, fill, terms)
@@ -104,7 +101,7 @@ class CausalConv3d(Conv, CausalLayer):
         joins = self.context and not cache.first and not self.fusing(given, cache, norm=norm).tail
         window = (self._joined if joins else self._filled)(given, cache, fill)
         del given, fill
-        y = self.of_window(window, cache, self._pads(cache), terms, by_pointer=not joins)
+        y = self.of_window(window, cache, self.pads, terms, by_pointer=not joins)
         if not joins:
             self.keep(within(window, self._border(cache)), cache)
         return y
@@ -113,12 +110,9 @@ class CausalConv3d(Conv, CausalLayer):
         """Return what the convolution of an input does without another pass."""
         if self.reads_codes(cache):
             return _OF_CODES
-        halo, pads = self._halo(cache), self._pads(cache)
-        if halo is not None:
-            x = halo.like(x)
         if cache.first:
-            return self.route(x, self.first_form, (1, 1), pads, norm=norm).fused
-        return self.route(x, "volume", (self.stride, 1, 1), pads, norm=norm).fused
+            return self.route(x, self.first_form, (1, 1), self.pads, norm=norm).fused
+        return self.route(x, "volume", (self.stride, 1, 1), self.pads, norm=norm).fused
 
     def _settled(
         self,
@@ -135,7 +129,7 @@ class CausalConv3d(Conv, CausalLayer):
             return x.new_empty(x.shape[0], self.weight.shape[0], 0, *x.shape[3:])
         terms = terms.of(lambda residual: fitted(residual, frames))
         window = self._joined(x, cache, fill, frames * self.stride)
-        return self.of_window(window, cache, self._pads(cache), terms)
+        return self.of_window(window, cache, self.pads, terms)
 
     def of_window(
         self,
@@ -146,30 +140,22 @@ class CausalConv3d(Conv, CausalLayer):
         *,
         by_pointer: bool = False,
     ) -> Tensor:
-        """Convolve a window of frames, or the first frame with the 2D weights."""
+        """Convolve a window of frames, or the first frame with the 2D weights.
+
+        `pads` are the rows and columns that the convolution pads, if it reads no codes.
+        """
         if cache.first:
             return self.convolve(window, self.first_form, (1, 1), pads, cache, terms)
         tail = self.tail(window, cache) if by_pointer and self.context else None
         return self.convolve(window, "volume", (self.stride, 1, 1), pads, cache, terms, tail)
 
-    def _halo(self, cache: TemporalCache) -> Halo | None:
-        """Return the layout of a part of each frame; None: frames are whole, or need no lines."""
-        return None if cache.shard is None or not self.padding else Halo(cache.shard, self.padding)
-
     def _border(self, cache: TemporalCache) -> int:
         """Return the rows and columns around each frame of the window, which are of codes."""
         return self.padding if self.reads_codes(cache) else 0
 
-    def _pads(self, cache: TemporalCache) -> tuple[int, int]:
-        """Return the rows and columns that the convolution pads."""
-        halo, pad = self._halo(cache), self.padding - self._border(cache)
-        return (pad, pad) if halo is None else halo.pads
-
     def _buffer(self, x: Tensor, cache: TemporalCache, frames: int) -> Tensor:
-        """Return scratch memory for `frames` frames like those of `x` and what surrounds them."""
-        shape = *x.shape[:2], frames, *x.shape[3:]
-        halo = self._halo(cache)
-        shape = bordered(shape, self._border(cache)) if halo is None else halo.shape(shape)
+        """Return scratch memory for `frames` frames like those of `x` and their border."""
+        shape = bordered((*x.shape[:2], frames, *x.shape[3:]), self._border(cache))
         return cache.scratch(shape, self.like(x, cache))
 
     def _filled(self, x: Tensor, cache: TemporalCache, fill: Fill | None) -> Tensor:

@@ -3,7 +3,6 @@
 from torch import Tensor
 
 from ...kernels import merge_phases
-from . import halo
 from .conv import BIAS, Conv, Terms
 from .temporal_cache import TemporalCache
 
@@ -23,15 +22,9 @@ class UpsampleConv2d(Conv):
     def forward(
         self, x: Tensor, cache: TemporalCache, source: Tensor | None = None, times: int = 1
     ) -> Tensor:
-        """Upsample, convolve, and add `source` `[B, C, T / times, H, W]` as in `merge_phases`.
-
-        With a shard, `x` is not in scratch memory.
-        """
+        """Upsample, convolve, and add `source` `[B, C, T / times, H, W]` as in `merge_phases`."""
         batch, _, frames, height, width = x.shape
-        pads = (1, 1)
-        if cache.shard is not None:
-            x, pads = halo.extended(x, cache)
-        call = x, "folded", (1, 1), pads
+        call = x, "folded", (1, 1), (1, 1)
         late = not self.route(*call).fused.adds_bias
         grid = self.convolve(*call, cache, Terms(biased=not late))
         shape = (batch, grid.shape[1] // 4, frames, 2 * height, 2 * width)
@@ -53,7 +46,4 @@ class StridedConv2d(Conv):
 
     def forward(self, x: Tensor, cache: TemporalCache, terms: Terms = BIAS) -> Tensor:
         """Convolve to `[B, C_out, T, H / 2, W / 2]`."""
-        pads = (1, 1)
-        if cache.shard is not None:
-            x, pads = halo.extended(x, cache, before=False)
-        return self.convolve(x, "shifted", (2, 2), pads, cache, terms)
+        return self.convolve(x, "shifted", (2, 2), (1, 1), cache, terms)

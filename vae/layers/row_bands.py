@@ -22,7 +22,7 @@ WORTH_IT = 4
 def rows_of(conv: CausalConv3d, x: Tensor, cache: TemporalCache) -> int:
     """Return the rows of a band of about `cache.band_bytes`; the height of an undivided `x`."""
     batch, channels, frames, height, width = x.shape
-    if cache.band_bytes is None or cache.shard is not None:
+    if cache.band_bytes is None:
         return height
     frames += 0 if cache.first else conv.context
     row_bytes = max(1, batch * channels * frames * width * x.element_size())

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ...kernels import device_kind, merge_phases, searches_shapes
 from .conv import Conv, PointwiseConv
-from .halo import Halo
 from .temporal_cache import TemporalCache
 from .workspace import copied
 
@@ -64,21 +63,21 @@ class ShuffleConv(Conv):
 
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
         """Upsample to `[B, C, times * T, 2 H, 2 W]`; one frame for the first frame."""
-        window, pads = self._window(x, cache)
+        window = self._window(x, cache)
         if cache.first:
             cache.keep(self, self.context, window.expand(-1, -1, self.context, -1, -1))
             if self.times > 1 and not cache.single_frame:
                 cache.after_first.add(self)
-            return self._phases(window, _FIRST, 1, cache, pads)
+            return self._phases(window, _FIRST, 1, cache)
         if self not in cache.after_first:
-            return self._phases(window, "", self.times, cache, pads)
+            return self._phases(window, "", self.times, cache)
         cache.after_first.discard(self)
         # All frames where another shape would cost a search.
         seen = window if searches_shapes(x.device) else window[:, :, :2]
-        second = self._phases(seen, _SECOND, self.times, cache, pads)
+        second = self._phases(seen, _SECOND, self.times, cache)
         if x.shape[2] == 1:
             return second
-        frames = self._phases(window, "", self.times, cache, pads)
+        frames = self._phases(window, "", self.times, cache)
         frames[:, :, : self.times] = second[:, :, : self.times]
         return frames
 
@@ -87,45 +86,34 @@ class ShuffleConv(Conv):
         (upscale,) = self._upscale
         return self.weight, self.bias, upscale.weight, upscale.bias
 
-    def _window(self, x: Tensor, cache: TemporalCache) -> tuple[Tensor, tuple[int, int]]:
-        """Join tail and new frames; also return the rows and columns to pad."""
-        halo = None if cache.shard is None else Halo(cache.shard, 1)
-        if halo is None and cache.first:
-            return x, (1, 1)
+    def _window(self, x: Tensor, cache: TemporalCache) -> Tensor:
+        """Join tail and new frames."""
+        if cache.first:
+            return x
         batch, channels, frames, height, width = x.shape
-        shape = (batch, channels, frames + (0 if cache.first else self.context), height, width)
-        if halo is None:
-            fill, pads = copied, (1, 1)
-        else:
-            fill, pads, shape = halo.filling(x), halo.pads, halo.shape(shape)
-        window = cache.scratch(shape, x)
-        tail = None if cache.first else cache.tail(self, self.context, window)
-        fill(x, out=window, tail=tail)
-        return window, pads
+        window = cache.scratch((batch, channels, self.context + frames, height, width), x)
+        copied(x, out=window, tail=cache.tail(self, self.context, x))
+        return window
 
-    def _phases(
-        self, window: Tensor, place: str, times: int, cache: TemporalCache, pads: tuple[int, int]
-    ) -> Tensor:
+    def _phases(self, window: Tensor, place: str, times: int, cache: TemporalCache) -> Tensor:
         """Compute all phases of the large frames of a window."""
         kinds = [f"shuffled {phase}{place}" for phase in range(times)]
         out: Tensor | None = None
         for phase, kind in enumerate(kinds):
-            grid = self._grid(window, kind, cache, pads)
+            grid = self._grid(window, kind, cache)
             if out is None:
                 batch, channels, frames, height, width = grid.shape
                 shape = (batch, channels // 4, times * frames, 2 * height - 2, 2 * width - 2)
                 out = cache.result(shape, grid)
             merged = merge_phases(grid, out=out[:, :, phase::times])
-            self._add_missing(merged, kind, cache)
+            self._add_missing(merged, kind)
         assert out is not None
         return out
 
-    def _grid(
-        self, window: Tensor, kind: str, cache: TemporalCache, pads: tuple[int, int]
-    ) -> Tensor:
+    def _grid(self, window: Tensor, kind: str, cache: TemporalCache) -> Tensor:
         """Compute the spatial phases of one temporal phase, in the layout of `merge_phases`."""
         strides = (1, 1) if kind.endswith(_FIRST) else (1, 1, 1)
-        return self.convolve(window, kind, strides, pads, cache)
+        return self.convolve(window, kind, strides, (1, 1), cache)
 
     def _shape(self, kind: str) -> tuple[int, ...]:
         outputs, inputs = self.weight.shape[:2]
@@ -162,25 +150,15 @@ class ShuffleConv(Conv):
         assert offset is not None
         return offset[:, 1:3, 1:3].flip(1, 2).flatten(1).T.flatten()
 
-    def _add_missing(self, frames: Tensor, kind: str, cache: TemporalCache) -> None:
+    def _add_missing(self, frames: Tensor, kind: str) -> None:
         """Add the bias contribution minus the constant bias, which is 0 except at the border."""
         offset = self.forms[kind, frames.dtype].offset
         assert offset is not None
-        # Frames of a shard are a part of `size`: rows and columns from `start` to `stop`.
-        size, start = list(frames.shape[-2:]), [0, 0]
-        if (shard := cache.shard) is not None:
-            start[shard.dim - 3], size[shard.dim - 3] = shard.place(frames.shape[shard.dim])
-        stop = [at + length for at, length in zip(start, frames.shape[-2:], strict=True)]
-        rows, columns = _borders(offset, frames.dtype, *size)
-        ends = (start[0] == 0, stop[0] == size[0]), (start[1] == 0, stop[1] == size[1])
-        for row, line, is_edge in zip((0, -1), rows, ends[0], strict=True):
-            if is_edge:
-                frames[..., row, :] += line[..., start[1] : stop[1]]
-        first, last = max(1, start[0]), min(size[0] - 1, stop[0])
-        for column, line, is_edge in zip((0, -1), columns, ends[1], strict=True):
-            if is_edge:
-                inner = frames[..., first - start[0] : last - start[0], column]
-                inner += line[..., first - 1 : last - 1]
+        rows, columns = _borders(offset, frames)
+        for row, line in zip((0, -1), rows, strict=True):
+            frames[..., row, :] += line
+        for column, line in zip((0, -1), columns, strict=True):
+            frames[..., 1:-1, column] += line
 
 
 def fold(taps: Tensor, parts: Tensor, places: Sequence[tuple[int, int]]) -> Tensor:
@@ -214,20 +192,19 @@ def _places(kind: str, times: int) -> list[tuple[int, int]]:
     return times_of(phase, times, after_first=kind.endswith(_SECOND))
 
 
-def _borders(
-    offset: Tensor, dtype: torch.dtype, height: int, width: int
-) -> tuple[list[Tensor], list[Tensor]]:
+def _borders(offset: Tensor, frames: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     """Return the difference for the first and last row, and the first and last column between them.
 
     Two rows `[C, 1, W]` and two columns `[C, 1, H - 2]`.
     """
+    *_, height, width = frames.shape
     rows, columns = [], []
     for border, inner in ((0, 2), (3, 1)):
         line = _stretched(offset[:, border], width, 1) - _repeated(offset[:, inner], width, 1)
-        rows.append(line.to(dtype)[:, None])
+        rows.append(line.to(frames.dtype)[:, None])
         edge, bulk = offset[:, :, border], offset[:, :, inner]
         line = _stretched(edge, height, 1) - _repeated(bulk, height, 1)
-        columns.append(line[:, 1:-1].to(dtype)[:, None])
+        columns.append(line[:, 1:-1].to(frames.dtype)[:, None])
     return rows, columns
 
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from ...kernels import new_video, zero_of
 from .frame_runs import Settling
 from .inputs.coding import Coding
-from .lines import FrameShard
 from .workspace import Workspace
 
 
@@ -24,13 +23,11 @@ class TemporalCache:
         single_frame: bool = False,
         band_bytes: int | None = None,
         workspace: Workspace | None = None,
-        shard: FrameShard | None = None,
         coding: Coding | None = None,
     ) -> None:
         self.first = True  # The current step holds the first frame of the video, and only that
         self.single_frame = single_frame  # The video has only this frame, so nothing is kept
         self.band_bytes = band_bytes  # Bands of rows of much larger frames; None: no bands
-        self.shard = shard  # The part that this process has; None: whole frames, or a tile
         self.coding = coding
         # Frames until the next input is static, the only ones that are computed; None: all.
         self.settling: Settling | None = None

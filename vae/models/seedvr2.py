@@ -5,7 +5,6 @@ causal_inflation_lib.py, s8_c16_t4_inflation_sd3.yaml). Norms and attention see 
 and the video is padded with its first frame, so any split of the stream is exact.
 """
 
-import functools
 import itertools
 from collections.abc import Sequence
 from fractions import Fraction
@@ -61,17 +60,13 @@ class GroupNorm(nn.Module):
         """Return the parameters `[C]` that the steps are derived from."""
         return self.weight, self.bias
 
-    def whole_statistics(self, x: Tensor, cache: TemporalCache) -> Tensor:
-        """Return the statistics `[B, T, 2, groups]` of the whole frames of `x` in `cache`."""
-        measured = group_norm_statistics(x, SEEDVR2_GROUPS)
-        return measured if cache.shard is None else cache.shard.statistics(measured)
+    def statistics(self, x: Tensor) -> Tensor:
+        """Return the statistics `[B, T, 2, groups]` of whole frames `x` `[B, C, T, H, W]`."""
+        return group_norm_statistics(x, SEEDVR2_GROUPS)
 
-    def forward(
-        self, x: Tensor, *, out: Tensor | None = None, statistics: Tensor | None = None
-    ) -> Tensor:
-        """Compute the norm."""
-        options = {"statistics": statistics, "silu": False, "out": out}
-        return group_norm_silu(x, self.weight, self.bias, SEEDVR2_GROUPS, **options)
+    def forward(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Compute the norm of `x` `[B, C, T, H, W]`, into `out` if given."""
+        return group_norm_silu(x, self.weight, self.bias, SEEDVR2_GROUPS, silu=False, out=out)
 
 
 class MeasuredNorm(NamedTuple):
@@ -109,12 +104,10 @@ def normed(
 ) -> Tensor:
     """Compute norm, SiLU and convolution; add a residual, whose memory may become the result."""
     rows, terms = row_bands.rows_of(conv, x, cache), Terms(residual, dtype=x.dtype)
-    if rows == x.shape[3] and cache.shard is None:
+    if rows == x.shape[3]:
         return conv(x, cache, conv.filled(norm.silu, cache), terms)
-    fill = conv.filled(MeasuredNorm(norm, norm.whole_statistics(x, cache)), cache)
-    if rows < x.shape[3]:
-        return row_bands.convolve(conv, fill, x, cache, rows, terms)
-    return conv(x, cache, fill, terms)
+    fill = conv.filled(MeasuredNorm(norm, norm.statistics(x)), cache)
+    return row_bands.convolve(conv, fill, x, cache, rows, terms)
 
 
 class SeedVR2ResidualBlock(CausalLayer):
@@ -155,14 +148,11 @@ class SeedVR2AttentionBlock(CausalLayer):
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
         """Run the block on `x` `[B, C, T, H, W]` with `cache`; the shape stays the same."""
         projections = self.to_q, self.to_k, self.to_v
-        norm = self.group_norm
-        if cache.shard is not None:
-            norm = functools.partial(norm, statistics=norm.whole_statistics(x, cache))
 
-        def mix(y: Tensor, parts: slice) -> list[Tensor]:
-            return [project(y) for project in projections[parts]]
+        def mix(y: Tensor) -> list[Tensor]:
+            return [project(y) for project in projections]
 
-        return attend(x, cache, norm, mix, self.to_out[0])
+        return attend(x, cache, self.group_norm, mix, self.to_out[0])
 
 
 class SeedVR2Upsample(CausalLayer):
@@ -219,28 +209,17 @@ class ShrinkingConv3d(CausalConv3d):
         return self.convolve(window, "volume", (self.stride, 2, 2), (0, 0), cache)
 
     def _bordered(self, x: Tensor, cache: TemporalCache) -> Tensor:
-        """Join the tail, the new frames, and a row and a column of zeros; keep the tail.
-
-        In a shard the lines of the next rank replace zeros, and the tail keeps them.
-        """
+        """Join the tail, the new frames, and a row and a column of zeros; keep the tail."""
         batch, channels, frames, height, width = x.shape
-        known, shard, after = 0 if cache.first else self.context, cache.shard, None
-        if shard is not None:
-            after = shard.exchange(x.narrow(shard.dim, 0, 1), None).after
+        known = 0 if cache.first else self.context
         window = cache.scratch((batch, channels, known + frames, height + 1, width + 1), x)
         window[..., height, :].zero_()
         window[..., width].zero_()
-        fresh = window[:, :, known:]
-        inner = fresh[..., :height, :width]
-        inner.copy_(x)
-        if shard is not None and after is not None:
-            last = fresh[..., height:, :width] if shard.dim == 3 else fresh[..., :height, width:]
-            last.copy_(after)
-        kept = inner if shard is None else fresh
+        inner = window[..., :height, :width]
+        inner[:, :, known:] = x
         if known:
-            tail = window[:, :, :known, : kept.shape[3], : kept.shape[4]]
-            tail.copy_(self.tail(kept, cache))
-        self.keep(kept, cache)
+            inner[:, :, :known] = self.tail(x, cache)
+        self.keep(x, cache)
         return window
 
 

@@ -118,12 +118,7 @@ class AttentionBlock(CausalLayer):
 
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
         """Run the block on `x` `[B, C, T, H, W]` with `cache`; the shape stays the same."""
-
-        def mix(y: Tensor, parts: slice) -> Sequence[Tensor]:
-            channels = slice(parts.start * x.shape[1], parts.stop * x.shape[1])
-            return self.to_qkv(y, channels).chunk(parts.stop - parts.start, 1)
-
-        return attend(x, cache, self.norm, mix, self.proj)
+        return attend(x, cache, self.norm, lambda y: self.to_qkv(y).chunk(3, 1), self.proj)
 
 
 class Upsample(CausalLayer):
@@ -152,9 +147,7 @@ class Upsample(CausalLayer):
         if self.time_conv is not None and not cache.first:
             y = self.time_conv(x, cache)
             batch, channels, frames, height, width = x.shape
-            shape = (batch, channels, 2 * frames, height, width)
-            # Scratch memory takes the frames with the lines of other ranks, if there are any.
-            out = (cache.scratch if cache.shard is None else cache.result)(shape, x)
+            out = cache.scratch((batch, channels, 2 * frames, height, width), x)
             x = interleave_time(y, 2, out=out)
         return self.resample["1"](x, cache, source, self.times)
 
@@ -222,21 +215,17 @@ def attend(
     x: Tensor,
     cache: TemporalCache,
     norm: Callable[..., Tensor],
-    mix: Callable[[Tensor, slice], Sequence[Tensor]],
+    mix: Callable[[Tensor], Sequence[Tensor]],
     proj: nn.Module,
 ) -> Tensor:
     """Add self-attention over the pixels of each frame to `x`, which is not modified.
 
-    `mix` returns some of queries, keys and values, in this order, of normed frames, each in their
-    shape. With a shard, queries of its part meet keys and values of whole frames.
+    `mix` returns queries, keys and values of normed frames, each in their shape.
     """
     batch, _, frames, height, width = x.shape
     normed = cache.scratch(x.shape, x)
     norm(x, out=normed)
-    if cache.shard is None:
-        mixed = mix(normed, slice(0, 3))
-    else:
-        mixed = *mix(normed, slice(0, 1)), *mix(cache.shard.gather(normed), slice(1, 3))
+    mixed = mix(normed)
     rows = attention(*(y.movedim(1, -1).flatten(2, 3).flatten(0, 1) for y in mixed))
     y = proj(rows.view(batch, frames, height, width, -1).movedim(-1, 1))
     return bias_residual(y, residual=x, out=y)

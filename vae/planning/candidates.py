@@ -6,7 +6,7 @@ and the passes of the longest steps on whole frames.
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -59,14 +59,27 @@ class StepChoice:
 
 
 class Candidates:
-    """All choices for a stream; `tile` in pixels of the images and `chunk`, if they are given."""
+    """All choices for a stream, or for a `band` of it, which is one tile or more.
 
-    def __init__(self, job: StreamJob, tile: Size | None, chunk: int | None, *, cuts: bool) -> None:
-        self._job, self._chunk, self._cuts = job, chunk, cuts
-        self._sizes = _tile_sizes(job, tile)
+    `tile` is in pixels of the images, and `chunk` in latents, if they are given.
+    """
+
+    def __init__(
+        self,
+        job: StreamJob,
+        tile: Size | None,
+        chunk: int | None,
+        *,
+        cuts: bool,
+        band: Tiles | None = None,
+    ) -> None:
+        self._job, self._chunk, self._cuts, self._band = job, chunk, cuts, band
+        self._sizes = _tile_sizes(job, tile, band)
         stream = whole_cost(job.spec, job.setting, job.start)
         self._whole = Candidate(job, stream, None, lengths_of(job, stream, chunk))
-        self._only_tiles = tile is not None and bool(self._sizes and can_cut(job.network))
+        self._only_tiles = band is not None or (
+            tile is not None and bool(self._sizes and can_cut(job.network))
+        )
 
     def fastest(self, limit_bytes: int, *, parks: bool = True) -> StepChoice | None:
         """Return the fastest choice within a limit, or None; `parks`: caches can be on the host."""
@@ -103,7 +116,10 @@ class Candidates:
 
     @functools.cached_property
     def _tiled(self) -> list["Candidate"]:
-        tiles = [Tiles(cut, size) for cut in can_cut(self._job.network) for size in self._sizes]
+        cuts = [Tiles(cut, (0, 0)) for cut in can_cut(self._job.network)]
+        if self._band is not None:
+            cuts = [self._band]
+        tiles = [replace(cut, size=size) for cut in cuts for size in self._sizes]
         candidates = [each for one in tiles for each in _candidates_in(self._job, one, self._chunk)]
         return sorted(candidates, key=self._least_s)
 
@@ -119,7 +135,7 @@ def kept_candidates(
     """Return the `Candidates`, whose estimates stay with the network of `job`."""
     # They take 8 to 150 ms, and depend on no memory, which is looked up for each video.
     network = unwrapped(job.network)
-    size = job.latent_size, job.pixels, job.ranks, tile and tuple(tile), chunk, cuts
+    size = job.latent_size, job.pixels, tile and tuple(tile), chunk, cuts
     key = *size, job.dtype, job.device, job.coded, job.setting
 
     def make() -> Candidates:
@@ -196,28 +212,30 @@ def places(job: StreamJob, tiles: Tiles) -> list[tuple[Span, Span]]:
     """Return rows and columns of the output of each tile."""
     end = job.sizes[tiles.cut] if job.spec.encodes else job.end
     down = max(1, job.end[0] // end[0])
-    return grid(end, (max(1, tiles.size[0] // down), max(1, tiles.size[1] // down)))
+    (top, bottom), (left, right) = tiles.within or ((0, end[0]), (0, end[1]))
+    most = max(1, tiles.size[0] // down), max(1, tiles.size[1] // down)
+    found = grid((bottom - top, right - left), most)
+    return [((top + y[0], top + y[1]), (left + x[0], left + x[1])) for y, x in found]
 
 
-def cut_frames(
-    job: StreamJob, chains: Chains, cut: int, spans: Iterable[tuple[Span, Span]]
-) -> tuple[Chains, list[FrameTile], Size]:
+def cut_tiles(job: StreamJob, tiles: Tiles) -> tuple[Chains, list[FrameTile], Size]:
     """Return the layers on whole frames, the tiles, and height and width before them."""
-    first, rest = divided(chains, cut)
+    first, rest = divided(job.network.chains(), tiles.cut)
     whole, tiled = (rest, first) if job.spec.encodes else (first, rest)
-    size = job.end if job.spec.encodes else job.sizes[cut]
-    return whole, [make_tile(tiled, size, *each) for each in spans], size
+    size = job.end if job.spec.encodes else job.sizes[tiles.cut]
+    return whole, [make_tile(tiled, size, *each) for each in places(job, tiles)], size
 
 
-def _tile_sizes(job: StreamJob, tile: Size | None) -> list[Size]:
+def _tile_sizes(job: StreamJob, tile: Size | None, band: Tiles | None) -> list[Size]:
     """Return sizes of tiles in pixels of the tiled end; none if `tile` is all of the frames."""
-    height, width = job.end
+    height, width = job.end if band is None else band.size
     if tile is not None:
         rows, columns = (max(1, length // job.pixels) for length in tile)
         size = min(height, rows), min(width, columns)
         return [] if size == job.end else [size]
     sizes = [(-(-height // rows), -(-width // columns)) for rows, columns in _GRIDS]
-    return [size for size in dict.fromkeys(sizes) if min(size) * job.pixels >= _SMALLEST_TILE]
+    large = [size for size in dict.fromkeys(sizes) if min(size) * job.pixels >= _SMALLEST_TILE]
+    return large if band is None else list(dict.fromkeys([band.size, *large]))
 
 
 def _candidates_in(job: StreamJob, tiles: Tiles, chunk: int | None) -> Iterator[Candidate]:

@@ -261,8 +261,7 @@ class DryRun:
         self._pass(written + tail + leaving)
         if biased:
             self._pass((2 if residual is None else 3) * leaving)
-        divides = part.banded and self._setting.bands
-        rows = self._band(window) if divides else shape.height
+        rows = self._band(window) if part.banded else shape.height
         if rows < shape.height:
             ledger.scratch(window.sized(rows + 2, window.width))
             y = residual or ledger.result(out)

@@ -43,12 +43,11 @@ class StreamJob:
     """The stream to plan."""
 
     network: Network
-    latent_size: tuple[int, int, int]  # batch, height, width; with ranks of the largest part
+    latent_size: tuple[int, int, int]  # batch, height, width
     dtype: torch.dtype
     device: torch.device
     single_frame: bool = False
     pixels: int = 1  # of an image per pixel of the network's frames
-    ranks: int = 1  # that share the frames
     coded: frozenset[str] = frozenset()  # names of the convolutions that read codes
 
     @functools.cached_property
@@ -67,7 +66,6 @@ class StreamJob:
             adds_in_place(self.device, self.dtype),
             next(self.network.parameters()).dtype != self.dtype,
             tensor_limit(self.device, self.dtype.itemsize),
-            bands=self.ranks == 1,
         )
 
     @property
@@ -109,7 +107,6 @@ def job_of(
     device: torch.device,
     *,
     single_frame: bool,
-    ranks: int = 1,
     coded: frozenset[str] = frozenset(),
 ) -> StreamJob:
     """Return the job of a stream of latents of this batch, height and width."""
@@ -117,5 +114,4 @@ def job_of(
     if not is_encoder(network):
         pixels *= config.output_scale
     single_frame = single_frame or config.is_of_pictures
-    options = single_frame, pixels, ranks, coded
-    return StreamJob(network, latent_size, dtype, device, *options)
+    return StreamJob(network, latent_size, dtype, device, single_frame, pixels, coded)

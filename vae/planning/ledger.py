@@ -22,7 +22,6 @@ class Setting:
     fused: bool  # convolutions add to an existing buffer (oneDNN)
     casts: bool  # the weights have another dtype than the activations
     tensor_bytes: int = sys.maxsize  # most of a tensor on the device
-    bands: bool = True  # layers divide their work into bands of rows where they can
 
 
 class Block:

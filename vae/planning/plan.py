@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from ..models.receptive_field import Size
 from .bands import Bands
-from .candidates import Candidates, StepChoice, cut_frames, kept_candidates, places
+from .candidates import Candidates, StepChoice, kept_candidates
 from .device_memory import free_bytes, total_bytes
 from .job import StreamJob
 from .ledger import TOO_MUCH_BYTES
-from .tiling import Chains, FrameTile, Tiles
+from .tiling import Tiles
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,6 @@ class Plan:
     parked: bool = False  # tails of a tile are on the host while it does not run
     pixels: int = 1  # of an image per pixel of the network's frames
     latent_s: float = 0.0  # predicted seconds per latent
-    ranks: int = 1  # that share the frames; the plan is that of the largest part
     holds: bool = True  # the device holds every tensor; otherwise no plan of the stream does
     bands: Bands | None = None  # `peak_bytes` is then that of the first device; None: one device
 
@@ -39,11 +38,9 @@ class Plan:
 
     @property
     def frames(self) -> str:
-        """The bands, the parts, or the size of the tiles (width before height), in words."""
+        """The bands, or the size of the tiles (width before height), in words."""
         if self.bands is not None:
             return str(self.bands)
-        if self.ranks > 1:
-            return f"a part of every frame on each of {self.ranks} ranks"
         if self.tiles is None:
             return "whole frames"
         height, width = (self.pixels * length for length in self.tiles.size)
@@ -64,7 +61,6 @@ def make_plan(
     cuts: bool = True,
 ) -> Plan:
     """Return the fastest plan within a limit, or the smallest one; no limit: see `_SHARES`."""
-    cuts = cuts and job.ranks == 1
     candidates = kept_candidates(job, tile if cuts else None, chunk, cuts=cuts)
     if limit_bytes is None:
         choice = _within_free(candidates, job)
@@ -80,7 +76,6 @@ def make_plan(
         choice.parked,
         job.pixels,
         choice.seconds,
-        job.ranks,
         holds=not too_large,
     )
 
@@ -125,21 +120,11 @@ def empty_limit(job: StreamJob) -> int:
     return int(total_bytes(job.device) * job.shares[0])
 
 
-def usual_limit(job: StreamJob) -> int:
-    """Return the memory that a plan of `job` usually takes of what is free."""
-    return int(free_bytes(job.device) * job.shares[0])
-
-
 def smaller_plan(job: StreamJob, plan: Plan) -> Plan | None:
     """Return the next smaller plan for `job` after `plan` ran out of memory, or None."""
-    free = usual_limit(job)
+    free = int(free_bytes(job.device) * job.shares[0])
     for share in (0.75, 0.5, 0.25, 0.0):
         other = make_plan(job, min(free, int(plan.peak_bytes * share)))
         if other.peak_bytes < plan.peak_bytes:
             return other
     return None
-
-
-def cut_tiles(job: StreamJob, tiles: Tiles) -> tuple[Chains, list[FrameTile], Size]:
-    """Return the layers on whole frames, the tiles, and height and width before them."""
-    return cut_frames(job, job.network.chains(), tiles.cut, places(job, tiles))

@@ -30,6 +30,7 @@ class Tiles:
 
     cut: int  # layers before it, on whole frames in a decoder, in tiles in an encoder
     size: Size  # largest height and width, in pixels of the network's frames
+    within: tuple[Span, Span] | None = None  # rows and columns of the output that they cover
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,12 @@ class FrameTile:
     columns: Span
     chains: Chains  # the tiled layers with crops
     layers: list[CausalLayer]  # without crops, in order
+
+    @property
+    def seen(self) -> tuple[slice, slice]:
+        """Rows and columns of the frames before the tiled layers that it sees."""
+        crop = self.chains[0][0]
+        return (crop.rows, crop.columns) if isinstance(crop, Crop) else (slice(0), slice(0))
 
 
 class Crop(CausalLayer):

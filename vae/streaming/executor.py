@@ -82,7 +82,7 @@ def advance(
         while y is not None:
             if at < len(layers):
                 layer = layers[at]
-                part = 0 if ready else _cut(layer, y, part_bytes, cache)
+                part = 0 if ready else _cut(layer, y, part_bytes)
                 if not part:
                     y = layer(y if ready else _fitted(layer, y), cache)
                     at, ready = at + 1, False
@@ -99,12 +99,10 @@ def advance(
             joined, at = _join(done), 0
 
 
-def _cut(layer: CausalLayer, x: Tensor, part_bytes: int, cache: TemporalCache) -> int:
+def _cut(layer: CausalLayer, x: Tensor, part_bytes: int) -> int:
     """Return the frames of a part of `x` for a layer; 0: all of them."""
     frames = _wanted(layer, x)
     nbytes = x.nbytes // x.shape[2] * frames * layer.growth
-    if cache.shard is not None:
-        nbytes = cache.shard.largest(nbytes)  # all ranks take the same steps
     if nbytes <= part_bytes:
         return 0
     part = largest_part(frames, nbytes, part_bytes, even=not layer.repeats)

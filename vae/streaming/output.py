@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...kernels import frames_to_images, lacks, pixel_shuffle_3d
 from ..background_writer import BackgroundWriter
+from ..layers.inputs.coding import Coding
 from ..layers.workspace import uint16_as_int16
 from ..models.config import VAEConfig
 from ..models.patchify import COLUMN_FIRST, ROW_FIRST
@@ -154,6 +155,7 @@ class Output:
         time: slice,
         rows: Span,
         columns: Span,
+        coding: Coding | None,
     ) -> None:
         """Write a part `[B, C, n, h, w]` of some frames to its place in a piece, and examine it."""
         down, across = (slice(self._size * a, self._size * b) for a, b in (rows, columns))
@@ -162,7 +164,7 @@ class Output:
         else:
             target = piece[:, time, down, across]
         if finding is not None:
-            finding.look(x)
+            finding.look(x, coding)
         self._place(x, target, finding)
 
     def _finding(self, place: slice) -> Finding | None:
@@ -216,13 +218,16 @@ class TiledChunk:
         self._output, self._finding = output, finding
         self._skipped, self._frames = skipped, frames
 
-    def put(self, x: Tensor, start: int, rows: Span, columns: Span) -> None:
+    def put(
+        self, x: Tensor, start: int, rows: Span, columns: Span, coding: Coding | None = None
+    ) -> None:
         """Write a part of the frames from `start` on; threads of devices may do so at once."""
         first = max(0, self._skipped - start)
         last = min(x.shape[2], self._skipped + self._frames - start)
         if first < last:
             time = slice(start + first - self._skipped, start + last - self._skipped)
-            self._output.put(x[:, :, first:last], self.piece, self._finding, time, rows, columns)
+            place = self.piece, self._finding, time, rows, columns
+            self._output.put(x[:, :, first:last], *place, coding)
 
 
 def background_writer(device: torch.device, target: Tensor | None) -> BackgroundWriter | None:

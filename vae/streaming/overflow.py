@@ -43,11 +43,15 @@ class Finding:
         self._sums: dict[int, tuple[Tensor, torch.cuda.Event | None]] = {}
         self._arrived: list[float] = []  # sums that have arrived with the frames
 
-    def look(self, x: Tensor) -> None:
-        """Examine a part `[B, C, n, H, W]` of the piece, without a wait for the device."""
+    def look(self, x: Tensor, coding: Coding | None = None) -> None:
+        """Examine a part `[B, C, n, H, W]` of the piece, without a wait for the device.
+
+        `coding` has made it; None: that of the run.
+        """
         total = x.sum(dtype=torch.float32)  # finite for less than 5e33 finite ones in float16
-        if self._coding is not None:
-            total.add_(self._coding.verdict())
+        coding = coding or self._coding
+        if coding is not None:
+            total.add_(coding.verdict())
         thread = threading.get_ident()
         if thread in self._sums:
             before, summed = self._sums[thread]

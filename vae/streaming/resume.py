@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ...kernels import first_line, is_out_of_memory
 from ..layers.inputs.coding import Coding
-from .bands.crew import DeviceError
+from .bands.banded_executor import DeviceError
+from .bands.ranks import RankError
 from .memory import bare, exhausted, make_room
 from .output import Sink, Wanted, background_writer
 from .overflow import NarrowVAE, RangeError, Watch, remember
@@ -146,8 +147,6 @@ class Video:
         self._session = session = VideoSession(job, setting, sink, coding)
         source = self._source.read(start.given, self._part.stop)
         stream = session.run(source, begins=start.begins)
-        if job.shards is not None:
-            stream = job.shards.in_step(stream)
         # A piece is complete when it arrives. Where that takes a wait for the device, it computes
         # the next piece meanwhile. A whole video is looked at in the end.
         ahead = 0.0
@@ -203,9 +202,9 @@ class Video:
         plan = self._session and self._session.plan
         # The VAE's own device may do what several do not.
         helps = (plan and plan.bands) or isinstance(error, RangeError) or is_out_of_memory(error)
-        if self._source.failed or not helps:
+        if self._source.failed or isinstance(error, RankError) or not helps:
             return False
-        if self._session is not None and self._job.shards is None:
+        if self._session is not None:
             self._session.check()  # pixels that the next run does not read
         self._failure = error
         return True
@@ -219,14 +218,16 @@ class Video:
         if isinstance(failure, RangeError):
             remember(self._vae, self._at, coded=bool(setting.coded))
             return setting.widened()
-        if failure is None or job.shards is not None:
+        if failure is None:
             return None
         following: Setting | None
         if plan and plan.bands:
             own = next(each for each in plan.bands.members if each.device == setting.device)
-            if isinstance(failure, DeviceError) and failure.number != own.number and job.team:
+            if isinstance(failure, DeviceError) and failure.number != own.number:
                 job.team.fail(failure.number)
-            following = setting.alone()
+                following = setting
+            else:
+                following = setting.alone()
         else:
             make_room(setting.device, job.options.release)
             following = setting.smaller(planned, plan, delivered=self._at > self._before)
@@ -239,13 +240,15 @@ class Video:
         is_short = is_out_of_memory(failure) and not isinstance(failure, DeviceError)
         reason = "memory ran out" if is_short else first_line(failure)
         frame = self._job.config.frames(self._at) if self._job.encodes and self._at else self._at
+        left = self._job.team.members(following.device) if following.is_open else {}
+        words = ", ".join(map(str, left.values())) or following.words
         _logger.log(
             logging.DEBUG if self._is_logged else logging.WARNING,
             "Fast Video VAE: %s in %s at frame %d; going on with %s",
             reason,
             self._job.task,
             frame,
-            following.words,
+            words,
         )
         self._is_logged = True
 

@@ -4,7 +4,6 @@ import contextlib
 import itertools
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,31 +12,26 @@ from ...kernels import Proofs, Snapshot, proving, searches_shapes, seeing
 from ..layers.conv import Conv, drop_stale_forms
 from ..layers.frame_runs import fitted
 from ..layers.inputs.coding import Coding
-from ..layers.lines import FrameShard
 from ..layers.temporal_cache import TemporalCache
 from ..layers.workspace import Workspace, canonical
 from ..models.base import Network
 from ..models.config import VAEConfig
-from ..planning.bands import Bands
 from ..planning.device_memory import free_bytes
 from ..planning.job import StreamJob, job_of
-from ..planning.plan import Plan, check_plan, cut_tiles, make_plan
+from ..planning.plan import Plan, check_plan, make_plan
 from ..validation import warn_dropped
 from . import cuda_graph
-from .bands.banded_executor import BandedDecode, BandedEncode
-from .bands.crew import BandedWork, Team
-from .cache_offload import Parking
+from .bands.banded_executor import BandedExecutor
+from .bands.member import Work
+from .bands.team import Team
 from .executor import Executor, rechunk
 from .options import StreamOptions
 from .output import Output, Sink
 from .precision import layer_modes
 from .settings import Setting
 from .static_frames import Changes
-from .tiled_executor import TiledDecode, TiledEncode
+from .tiled_executor import TiledDecode, tiled_executor
 from .upload import Upload
-
-if TYPE_CHECKING:
-    from ..sharding.shard import ShardGroup
 
 # Kinds of convolutions that a video may prove; it has about ten.
 _PROOFS = 16
@@ -61,8 +55,7 @@ class VideoJob:
         to_range: Of the pixels of an encode, to [-1, 1]; None: they are in that range.
         graphs: Repeated chunks are captured as CUDA graphs.
         skips: Static frames are skipped.
-        team: The VAE's devices; None: ranks share the video.
-        shards: The ranks that share the video.
+        team: The VAE's devices.
     """
 
     network: Network
@@ -72,11 +65,10 @@ class VideoJob:
     video: Tensor | None
     enter: Callable[[Tensor], Tensor]
     kernels: Callable[[torch.device, torch.dtype, frozenset[str]], Snapshot]
+    team: Team
     to_range: Callable[[Tensor], Tensor] | None = None
     graphs: bool = False
     skips: bool = False
-    team: Team | None = None
-    shards: "ShardGroup | None" = None
 
     @property
     def task(self) -> str:
@@ -102,13 +94,11 @@ class VideoJob:
         try:
             yield
         finally:
-            if setting.moved and self.team is not None:
+            if setting.moved:
                 self.team.replicas.drop(setting.device)
 
     def network_on(self, device: torch.device) -> Network:
         """Return the network or its copy on a device."""
-        if self.team is None:
-            return self.network
         name = "encoder" if self.encodes else "decoder"
         return self.team.replicas.on(device, name, self.network)
 
@@ -138,9 +128,7 @@ class VideoSession:
         self._workspace, self._changes = Workspace(), Changes()
         self._seen = job.kernels(setting.device, setting.dtype, setting.coded)
         self._proofs = Proofs(0, 0)
-        self._shard: FrameShard | None = None
-        # The operations between ranks and the counts of codes are not captured.
-        self._graphs = job.graphs and job.shards is None and coding is None
+        self._graphs = job.graphs and coding is None  # the counts of codes are not captured
         # Another shape costs a search of the library: no shorter steps.
         self._searches = searches_shapes(setting.device)
         self._skips = job.skips and not self._searches
@@ -193,8 +181,7 @@ class VideoSession:
     def check(self) -> None:
         """Raise the `ValueError` of pixels that are not finite, for which the device is asked."""
         if self._upload is not None:
-            shards = self._job.shards
-            self._upload.check(None if shards is None else shards.most)
+            self._upload.check()
 
     @contextlib.contextmanager
     def _modes(self) -> Iterator[None]:
@@ -211,22 +198,17 @@ class VideoSession:
         job, setting, device = self._job, self._setting, self._device
         limit = job.options.limit_bytes
         planned = self._planned(first)
-        self.planned, bands = planned, None
-        if job.shards is not None:
-            limit = job.shards.limit_of(planned, limit)
-        if job.team is not None and setting.shared and setting.plan is None:
-            bands = job.team.plan(planned, job.options)
-        plan = setting.plan or bands
+        self.planned, plan = planned, setting.plan
+        if setting.is_open:
+            plan = job.team.plan(planned, job.options)
         if plan is None:
             plan = make_plan(planned, limit, chunk=job.options.chunk, tile=job.options.tile)
         self.plan = plan
         check_plan(planned, plan)
-        if bands is None:
+        if plan.bands is None:
             # A picture proves one kind at a time, a video all of them.
             room = (free_bytes(device) if limit is None else limit) - plan.peak_bytes
             self._proofs = Proofs(room, 1 if job.is_single_frame else _PROOFS)
-        if job.shards is not None:
-            job.shards.check_plan(planned, plan, {"begins": begins, "skips_static": self._skips})
         modules = planned.network.modules
         kept = planned.network.kept
         drop_stale_forms(kept.of("convs", lambda: [m for m in modules() if isinstance(m, Conv)]))
@@ -236,30 +218,29 @@ class VideoSession:
                 single_frame=planned.single_frame,
                 band_bytes=plan.part_bytes,
                 workspace=self._workspace,
-                shard=self._shard,
                 coding=self._coding,
             )
             cache.first = begins
             return cache
 
-        if bands is None or bands.bands is None or job.team is None:
+        if plan.bands is None:
             return _executor_of(planned, plan, new_cache, self._sink), plan
-        output = self._sink if isinstance(self._sink, Output) else None
 
         def kernels(device: torch.device) -> Snapshot:
             return job.kernels(device, setting.dtype, setting.coded)
 
-        work = BandedWork(planned, job.team.replicas, output, kernels)
-        return _banded(work, bands.bands, new_cache(), self._sink), plan
+        work = Work(planned, job.team.replicas, kernels, begins)
+        output = self._sink if isinstance(self._sink, Output) else None
+        executor = BandedExecutor(work, plan.bands, job.team.members(setting.device), output)
+        if output is None:
+            executor.finish = self._sink.write
+        return executor, plan
 
     def _planned(self, first: Tensor) -> StreamJob:
         """Return the stream to plan, of the size of the first piece `[B, C, t, H, W]`."""
-        job, setting, shards, ranks = self._job, self._setting, self._job.shards, 1
+        job, setting = self._job, self._setting
         compression = job.config.spatial_compression if job.encodes else 1
         size = first.shape[3] // compression, first.shape[4] // compression
-        if shards is not None:
-            self._shard, ranks = shards.split(*size), shards.size
-            size = self._shard.largest_part(size)
         return job_of(
             job.network_on(setting.device),
             job.config,
@@ -267,7 +248,6 @@ class VideoSession:
             setting.dtype,
             setting.device,
             single_frame=job.is_single_frame,
-            ranks=ranks,
             coded=setting.coded,
         )
 
@@ -318,8 +298,7 @@ class VideoSession:
         return executor.advance(x)
 
     def _input(self, chunk: Tensor) -> Tensor:
-        """Return a chunk as the first layer takes it, or the part of a shard."""
-        chunk = chunk if self._shard is None else self._shard.cut(chunk)
+        """Return a chunk as the first layer takes it."""
         if self._upload is not None:
             x = self._upload(chunk)
         else:
@@ -334,34 +313,11 @@ def _executor_of(
     """Return the executor of a plan for one device, whose results `sink` takes."""
     if plan.tiles is None:
         executor = Executor(job.network.chains(), new_cache(), plan.part_bytes)
-        executor.finish = _finishing(sink, executor.cache)
-        return executor
-    parts = *cut_tiles(job, plan.tiles), new_cache, plan.part_bytes
-    if isinstance(sink, Output):
-        executor = TiledDecode(*parts)
-        executor.output = sink
-    else:
-        executor = TiledEncode(*parts)
         executor.finish = sink.write
-    if plan.parked:
-        executor.parking = Parking(job.device)
-    return executor
-
-
-def _banded(work: BandedWork, bands: Bands, cache: TemporalCache, sink: Sink) -> Executor:
-    """Return the executor of bands on several devices, whose results `sink` takes."""
-    if isinstance(sink, Output):
-        return BandedDecode(work, bands, cache)
-    executor = BandedEncode(work, bands, cache)
-    executor.finish = sink.write
-    return executor
-
-
-def _finishing(sink: Sink, cache: TemporalCache) -> Callable[[Tensor], Tensor]:
-    """Return what takes the output of the layers; of a shard, whole frames of all ranks."""
-    shard = cache.shard
-    if shard is None:
-        return sink.write
-    if isinstance(sink, Output):
-        return lambda x: sink.write(shard.gather(x))
-    return lambda x: shard.gather(sink.write(x))
+        return executor
+    tiled = tiled_executor(job, plan.tiles, new_cache, plan.part_bytes, parked=plan.parked)
+    if isinstance(tiled, TiledDecode) and isinstance(sink, Output):
+        tiled.output = sink
+    else:
+        tiled.finish = sink.write
+    return tiled

@@ -41,6 +41,11 @@ class Setting:
         return bool(self.coded) or self.dtype != self.wide
 
     @property
+    def is_open(self) -> bool:
+        """Whether the VAE's other devices take part, if there are any."""
+        return self.shared and self.plan is None
+
+    @property
     def words(self) -> str:
         """What the video goes on with, for the log."""
         if self.moved:

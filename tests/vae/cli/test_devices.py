@@ -1,5 +1,6 @@
-"""`--devices`: the commands share a video between devices, with the same files."""
+"""`--devices` and `--shares`: the commands share a video, with the same files."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fast_video_vae.kernels import errors as errors_module
 from fast_video_vae.tests.seedvr2 import random_seedvr2
 
 for _package in ("av", "tqdm", "PIL"):
@@ -99,13 +101,47 @@ def test_devices_of_info_need_a_file(run):
     assert "--devices needs a FILE" in errors[-1]
 
 
-def test_seedvr2_is_refused_before_work(run, tmp_path):
+def test_seedvr2_is_decoded_by_its_own_device(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(errors_module, "_logged", set())
     vae, latents = tmp_path / "vae.safetensors", tmp_path / "l.safetensors"
     save_file(random_seedvr2(), vae)
-    save_file({"latent": torch.randn(1, 16, 2, 4, 4)}, latents)
+    save_file({"latent": torch.randn(1, 16, 1, 4, 4)}, latents)
     movie = tmp_path / "d.mp4"
     arguments = ("decode", latents, "--vae", vae, "-o", movie, "--devices", "cpu,cpu")
-    code, _, errors = run(*arguments)
-    assert code == 1
-    assert "group norms of SeedVR2" in errors[-1]
-    assert not movie.exists()
+    code, _, errors = run(*arguments, "--dtype", "fp32")
+    assert code == 0
+    assert movie.exists()
+    (note,) = (line for line in errors if line.startswith("note: "))
+    assert "alone: the norms of SeedVR2" in note
+
+
+def bands_of(lines):
+    """The columns of the first plan that `info` prints."""
+    (first, *_) = re.findall(r"cpu (\d+)-(\d+)", " ".join(lines))
+    return int(first[1]) - int(first[0]) + 1
+
+
+def test_shares_divide_the_work(run, vae_path):
+    widths = {}
+    for shares in ("1,1", "3,1", "memory"):
+        options = "--devices", "cpu,cpu", "--shares", shares, "--limit", "6"
+        code, lines, _ = run("info", vae_path, *options)
+        assert code == 0
+        widths[shares] = bands_of(lines)
+    assert widths["3,1"] > widths["1,1"] == widths["memory"]  # both are the same device
+
+
+@pytest.mark.parametrize(
+    ("shares", "code", "message"),
+    [
+        ("2", 1, "shares are [2.0]; expected 2 positive numbers"),
+        ("2,1,1", 1, "expected 2 positive numbers"),
+        ("2,0", 1, "expected 2 positive numbers"),
+        ("2,much", 2, "'2,much' is not a list such as 2,1"),
+    ],
+)
+def test_wrong_shares_are_one_line(run, vae_path, shares, code, message):
+    found, _, errors = run("info", vae_path, "--devices", "cpu,cpu", "--shares", shares)
+    assert found == code
+    assert message in errors[-1]
+    assert len(errors) == 1

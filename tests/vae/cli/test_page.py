@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGE = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
 
-# A command in a block or in a sentence; of torchrun what its processes run.
+# A command in a block or in a sentence.
 COMMAND = re.compile(r"(?:fast-video-vae|-m fast_video_vae) ([^`\n#]*)")
 COMMANDS = sorted(
     {found.strip() for page in PAGES for found in COMMAND.findall(page.read_text(encoding="utf-8"))}

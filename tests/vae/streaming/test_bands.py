@@ -1,17 +1,21 @@
-"""Several devices give the result of one, each with a band of the frames."""
+"""Several devices, or processes, give the result of one, each with a band of the frames."""
 
 import contextlib
+import re
 import threading
 
 import pytest
 import torch
+from hypothesis import given
 
-from fast_video_vae.kernels import has_bfloat16
+from fast_video_vae.kernels import errors, has_bfloat16
 from fast_video_vae.tests.vae.families import STATES, close, joined, latent_for, random_frames
+from fast_video_vae.tests.vae.streaming.processes import Processes, failing
+from fast_video_vae.tests.vae.test_any_way import SEEDS, check_both, same, vae_of
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.planning import bands, tiling
-from fast_video_vae.vae.streaming.bands.banded_executor import BandedDecode, BandedEncode
-from fast_video_vae.vae.streaming.tiled_executor import TiledDecode
+from fast_video_vae.vae.streaming.bands.banded_executor import BandedExecutor
+from fast_video_vae.vae.streaming.tiled_executor import TiledExecutor
 
 DIVIDED = ("wan2.1", "wan2.2", "qwen-image-2.1")
 
@@ -29,15 +33,18 @@ def wan():
 @pytest.fixture
 def banded(monkeypatch):
     """The spans of the bands of each chunk."""
-    spans = []
-    for route in (BandedDecode, BandedEncode):
-        advance = route.advance
+    spans, advance, begin = [], BandedExecutor.advance, BandedExecutor.__init__
 
-        def noted(self, x, advance=advance):
-            yield from advance(self, x)
-            spans.append([band.span for band in self._bands.members])
+    def begun(self, work, plan, *arguments):
+        self.plan = plan
+        begin(self, work, plan, *arguments)
 
-        monkeypatch.setattr(route, "advance", noted)
+    def noted(self, x):
+        yield from advance(self, x)
+        spans.append([band.span(self.plan.axis) for band in self.plan.members])
+
+    monkeypatch.setattr(BandedExecutor, "__init__", begun)
+    monkeypatch.setattr(BandedExecutor, "advance", noted)
     return spans
 
 
@@ -51,28 +58,90 @@ def inputs(vae, latents, height, width, batch=1):
     return latent_for(vae, latents, height, width, batch), video
 
 
-# Devices, their speeds, height and width of the frames, latents, chunk, batch.
+@same(max_examples=20)
+@given(SEEDS)
+def test_devices_give_the_same_video(seed):
+    check_both(seed, shared=True)
+
+
+@pytest.mark.slow
+@same(max_examples=100)
+@given(SEEDS)
+def test_many_devices_give_the_same_video(seed):
+    check_both(seed, shared=True)
+
+
+@pytest.fixture(scope="module")
+def processes():
+    processes = Processes(4)
+    yield processes
+    processes.close()
+
+
+def among(processes):
+    """Let the devices of a case be those of processes."""
+
+    @contextlib.contextmanager
+    def share(case, vae):
+        made = vae_of, case.family, case.gain, "whole", "auto"
+        with processes.shared(vae, case.devices, case.shares, *made):
+            yield
+
+    return share
+
+
+@same(max_examples=3)
+@given(SEEDS)
+def test_ranks_give_the_same_video(processes, seed):
+    check_both(seed, among(processes), shared=True, fails=False)
+
+
+@pytest.mark.slow
+@same(max_examples=30)
+@given(SEEDS)
+def test_many_ranks_give_the_same_video(processes, seed):
+    check_both(seed, among(processes), shared=True, fails=False)
+
+
+@pytest.mark.parametrize("calls", [0, 7])
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [(RuntimeError("gone\n"), "gone"), (torch.OutOfMemoryError("no room"), "memory ran out .*")],
+)
+def test_a_video_goes_on_without_a_rank_that_fails(processes, wan, caplog, calls, error, text):
+    latent, video = inputs(wan, 9, 32, 96)
+    options = StreamOptions(1)
+    for run, source in ((wan.decode_stream, latent), (wan.encode_stream, video)):
+        expected = joined(run(source, options))
+        with processes.shared(wan, 3, None, failing, 1, calls, error):
+            assert torch.equal(joined(run(source, options)), expected)
+            assert torch.equal(joined(run(source, options)), expected)
+    lines = [x.getMessage() for x in caplog.records if "Fast Video VAE" in x.getMessage()]
+    line = rf".* rank 1 of 4 failed: {text} in .*; going on with cpu, rank 2 of 4"
+    assert len(lines) == 2
+    assert all(re.fullmatch(line, each) for each in lines)
+
+
+# Devices, their shares, height and width of the frames, latents, chunk, batch.
 CASES = [
     (2, None, 96, 160, 3, None, 1),
     (3, None, 96, 256, 3, 1, 1),
-    (2, (1, 3), 144, 112, 3, -1, 1),  # unequal, rows
-    (3, (1, 4, 2), 96, 256, 4, 2, 2),  # unequal, a batch, a last chunk of its own length
-    (2, None, 96, 160, 1, None, 1),  # one frame
-    (3, None, 48, 48, 5, 1, 1),  # oneDNN sums in another order on more cores than the caller's
+    (2, [1, 3], 144, 112, 3, -1, 1),  # unequal, rows
+    (3, [1, 4, 2], 96, 256, 4, 2, 2),  # unequal, a batch, a last chunk of its own length
+    (2, "memory", 96, 160, 1, None, 1),  # one frame
+    (4, None, 48, 48, 5, 1, 1),  # oneDNN sums in another order on more cores than the caller's
 ]
 
 
-@pytest.mark.parametrize(("count", "speeds", "height", "width", "latents", "chunk", "batch"), CASES)
+@pytest.mark.parametrize(("count", "shares", "height", "width", "latents", "chunk", "batch"), CASES)
 def test_bands_give_the_bits_of_one_device(
-    vae, banded, monkeypatch, count, speeds, height, width, latents, chunk, batch
+    vae, banded, count, shares, height, width, latents, chunk, batch
 ):
     latent, video = inputs(vae, latents, height, width, batch)
     vae.devices = []
     decoded, encoded = vae.decode(latent, chunk), vae.encode(video, chunk)
     assert not banded
-    vae.devices = ["cpu"] * count
-    if speeds is not None:
-        monkeypatch.setattr(bands.BandPlanner, "speeds", dict(enumerate(speeds)))
+    vae.devices, vae.shares = ["cpu"] * count, shares
     assert torch.equal(vae.decode(latent, chunk), decoded)
     assert torch.equal(vae.encode(video, chunk), encoded)
     assert min(map(len, banded)) > 1
@@ -83,11 +152,11 @@ def test_bands_give_the_bits_of_one_device(
 def test_every_cut_and_axis_give_the_same_result(wan, banded, monkeypatch, axis):
     latent, video = inputs(wan, 3, 96, 96)
     decoded, encoded = wan.decode(latent), wan.encode(video)
-    find, made = tiling.band_cuts, bands.Division
+    find, made = tiling.band_cuts, bands.divide
     counts = [len(find(network)) for network in (wan.decoder, wan.encoder)]
     assert min(counts) >= 3
     wan.devices = ["cpu"] * 2
-    monkeypatch.setattr(bands, "Division", lambda job, cut, _: made(job, cut, axis))
+    monkeypatch.setattr(bands, "divide", lambda job, cut, _, *rest: made(job, cut, axis, *rest))
     for index in range(max(counts)):
         monkeypatch.setattr(
             bands, "band_cuts", lambda each, i=index: find(each)[i : i + 1] or find(each)[:1]
@@ -95,47 +164,6 @@ def test_every_cut_and_axis_give_the_same_result(wan, banded, monkeypatch, axis)
         assert torch.equal(wan.decode(latent), decoded)
         assert torch.equal(wan.encode(video), encoded)
     assert min(map(len, banded)) == 2
-
-
-def test_a_part_of_a_video_is_that_of_the_whole(wan, banded):
-    latent, _ = inputs(wan, 12, 32, 96)
-    whole = wan.decode(latent)[:, :, 30:41]
-    wan.devices = ["cpu"] * 2
-    runs = (latent[:, :, at : at + 1] for at in range(12))
-    for source in (latent, runs):
-        assert torch.equal(joined(wan.decode_stream(source, frames=range(30, 41))), whole)
-    assert banded
-
-
-@pytest.mark.parametrize("kind", ["out", "images"])
-def test_frames_go_to_the_memory_of_the_caller(vae, banded, kind):
-    latent, _ = inputs(vae, 3, 64, 128)
-    shape = vae.config.decoded_shape(latent.shape)
-    given = {
-        "out": {"out": torch.zeros(shape)},
-        "images": {"images": torch.zeros((shape[0], *shape[2:], shape[1]), dtype=torch.uint8)},
-    }[kind]
-    (memory,) = given.values()
-    vae.devices = []
-    for _ in vae.decode_stream(latent, **given):
-        pass
-    expected = memory.clone()
-    memory.zero_()
-    vae.devices = ["cpu"] * 2
-    axis = 2 if kind == "out" else 1
-    pieces = torch.cat(list(vae.decode_stream(latent, **given)), axis)
-    assert torch.equal(memory, expected)
-    assert torch.equal(pieces, expected)
-    assert banded
-
-
-def test_pieces_of_any_length_are_encoded(wan, banded):
-    _, video = inputs(wan, 5, 48, 96)
-    expected = wan.encode(video)
-    wan.devices = ["cpu"] * 2
-    for size in (1, 3, 17):
-        close(joined(wan.encode_stream(iter(video.split(size, dim=2)))), expected)
-    assert banded
 
 
 @pytest.mark.parametrize("chunk", [1, -1])
@@ -156,21 +184,10 @@ def test_a_band_can_run_in_tiles(wan, banded):
     encoded = joined(wan.encode_stream(video, options))
     wan.devices = ["cpu"] * 2
     plan = wan.plan(96, 128, options)
-    assert all(len(band.tiles) > 2 for band in plan.bands.members)
+    assert all(band.count > 2 for band in plan.bands.members)
     close(joined(wan.decode_stream(latent, options)), decoded)
     close(joined(wan.encode_stream(video, options)), encoded)
     assert banded
-
-
-def test_bands_of_fewer_pixels_than_devices(vae):
-    """Devices without a row or a column have no band."""
-    step = vae.config.spatial_compression
-    latent, video = inputs(vae, 2, step, 2 * step)
-    vae.devices = []
-    decoded, encoded = vae.decode(latent), vae.encode(video)
-    vae.devices = ["cpu"] * 9
-    assert torch.equal(vae.decode(latent), decoded)
-    assert torch.equal(vae.encode(video), encoded)
 
 
 def test_threads_end_with_the_stream(wan):
@@ -197,13 +214,13 @@ def two_cores():
 @pytest.mark.usefixtures("two_cores")
 def test_each_device_has_its_share_of_the_cores_and_the_caller_all_of_them(wan, monkeypatch):
     """Also after the first op of the native library in its thread, and in later threads."""
-    found, work = [], TiledDecode.fill
+    found, work = [], TiledExecutor.fill
 
     def noted(self, *arguments):
         work(self, *arguments)
         found.append(torch.get_num_threads())
 
-    monkeypatch.setattr(TiledDecode, "fill", noted)
+    monkeypatch.setattr(TiledExecutor, "fill", noted)
     latent, _ = inputs(wan, 3, 32, 96)
     wan.devices = ["cpu"] * 2
     for _ in wan.decode_stream(latent, StreamOptions(1)):
@@ -244,11 +261,26 @@ def test_unknown_devices_are_refused_in_one_line(wan, devices, message):
     assert wan.devices == []
 
 
-def test_seedvr2_is_not_divided():
+@pytest.mark.parametrize("shares", [[1], [1, 0], [1, float("nan")], [1, -1], "1,2", [1, "2"], 2])
+def test_unknown_shares_are_refused_in_one_line(wan, shares):
+    wan.devices = ["cpu"] * 2
+    with pytest.raises(
+        ValueError, match=r"^shares are .*; expected 2 positive numbers or .memory.$"
+    ):
+        wan.shares = shares
+    assert wan.shares is None
+
+
+def test_seedvr2_runs_on_its_own_device(monkeypatch, caplog):
     vae = load_vae(STATES["seedvr2"](), dtype=torch.float32)
-    vae.devices = ["cpu"]
-    with pytest.raises(ValueError, match=r"group norms.*shard"):
-        vae.devices = ["cpu", "cpu"]
+    latent, video = inputs(vae, 2, 16, 16)
+    decoded, encoded = vae.decode(latent), vae.encode(video)
+    monkeypatch.setattr(errors, "_logged", set())
+    vae.devices = ["cpu"] * 2
+    assert torch.equal(vae.decode(latent), decoded)
+    assert torch.equal(vae.encode(video), encoded)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "cpu computes each video alone: the norms of SeedVR2" in line
 
 
 def test_bfloat16_is_asked_of_each_device(monkeypatch):

@@ -14,7 +14,7 @@ from fast_video_vae.tests.vae.families import latent_for, random_frames
 from fast_video_vae.vae import load_vae
 from fast_video_vae.vae.layers.causal_conv import CausalConv3d
 from fast_video_vae.vae.models.replicas import Replicas
-from fast_video_vae.vae.streaming.bands.crew import Team
+from fast_video_vae.vae.streaming.bands.team import Team
 
 CPU, OTHER = torch.device("cpu"), torch.device("cpu", 0)  # another device for PyTorch
 

@@ -13,7 +13,7 @@ from fast_video_vae.tests.vae.streaming.fake_gpu import CUDA, FakeGPU
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
 from fast_video_vae.vae.pinned_memory import PinnedMemory
-from fast_video_vae.vae.streaming import cache_offload, session
+from fast_video_vae.vae.streaming import cache_offload, session, tiled_executor
 from fast_video_vae.vae.streaming.cache_offload import Parking
 
 
@@ -86,7 +86,7 @@ def test_the_frames_come_without_pinned_memory(monkeypatch, caplog):
     monkeypatch.setattr(
         session, "make_plan", lambda *args, **given: replace(plan(*args, **given), parked=True)
     )
-    monkeypatch.setattr(session, "Parking", lambda _: cache_offload.Parking(CUDA))
+    monkeypatch.setattr(tiled_executor, "Parking", lambda _: cache_offload.Parking(CUDA))
     options = StreamOptions(1, tile=(64, 64))
     with caplog.at_level(logging.WARNING), FakeGPU(monkeypatch, refuses=True) as gpu:
         for _ in range(2):

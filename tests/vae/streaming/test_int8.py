@@ -26,8 +26,10 @@ from fast_video_vae.vae.layers import conv as conv_module
 from fast_video_vae.vae.layers.causal_conv import CausalConv3d
 from fast_video_vae.vae.streaming import precision
 from fast_video_vae.vae.streaming import session as session_module
+from fast_video_vae.vae.streaming.bands.team import Team
 from fast_video_vae.vae.streaming.cache_offload import Parking
 from fast_video_vae.vae.streaming.int8 import layers as int8_layers
+from fast_video_vae.vae.streaming.int8 import settings
 
 CODED = ("wan2.1", "wan2.2", "qwen-image-2.1", "seedvr2")
 STEP = StreamOptions(1)
@@ -237,21 +239,19 @@ def test_changed_weights_have_other_codes_and_another_choice(change, name, monke
     assert not torch.equal(after, before)
 
 
-def test_several_devices_decode_in_16_bits_and_log_the_reason(caplog, products):
-    vae = new_vae()
+def test_several_devices_decode_in_int8_if_each_can(monkeypatch, caplog, products):
+    vae = prepared(new_vae())
     latent = given(vae, 2, 4)
+    expected, count = vae.decode(latent), len(products)
     vae.devices = ["cpu", "cpu"]
-    frames = vae.decode(latent)
-    assert not products
-    close(frames, new_vae(precision="auto").decode(latent))
+    close(vae.decode(latent), expected)
+    assert len(products) > 2 * count
+    lacking = iter(["", "it is too old"])
+    monkeypatch.setattr(settings, "int8_lacks", lambda *_: next(lacking))
+    vae.team = Team(vae.replicas, [torch.device("cpu"), torch.device("cpu", 0)])
+    close(vae.decode(latent), new_vae(precision="auto").decode(latent))
     (line,) = [each for each in warnings_of(caplog) if "int8" in each]
-    assert "int8 is not used: " in line
-    assert "several devices" in line
-    with refused("several devices share the video"):
-        vae.int8_layers(torch.float32)
-    vae.devices = []
-    prepared(vae).decode(latent)
-    assert products
+    assert "int8 is not used: it is too old" in line
 
 
 def test_wrong_precisions_are_errors_of_one_line():

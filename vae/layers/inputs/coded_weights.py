@@ -15,7 +15,7 @@ from torch import Tensor
 
 _LARGEST = 127
 
-# Elements of a block: ranks in 64 bits need 24 bytes for each.
+# Elements of a block: the order in 64 bits needs 24 bytes for each.
 _BLOCK = 1 << 22
 
 
@@ -48,10 +48,10 @@ def _balanced(exact: Tensor) -> Tensor:
     # A tap at the end of the range stays, and so does one whose error has the other sign.
     may_move = (codes.abs() < _LARGEST) & (errors * sign > 0)
     order = (errors * sign).masked_fill_(~may_move, -1).argsort(stable=True, dim=2, descending=True)
-    rank = torch.empty_like(order).scatter_(2, order, _ranks(order))
-    return codes + sign * ((rank < missing.abs()) & may_move)
+    place = torch.empty_like(order).scatter_(2, order, _counted(order))
+    return codes + sign * ((place < missing.abs()) & may_move)
 
 
-def _ranks(order: Tensor) -> Tensor:
+def _counted(order: Tensor) -> Tensor:
     """Return 0, 1, ... along the last dimension of `order` `[C_out, C_in, taps]`."""
     return torch.arange(order.shape[2], device=order.device).expand_as(order)

@@ -1,157 +1,181 @@
-"""The executor of several devices: each runs its band in a thread, and one piece holds the results.
+"""The executor of several devices: each runs its band in a thread, and one target has the results.
 
 An error of any device ends the work of all, as a `DeviceError`.
 """
 
+import contextlib
+import contextvars
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 
+import torch
 from torch import Tensor
 
-from ....kernels import new_video
+from ....kernels import is_out_of_memory
+from ...background_writer import TICK_S
 from ...layers.temporal_cache import TemporalCache
-from ...models.receptive_field import causal_taps
-from ...planning.bands import Bands
-from ...planning.tiling import divided
+from ...planning.bands import Band, Bands
 from ..executor import Executor
 from ..memory import bare
-from ..output import TiledChunk
-from ..tiled_executor import TiledEncode
-from .crew import BandedWork, DeviceError
-from .member import Member
-from .worker import share_cores
+from ..output import Output
+from ..tiled_executor import TiledDecode, TiledExecutor
+from .member import Announced, Member, Work
+from .ranks import Rank, RankError, RankMember
+
+_REASON_LENGTH = 120
+
+
+class DeviceError(RuntimeError):
+    """A device failed in a video that several share; the message is one line.
+
+    Attributes:
+        number: Its number in the list of the VAE.
+    """
+
+    def __init__(self, band: Band, error: Exception) -> None:
+        text = " ".join(str(error).split())[:_REASON_LENGTH] or type(error).__name__
+        reason = f"memory ran out ({text})" if is_out_of_memory(error) else text
+        super().__init__(f"{band.name} failed: {reason}")
+        self.number = band.number
 
 
 class BandedExecutor(Executor):
-    """An executor that divides the frames between devices."""
+    """An executor that divides the frames between `devices`, by number.
+
+    `output` takes the frames of a decode; None: it is an encode.
+    """
 
     records = False
 
-    def __init__(self, work: BandedWork, bands: Bands, cache: TemporalCache) -> None:
-        job = work.job
-        first, rest = divided(job.network.chains(), bands.cut)
-        own = next(band for band in bands.members if band.device == job.device)
-        super().__init__(rest if job.spec.encodes else [[]], cache, own.part_bytes)
-        self._tiled = first if job.spec.encodes else rest
-        self._work, self._bands = work, bands
-        self._members: list[Member] = []
-        self._stopped = threading.Event()
-        self._shares_cores = True
-        for band in bands.members:
-            try:
-                self._members.append(Member(work, bands, band, self._stopped, first=cache.first))
-            except Exception as error:
-                raise DeviceError(band.number, band.device, bare(error)) from None
+    def __init__(
+        self,
+        work: Work,
+        bands: Bands,
+        devices: Mapping[int, torch.device | Rank],
+        output: Output | None,
+    ) -> None:
+        self._output, self._stopped = output, threading.Event()
+        self._members: list[tuple[Band, Member | RankMember, ThreadPoolExecutor]] = []
+        self._futures: list[Future[None]] = []
+        self._announced: Announced = None
+        on_cpu = [x for x in bands.members if devices[x.number] == torch.device("cpu")]
+        own_cores = torch.get_num_threads()
+        cores = max(1, own_cores // max(1, len(on_cpu)))
+        try:
+            for band in bands.members:
+                rank, name = devices[band.number], f"fast-video-vae-{band.number}-{band.name}"
+                with self._watched(band):
+                    if isinstance(rank, Rank):
+                        member: Member | RankMember = RankMember(rank, work, band)
+                    else:
+                        member = Member(work, band, self._stopped)
+                pool = ThreadPoolExecutor(1, name)
+                self._members.append((band, member, pool))
+                # The thread starts here, where no signal can separate it from the pool.
+                pool.submit(_use_cores, cores if band in on_cpu else None).result()
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            torch.set_num_threads(own_cores)  # the default of other threads again
+        own = (x for _, x, _ in self._members if isinstance(x, Member))
+        self._own: TiledExecutor = next(x for x in own if x.device == work.job.device).executor
+        if output is not None and isinstance(self._own, TiledDecode):
+            self._own.output = output
+        super().__init__([[]], self._own.cache, 0)
 
     @property
     def caches(self) -> list[TemporalCache]:
-        """The cache of the video, then those of all devices."""
-        return [self.cache, *(cache for each in self._members for cache in each.executor.caches)]
+        """The caches of all devices of this process."""
+        return [cache for _, each, _ in self._members for cache in each.caches]
+
+    def takes(self, frames: int, repeats: int) -> int | None:
+        """Announce a chunk; all devices need as many of its first frames."""
+        self._announced = frames, repeats
+        return self._own.takes(frames, repeats)
+
+    def advance(self, x: Tensor) -> Iterator[Tensor]:
+        """Push one chunk `x` `[B, C, T, H, W]` through, on all devices; yield its results."""
+        target, announced, self._announced = self._own.target(x), self._announced, None
+        for band, member, pool in self._members:
+            task = functools.partial(self._do, band, member.task(x, target, announced))
+            self._futures.append(pool.submit(contextvars.copy_context().run, task))
+        errors = self._errors()
+        if errors:
+            ending = min(errors, key=_order)
+            errors.clear()
+            try:
+                # Without the traceback in its thread, whose frames hold what the device computed.
+                raise bare(ending) if isinstance(ending, DeviceError) else ending
+            finally:
+                del ending  # whose traceback has this frame
+        yield from self._own.rest(target)
 
     def close(self) -> None:
         """End all threads, and free what they used."""
-        self._stopped.set()
         interrupt: BaseException | None = None
         while self._members:
             try:
-                self._members.pop().worker.end()
+                self._errors(stops=True)
+                for _, _, pool in self._members:
+                    pool.shutdown()
+                self._members.clear()
             except BaseException as error:
                 interrupt = error
         if interrupt is not None:
             raise interrupt
 
-    def _run(self, x: Tensor, target: TiledChunk | Tensor) -> None:
-        """Run a chunk `x` `[B, C, T, H, W]` on all devices; their results go to `target`."""
-        if self._shares_cores:
-            share_cores([member.worker for member in self._members])
-            self._shares_cores = False
-        errors = self._errors(x, target)
-        if not errors:
-            return
-        ending = min(errors, key=_rank)
-        errors.clear()
-        try:
-            # Without the traceback in its thread, whose frames hold what the device computed.
-            raise bare(ending) if isinstance(ending, DeviceError) else ending
-        finally:
-            del ending  # whose traceback has this frame
+    def _errors(self, *, stops: bool = False) -> list[BaseException]:
+        """Wait for the devices, and return their errors; the first one, or `stops`, ends all."""
+        left = set(self._futures)
+        while left or stops:
+            if stops or self._stopped.is_set():
+                self._stop()
+            # On Windows a wait without a timeout blocks signals.
+            stops, (_, left) = False, wait(left, TICK_S, FIRST_EXCEPTION)
+        found = [each.exception() for each in self._futures]
+        self._futures.clear()
+        return [each for each in found if each is not None]
 
-    def _errors(self, x: Tensor, target: TiledChunk | Tensor) -> list[BaseException]:
-        """Run a chunk on all devices, and return their errors."""
-        for member in self._members:
-            task = member.task(x, target)
-            member.worker.give(functools.partial(self._watched, member, task))
-        outcomes = (member.worker.outcome() for member in self._members)
-        return [error for error in outcomes if error is not None]
+    def _stop(self) -> None:
+        """End the work of all devices between two layers."""
+        self._stopped.set()
+        for _, member, _ in self._members:
+            member.stop()
 
-    def _watched(self, member: Member, do: Callable[[], None]) -> None:
-        """Run the task of a device; an error ends the tasks of the others, too."""
+    def _do(self, band: Band, task: Callable[[], None]) -> None:
+        """Run a task of a device."""
+        with self._watched(band):
+            task()
+
+    @contextlib.contextmanager
+    def _watched(self, band: Band) -> Iterator[None]:
+        """Let an error of a device in the block end the work of the others, too."""
         try:
-            do()
+            yield
         except BaseException as error:
             self._stopped.set()
-            output = self._work.output
-            follows = isinstance(error, InterruptedError)
-            is_of_caller = output is not None and error is output.error
+            is_of_caller = self._output is not None and error is self._output.error
+            follows = isinstance(error, (InterruptedError, RankError))
             if follows or is_of_caller or not isinstance(error, Exception):
                 raise
-            raise DeviceError(member.number, member.device, error) from None
+            raise DeviceError(band, error) from None
 
 
-def _rank(error: BaseException) -> tuple[bool, bool, bool]:
+def _use_cores(count: int | None) -> None:
+    """Use `count` cores of the CPU in this thread; None: it has another device."""
+    # Without a number some ops of a new thread run on all cores of the machine. PyTorch sets the
+    # default of new threads with it.
+    if count is not None:
+        torch.get_num_threads()  # sets the default, which would replace the number later
+        torch.set_num_threads(count)
+
+
+def _order(error: BaseException) -> int:
     """Return what is smallest for the error that ended the work: a stop, or that of a device."""
-    is_error, is_device = isinstance(error, Exception), isinstance(error, DeviceError)
-    return is_error, not is_device, isinstance(error, InterruptedError)
-
-
-class BandedDecode(BandedExecutor):
-    """A decoder on several devices; each writes its part of the frames to the output."""
-
-    def takes(self, frames: int, repeats: int) -> int | None:
-        """Return None: a decode needs all `frames` for any `repeats`."""
-        return None
-
-    def advance(self, x: Tensor) -> Iterator[Tensor]:
-        """Push one chunk `x` `[B, C, T, H, W]` through; yield all of its frames together."""
-        if self._work.output is None:
-            raise ValueError("a decode has no output; expected one")
-        chunk = self._work.output.chunk(x, first=self.cache.first)
-        self._run(x, chunk)
-        yield chunk.piece
-
-
-class BandedEncode(BandedExecutor):
-    """An encoder on several devices; the first one joins the bands, and runs the other layers."""
-
-    _frames: int | None = None  # of the announced chunk
-    _taken: int | None = None  # frames that the layers on whole frames need
-
-    def takes(self, frames: int, repeats: int) -> int | None:
-        """Announce a chunk of `frames` with `repeats` to all devices, then to the other layers."""
-        self._frames = frames
-        wanted: int | None = None
-        for member in self._members:
-            if isinstance(member.executor, TiledEncode):
-                wanted = member.executor.takes_tiles(frames, repeats)
-        behind = self._members[0].executor.behind
-        self._taken = super().takes(behind.frames, behind.frames - behind.fresh + 1)
-        return wanted
-
-    def advance(self, x: Tensor) -> Iterator[Tensor]:
-        """Push one chunk `x` `[B, C, T, H, W]` through, on all devices first."""
-        frames, self._frames = self._frames or x.shape[2], None
-        whole = self._joined(x, frames)
-        self._run(x, whole)
-        yield from super().advance(whole[:, :, : self._taken])
-
-    def _joined(self, x: Tensor, frames: int) -> Tensor:
-        """Return memory for the results of all bands for a chunk of `frames`."""
-        job = self._work.job
-        channels, _, height, width = job.spec.shapes(job.start, single_frame=True)[self._bands.cut]
-        if not self.cache.first:
-            for chain in self._tiled:
-                for layer in chain:
-                    for _, stride in causal_taps(layer):
-                        frames //= stride
-        return new_video(x, (x.shape[0], channels, frames, height, width))
+    if isinstance(error, InterruptedError):
+        return 4  # it follows another one
+    kinds = RankError, DeviceError, Exception
+    return next((n for n, kind in enumerate(kinds, 1) if isinstance(error, kind)), 0)

@@ -1,24 +1,34 @@
-"""A device of one video: its thread, its memory, and the executor of its band."""
+"""The band of a device of this process in one video."""
 
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ....kernels import seeing, synchronize
+from ....kernels import Snapshot, on_device, seeing, synchronize
+from ...layers.inputs.coding import Coding
 from ...layers.temporal_cache import TemporalCache
 from ...layers.workspace import Workspace, canonical
-from ...planning.bands import Band, Bands
-from ...planning.candidates import cut_frames
-from ..cache_offload import Parking
-from ..output import TiledChunk
-from ..precision import full_float32
-from ..tiled_executor import TiledDecode, TiledEncode
-from .crew import BandedWork
-from .worker import Worker
+from ...models.replicas import Replicas
+from ...planning.bands import Band
+from ...planning.job import StreamJob
+from ..precision import layer_modes
+from ..tiled_executor import Target, tiled_executor
+
+# Frames and repeats of a chunk, for `Executor.takes`; None: it has no static end.
+Announced = tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the devices of a video have in common."""
+
+    job: StreamJob  # on the first device
+    replicas: Replicas  # the copies of its network
+    kernels: Callable[[torch.device], Snapshot]  # in addition to the library
+    begins: bool  # the first frame is the start of the video
 
 
 class _Memory(Workspace):
@@ -36,43 +46,39 @@ class _Memory(Workspace):
 
 
 class Member:
-    """One device of one video, without the past of the video; `stopped`: the video is closed."""
+    """The band of one device in one video, without the past of the video."""
 
-    executor: TiledDecode | TiledEncode
-
-    def __init__(
-        self, work: BandedWork, bands: Bands, band: Band, stopped: threading.Event, *, first: bool
-    ) -> None:
-        self.number, self.device, job = band.number, band.device, work.job
-        self.worker = Worker(self.device, f"fast-video-vae-{self.number}-{self.device}")
-        self._seen, self._full = work.kernels(self.device), job.dtype == torch.float32
+    def __init__(self, work: Work, band: Band, stopped: threading.Event) -> None:
+        self.device = band.device
+        name = "encoder" if work.job.spec.encodes else "decoder"
+        network = work.replicas.on(band.device, name, work.job.network)
+        job = replace(work.job, network=network, device=band.device)
+        coding = Coding(job.coded, band.device) if job.coded else None
         memory = _Memory(stopped)
 
         def new_cache() -> TemporalCache:
             cache = TemporalCache(
-                single_frame=job.single_frame, band_bytes=band.part_bytes, workspace=memory
+                single_frame=job.single_frame,
+                band_bytes=band.part_bytes,
+                workspace=memory,
+                coding=coding,
             )
-            cache.first = first
+            cache.first = work.begins
             return cache
 
-        name = "encoder" if job.spec.encodes else "decoder"
-        network = work.replicas.on(self.device, name, job.network)
-        whole, tiles, size = cut_frames(job, network.chains(), bands.cut, band.tiles)
-        self._run: Callable[[Tensor, Any], object]
-        if job.spec.encodes:
-            # The first device runs the layers on whole frames, elsewhere.
-            encode = TiledEncode([[]], tiles, size, new_cache, band.part_bytes)
-            self.executor, self._run = encode, encode.join
-        else:
-            decode = TiledDecode(whole, tiles, size, new_cache, band.part_bytes)
-            self.executor, self._run = decode, lambda x, chunk: decode.fill(x, lambda: chunk)
-        if band.parked:
-            self.executor.parking = Parking(self.device)
+        self.executor = tiled_executor(
+            job, band.tiles, new_cache, band.part_bytes, parked=band.parked
+        )
+        self.caches = self.executor.caches
+        self._seen, self._full = work.kernels(band.device), job.dtype == torch.float32
 
-    def task(self, x: Tensor, target: TiledChunk | Tensor) -> Callable[[], None]:
-        """Return the task to run the layers on a copy of `x` `[B, C, T, H, W]` on this device.
+    def stop(self) -> None:
+        """End the work, which the event does."""
 
-        The result goes to its place in `target`, the frames or `[B, C, T, H, W]` of all bands.
+    def task(self, x: Tensor, target: Target, announced: Announced) -> Callable[[], None]:
+        """Return the task to run the layers on a copy of `x` `[B, C, T, H, W]`, into `target`.
+
+        The chunk was `announced` to the first device, as to an `Executor`.
         """
         ready: torch.cuda.Event | None = None
         if x.device.type == "cuda":
@@ -82,20 +88,25 @@ class Member:
             synchronize(x.device)
 
         def task() -> None:
-            with seeing(self._seen), full_float32(self.device) if self._full else nullcontext():
+            with (
+                on_device(self.device),
+                layer_modes(self.device, full=self._full),
+                seeing(self._seen),
+            ):
                 if ready is not None:
                     # Copies between devices use the streams of both.
                     for device in {x.device, self.device}:
                         if device.type == "cuda":
                             torch.cuda.current_stream(device).wait_event(ready)
                 try:
-                    self._run(self._here(x), target)
+                    if announced is not None:
+                        self.executor.takes(*announced)
+                    self.executor.run(self._here(x), target)
                 finally:
                     # Errors of the device appear here, also if the writer has failed because of
                     # them. Then its memory can be used by other threads.
-                    self._wait(self.device)
-                if x.device != self.device:
-                    self._wait(x.device)
+                    for device in {x.device, self.device}:
+                        synchronize(device)
 
         return task
 
@@ -106,10 +117,3 @@ class Member:
         # A copy to the host that does not block could be read before it is complete.
         moved = x.to(self.device, non_blocking=self.device.type != "cpu")
         return canonical(moved.contiguous(memory_format=torch.channels_last_3d))
-
-    def _wait(self, device: torch.device) -> None:
-        """Wait for the work that this thread has queued on `device`."""
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
-        else:
-            synchronize(device)

@@ -8,7 +8,6 @@ import contextlib
 import functools
 import weakref
 from concurrent.futures import CancelledError
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,14 +16,11 @@ from ....kernels import Job, default_device, int8_lacks, log_once, submit
 from ...layers.conv import PointwiseConv
 from ...models.base import Network, unwrapped
 from ...models.config import VAEConfig
-from ..bands.crew import Team
+from ..bands.team import Team
 from ..memory import retried
 from ..options import AUTOMATIC, StreamOptions
 from ..precision import decode_dtype
 from .layers import Choice, Int8Choices, Int8Layers, probe
-
-if TYPE_CHECKING:
-    from ....sharding.shard import ShardGroup
 
 AUTO, INT8 = "auto", "int8"
 
@@ -50,7 +46,6 @@ class Int8VAE:
     decoder: Network
     conv2: PointwiseConv | None  # before the decoder
     team: Team
-    shards: "ShardGroup | None"
     _precision = AUTO
 
     _int8: Int8Choices
@@ -148,9 +143,8 @@ class Int8VAE:
 
     def _lacks_int8(self, dtype: torch.dtype) -> str:
         """Return why int8 is not used with layers in `dtype`; empty: it can be."""
-        if len(self.team.devices) > 1 or self.shards is not None:
-            return "several devices share the video, which int8 does not support"
-        return int8_lacks(self.device, dtype)
+        devices = dict.fromkeys([self.device, *self.team.devices])
+        return next(filter(None, (int8_lacks(each, dtype) for each in devices)), "")
 
 
 def _choose(vae: weakref.ref[Int8VAE], choice: Choice) -> None:

@@ -40,8 +40,8 @@ class PreparedVAE(Int8VAE):
 
     def ready_codes(self, dtype: torch.dtype) -> frozenset[str]:
         """Return the `codes` of a new decode if their kernels are built; else none."""
-        coded = self.codes(dtype)
-        if not coded or self._prepared(self.device, dtype, False, coded).is_ready:
+        coded, devices = self.codes(dtype), {self.device, *self.team.devices}
+        if all(self._prepared(each, dtype, False, coded).is_ready for each in devices if coded):
             return coded
         log_once("int8 begins with a later video: its kernels are being built in the background")
         return frozenset()
@@ -67,13 +67,22 @@ class PreparedVAE(Int8VAE):
 
         # The kernels of int8 follow from the choice of its layers.
         chosen = wait(self._jobs(), left_s())
-        return chosen and wait([each.job for each in self.prepare(device)], left_s())
+        devices = {self.device, *self.team.devices} if device is None else {device}
+        made = [each.job for where in devices for each in self.prepare(where)]
+        return chosen and wait(made, left_s())
 
     def kernels_of(
         self, device: torch.device, dtype: torch.dtype, coded: frozenset[str], *, encodes: bool
     ) -> Snapshot:
         """Return what a video may run on a device in addition to the library."""
         return self._prepared(device, dtype, encodes, coded).seen()
+
+    def built_kernels(
+        self, device: torch.device, dtype: torch.dtype, coded: frozenset[str], *, encodes: bool
+    ) -> Snapshot:
+        """Return the same once they are built, which is waited for."""
+        wait([self._prepared(device, dtype, encodes, coded).job])
+        return self.kernels_of(device, dtype, coded, encodes=encodes)
 
     def _prepared(
         self, device: torch.device, dtype: torch.dtype, encodes: bool, coded: frozenset[str]

@@ -1,1 +1,0 @@
-"""Shards: one video over the processes of `torch.distributed`, a part of every frame on each."""
