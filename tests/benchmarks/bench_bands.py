@@ -1,19 +1,19 @@
-"""Seconds of one device, and of several that share the video in bands or shards, in turn.
+"""Seconds of one device, and of several that share the video in bands, in turn.
 
 `python tests/benchmarks/bench_bands.py` gives each of two logical devices of the CPU one core, and
 compares with one device on one core. `--devices cuda:0 cuda:1` compares with the first alone,
-`--ranks 2` times processes that share it in shards; those on GPUs are timed by `torchrun`. It
-prints the median seconds and the median of the rounds' ratios, and appends one JSON row per case to
+`--ranks 2` times processes of one core each; those on GPUs are timed by `torchrun`. It prints the
+median seconds and the median of the rounds' ratios, and appends one JSON row per case to
 `results.jsonl`. Run it on an idle machine.
 """
 
 import argparse
-import atexit
+import contextlib
 import logging
 import runpy
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -24,10 +24,10 @@ _HERE = Path(__file__).resolve().parent
 runpy.run_path(str(_HERE.parent / "conftest.py"))  # binds the checkout to its import name
 
 from fast_video_vae.tests.benchmarks import record, timing  # noqa: E402
-from fast_video_vae.tests.benchmarks.weights import WIDTHS, random_input, random_weights  # noqa: E402
-from fast_video_vae.tests.vae.sharding import tasks  # noqa: E402
-from fast_video_vae.tests.vae.sharding.pool import Pool  # noqa: E402
-from fast_video_vae.vae import VideoVAE, load_vae  # noqa: E402
+from fast_video_vae.tests.benchmarks.weights import WIDTHS, random_input, random_vae  # noqa: E402
+from fast_video_vae.tests.vae.streaming.processes import Processes  # noqa: E402
+from fast_video_vae.vae import VideoVAE  # noqa: E402
+from fast_video_vae.vae.streaming.bands.team import Team  # noqa: E402
 
 # Cores that other processes may take in a round, and tries for each round.
 _MOST_OTHERS = 0.1
@@ -35,24 +35,24 @@ _TRIES = 4
 
 
 def in_pairs(
-    vae: VideoVAE, direction: str, x: Tensor, devices: Sequence[str], rounds: int
+    vae: VideoVAE, direction: str, x: Tensor, rounds: int, cores: int
 ) -> dict[str, list[float]]:
-    """Return the seconds of rounds of one device and several, in turn: "one" and "bands".
+    """Return the seconds of rounds of the VAE's own device and its team, in turn: "one", "all".
 
-    The VAE is on the first device; logical devices of the CPU have a core each. A round in which
+    On a CPU the former has one core, and the devices of this process have `cores`. A round in which
     other processes took more than a tenth of a core is repeated.
     """
     before, run = torch.get_num_threads(), getattr(vae, direction)
+    own, team = Team(vae.replicas), vae.team
     results: dict[str, Tensor] = {}
 
-    def on(names: Sequence[str]) -> Tensor:
+    def by(team: Team, cores: int) -> Tensor:
         if vae.device.type == "cpu":
-            torch.set_num_threads(max(1, len(names)))
-        if vae.devices != [torch.device(name) for name in names]:
-            vae.devices = names
+            torch.set_num_threads(cores)
+        vae.team = team
         return run(x)
 
-    runs = {"one": lambda: on([]), "bands": lambda: on(devices)}
+    runs = {"one": lambda: by(own, 1), "all": lambda: by(team, cores)}
     pairs: list[dict[str, float]] = []
     try:
         with torch.inference_mode():
@@ -65,46 +65,61 @@ def in_pairs(
                 if len(pairs) == rounds:
                     break
     finally:
-        vae.devices = []
+        vae.team = team
         torch.set_num_threads(before)
-    error = (results["one"].double() - results["bands"].double()).abs().max().item()
+    error = (results["one"].double() - results["all"].double()).abs().max().item()
     if error > 1e-4 * results["one"].double().abs().max().item() and vae.dtype == torch.float32:
         raise ValueError(f"the results differ by {error}; expected rounding")
     return {name: [pair[name] for pair in pairs] for name in runs}
 
 
 def _others_s() -> float:
-    """Return the seconds of processors that other processes took so far."""
-    spent = psutil.cpu_times()
-    return spent.user + spent.system + getattr(spent, "nice", 0.0) - time.process_time()
+    """Return the seconds of processors that other processes than ours took so far."""
+    this = psutil.Process()
+    spent = [psutil.cpu_times(), *(each.cpu_times() for each in (this, *this.children()))]
+    seconds = [each.user + each.system for each in spent]
+    return seconds[0] + getattr(spent[0], "nice", 0.0) - sum(seconds[1:])
 
 
 def main() -> None:
     """Run the cases that the command line names."""
     args = _arguments()
-    width, many = args.width or WIDTHS["wan2.1"], "shards" if args.ranks else "bands"
-    if args.ranks:
-        pool = Pool(args.ranks)
-        atexit.register(pool.close)
-    else:
-        dtype = getattr(torch, args.dtype)
-        vae = load_vae(random_weights("wan2.1", width), dtype=dtype, device=args.devices[0])
-    logging.info("%s", f"{'case':44}{'one s':>9}{many + ' s':>10}{'x one':>8}")
-    for direction in args.direction:
-        x = random_input(direction, "wan2.1", *map(int, args.size.split("x")))
-        if args.ranks:
-            options = {"family": "wan2.1", "width": width, "x": x, "rounds": args.rounds}
-            seconds = pool.run(tasks.in_pairs, **options, encode=direction == "encode")[0]
-            case = f"{direction} {args.size}, {args.ranks} ranks"
-        else:
-            seconds = in_pairs(vae, direction, x.to(vae.device, dtype), args.devices, args.rounds)
-            case = f"{direction} {args.size} {args.dtype}, {', '.join(args.devices)}"
-        faster = timing.ratio(seconds, "one", many)
-        rounded = {f"{name}_s": [round(s, 4) for s in each] for name, each in seconds.items()}
-        rounded |= {f"{many}_are_faster_by": round(faster, 3)}
-        record.append(args.out, f"bench_{many}", case, base_width=width, **rounded)
-        medians = [statistics.median(seconds[name]) for name in ("one", many)]
-        logging.info("%-44s%9.3f%10.3f%8.2f", case, *medians, faster)
+    kind = "ranks" if args.ranks else "bands"
+    where = f"{args.ranks} ranks" if args.ranks else ", ".join(args.devices)
+    logging.info("%s", f"{'case':44}{'one s':>9}{kind + ' s':>10}{'x one':>8}")
+    with _shared(args) as vae:
+        for direction in args.direction:
+            x = random_input(direction, "wan2.1", *map(int, args.size.split("x")))
+            cores = 1 if args.ranks else len(args.devices)
+            seconds = in_pairs(vae, direction, x.to(vae.device, vae.dtype), args.rounds, cores)
+            case = f"{direction} {args.size} {args.dtype}, {where}"
+            faster = timing.ratio(seconds, "one", "all")
+            fields = {
+                f"{name}_s": [round(each, 4) for each in seconds[key]]
+                for name, key in (("one", "one"), (kind, "all"))
+            }
+            fields |= {f"{kind}_are_faster_by": round(faster, 3)}
+            record.append(args.out, f"bench_{kind}", case, base_width=args.width, **fields)
+            medians = [statistics.median(each) for each in seconds.values()]
+            logging.info("%-44s%9.3f%10.3f%8.2f", case, *medians, faster)
+
+
+@contextlib.contextmanager
+def _shared(args: argparse.Namespace) -> Iterator[VideoVAE]:
+    """A VAE whose videos the devices or ranks of the command line share."""
+    given = "wan2.1", args.width, getattr(torch, args.dtype)
+    if not args.ranks:
+        vae = random_vae(*given, device=args.devices[0])
+        vae.devices = args.devices
+        yield vae
+        return
+    processes = Processes(args.ranks)
+    try:
+        vae = random_vae(*given)
+        with processes.shared(vae, args.ranks, None, random_vae, *given):
+            yield vae
+    finally:
+        processes.close()
 
 
 def _arguments() -> argparse.Namespace:
@@ -116,7 +131,7 @@ def _arguments() -> argparse.Namespace:
     add("--dtype", default="float32")
     add("--size", default="17x192x192", help="FRAMESxHEIGHTxWIDTH")
     add("--rounds", type=int, default=5)
-    add("--width", type=int, help="base width of the random weights")
+    add("--width", type=int, default=WIDTHS["wan2.1"], help="base width of the random weights")
     return parser.parse_args()
 
 
