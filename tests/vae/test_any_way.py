@@ -277,11 +277,12 @@ same = functools.partial(
 SEEDS = st.integers(0, (1 << 64) - 1)
 
 
-# An encode in steps of an odd frame, one of 80 equal frames as of WanImageToVideo, SeedVR2 in bands
-# of rows.
+# An encode in steps of an odd frame, one of 80 equal frames as of WanImageToVideo, one of equal
+# frames in tiles and in parts, SeedVR2 in bands of rows.
 SPECIAL = [
     Case("wan2.2", False, 1, 5, (1, 4), tile=(8, 16), limit_bytes=1),
     Case("wan2.1", False, 1, 81, (2, 2), runs=(1, 80), chunk=1),
+    Case("wan2.2", False, 1, 20, (4, 2), runs=(20,), tile=(22, 22), limit_bytes=1, part_bytes=4096),
     Case("seedvr2", True, 1, 3, (4, 2), limit_bytes=1, part_bytes=1),
     Case("seedvr2", False, 1, 9, (3, 2), limit_bytes=1, part_bytes=1, chunk=2),
 ]

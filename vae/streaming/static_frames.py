@@ -127,7 +127,7 @@ class _SettlingLayer(CausalLayer):
 
     def __init__(self, layer: CausalLayer, convs: Sequence[tuple[int, int]], run: Settling) -> None:
         super().__init__()
-        self.growth = layer.growth
+        self.growth, self.pairs = layer.growth, layer.pairs
         self.keeps = False
         self.kept: Tensor | None = None
         self._layer = layer
