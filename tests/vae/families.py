@@ -45,7 +45,8 @@ def latent_for(vae, frames, height, width, batch=1):
 
 def prepared(vae):
     """The VAE, after the wait for the choice of its layers in int8."""
-    assert vae.wait_until_prepared(300)  # at published widths it takes 90 s
+    # At published widths it takes 90 s, without instructions for bfloat16 some minutes.
+    assert vae.wait_until_prepared(800)
     return vae
 
 
