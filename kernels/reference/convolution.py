@@ -15,6 +15,9 @@ from ..shapes import convolved, new_video
 # 127 at most: it is below 2^24.
 _EXACT = 512
 
+# Pixels of as many windows are copied at a time.
+_COLUMN_NUMBERS = 1 << 22
+
 
 def fuses(
     x: Tensor, weight: ConvWeight, stride: tuple[int, ...], padding: tuple[int, int], *, norm: bool
@@ -52,7 +55,7 @@ def int8_conv3d(
     dtype: torch.dtype,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Sum the products tap by tap in float32, which is exact, and the taps in int32."""
+    """Sum up to 512 products in float32, which is exact, and these sums in int32."""
     taps = weight.plain()
     shape = convolved(x, taps.shape, (1, 1, 1), (0, 0, 0))
     out = new_video(x.new_empty(0, dtype=dtype), shape) if out is None else out
@@ -71,11 +74,14 @@ def int8_conv3d(
 def _int8_sums(x: Tensor, taps: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return the sums of `x` `[C, kt, H, W]` for one frame, int32 `[H', W', C_out]`."""
     *_, height, width = shape
-    rows = x.movedim(0, -1).float() - zero_of(x.dtype)
+    pixels = x.float() - zero_of(x.dtype)
+    windows = pixels.unfold(2, taps.shape[3], 1).unfold(3, taps.shape[4], 1)
+    windows, matrix = windows.permute(2, 3, 0, 1, 4, 5), taps.flatten(1).float().T
     sums = torch.zeros(height, width, taps.shape[0], dtype=torch.int32, device=x.device)
-    for t, h, w in itertools.product(*map(range, taps.shape[2:])):
-        part, tap = rows[t, h : h + height, w : w + width], taps[:, :, t, h, w].float().T
-        for first in range(0, taps.shape[1], _EXACT):
-            channels = slice(first, first + _EXACT)
-            sums += (part[..., channels] @ tap[channels]).to(torch.int32)
+    rows = max(1, _COLUMN_NUMBERS // (width * matrix.shape[0]))
+    for row in range(0, height, rows):
+        columns = windows[row : row + rows].flatten(2)
+        for first in range(0, matrix.shape[0], _EXACT):
+            products = slice(first, first + _EXACT)
+            sums[row : row + rows] += (columns[..., products] @ matrix[products]).to(torch.int32)
     return sums
