@@ -337,12 +337,12 @@ def bias_residual(
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute single-head attention over the pixels of a frame: `softmax(q k^T / sqrt(d)) v`.
 
-    Memory grows with N and M: the `N x N` scores of a 3840 x 2160 picture would take 67 GB.
+    Memory grows with N: the `N x N` scores of a 3840 x 2160 picture would take 67 GB.
 
     Args:
-        q: `[B, N, d]`, the last dimension dense: some pixels of the frame, or all.
-        k: `[B, M, d]`, as `q`: all pixels.
-        v: `[B, M, d]`, as `q`.
+        q: `[B, N, d]`, the last dimension dense.
+        k: As `q`.
+        v: As `q`.
 
     Returns:
         `[B, N, d]`.

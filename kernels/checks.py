@@ -91,11 +91,9 @@ def results(x: Tensor, shape: tuple[int, ...], **tensors: Tensor | None) -> None
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Check that `k` and `v` `[B, M, d]` are keys and values for `q` `[B, N, d]`."""
-    count = k.shape[-2] if k.ndim == q.ndim >= 2 else q.shape[-2]
-    shape = *q.shape[:-2], count, q.shape[-1]
-    _same("k", k, shape, q)
-    _same("v", v, shape, q)
+    """Check that keys and values are as the queries `q` `[B, N, d]`."""
+    _same("k", k, tuple(q.shape), q)
+    _same("v", v, tuple(q.shape), q)
 
 
 def target(out: Tensor | None, shape: tuple[int, ...]) -> None:

@@ -37,7 +37,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch.empty_like(q)
     # The fused kernels need dense rows; otherwise PyTorch would materialise the scores.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    if _fused_attention_takes(q, k, v) and not _blocks_are_faster(q, k):
+    if _fused_attention_takes(q, k, v) and not _blocks_are_faster(q):
         return _fused(q, k, v)
     return in_blocks(q, k, v)
 
@@ -58,9 +58,8 @@ def in_blocks(
     """Compute whole frames at a time if `_SCORE_ELEMENTS` allows, otherwise rows of one frame."""
     # `weigh` returns `LIFT * softmax(scores)` in a dtype, where `multiplies_mixed`.
     batch, length, channels = q.shape
-    count = k.shape[1]
-    frames = max(1, _SCORE_ELEMENTS // (length * count))
-    rows = max(1, _SCORE_ELEMENTS // (frames * count))
+    frames = max(1, _SCORE_ELEMENTS // length**2)
+    rows = max(1, _SCORE_ELEMENTS // (frames * length))
     rows = rows // _ROWS * _ROWS or rows
     mixed = multiplies_mixed(q)
     if not mixed:
@@ -108,17 +107,17 @@ def _has_mixed_products(device: torch.device, dtype: torch.dtype) -> bool:
     return bool((product == 8).all())
 
 
-def _blocks_are_faster(q: Tensor, k: Tensor) -> bool:
+def _blocks_are_faster(q: Tensor) -> bool:
     """Return whether blocks of products are expected to be faster than PyTorch's fused kernel."""
     # Not in float32: the fused kernel reads each value once, and products without tensor cores wait
     # for arithmetic in both.
-    if q.device.type != "cuda" or q.shape[2] <= FLASH_HEAD or k.shape[1] < _MANY_PIXELS:
+    if q.device.type != "cuda" or q.shape[2] <= FLASH_HEAD or q.shape[1] < _MANY_PIXELS:
         return False
     return multiplies_mixed(q)
 
 
 def _fused_attention_takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether PyTorch has a kernel for these tensors without the `N x M` scores."""
+    """Return whether PyTorch has a kernel for these tensors without the `N x N` scores."""
     if q.device.type in ("cpu", "meta"):
         return True
     if q.device.type != "cuda":

@@ -79,7 +79,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if x.stride(-1) != 1:
             raise Refusal(f"the last dimension of {name} is not dense")
     batch, length, channels = q.shape
-    count = k.shape[1]
     if channels <= FLASH_HEAD:
         raise Refusal(f"heads of up to {FLASH_HEAD} have flash kernels in PyTorch")
     parts = head_parts(channels)
@@ -89,12 +88,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     launch(
         _flash,
         (batch * blocks(length, tile.queries),),
-        *(q, k, v, out, length, count, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]),
+        *(q, k, v, out, length, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]),
         math.log2(math.e) / math.sqrt(channels),
         **{f"PART_{number}": part for number, part in enumerate(parts)},
         QUERIES=tile.queries,
         KEYS=tile.keys,
-        EVEN=count % tile.keys == 0,
+        EVEN=length % tile.keys == 0,
         warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -151,13 +150,13 @@ def _store(base, rows, columns, stride, there, values):
     tl.store(at, narrow(values, base.dtype.element_ty), mask=there[:, None])
 
 
-@triton.jit(do_not_specialize=["length", "count"])
+@triton.jit(do_not_specialize=["length"])
 def _flash(
-    q, k, v, out, length, count, q_frame, q_row, k_frame, k_row, v_frame, v_row, scale,
+    q, k, v, out, length, q_frame, q_row, k_frame, k_row, v_frame, v_row, scale,
     PART_0: tl.constexpr, PART_1: tl.constexpr, PART_2: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Compute one block of the `length` queries of one frame, with its `count` keys."""
+    """Compute one block of the queries of one frame, which has `length` pixels."""
     # `scale` is `log2(e) / sqrt(d)`, because `exp2` replaces `exp`. Offsets within a block fit into
     # 32 bits; those of frames and blocks do not.
     blocks = tl.cdiv(length, QUERIES)
@@ -186,8 +185,8 @@ def _flash(
     total = tl.zeros([QUERIES], tl.float32)
 
     keys = tl.arange(0, KEYS)
-    for start in range(0, count, KEYS):
-        there = keys < count - start
+    for start in range(0, length, KEYS):
+        there = keys < length - start
         part = _load(k, keys, columns_0, k_row, there, EVEN)
         scores = tl.dot(q_0, tl.trans(part), input_precision="ieee")
         if PART_1 > 0:

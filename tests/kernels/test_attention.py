@@ -137,18 +137,6 @@ def test_triton_equals_the_formula(dtype, length, channels):
     check(actual, q, k, v)
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize(("queries", "keys"), [(1, 40), (17, 64), (40, 5), (64, 65)])
-def test_queries_can_be_a_part_of_the_frame(backend, queries, keys, request):
-    if backend == "triton":
-        request.getfixturevalue("in_triton")
-    k, v, _ = projection(2, keys, 96, torch.bfloat16)
-    q = random(2, queries, 96, dtype=torch.bfloat16, seed=1)
-    with use_backend(backend):
-        check(kernels.attention(q, k, v), q, k, v)
-    check(blocks.in_blocks(q, k, v), q, k, v)
-
-
 @pytest.mark.usefixtures("in_triton")
 def test_triton_reads_rows_at_any_stride():
     """Rows are thirds of one tensor, every second pixel, or frames in another order."""

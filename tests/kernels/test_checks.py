@@ -69,7 +69,7 @@ WRONG = {
     ),
     "keys": (kernels.attention, (torch.ones(1, 5, 8), *[torch.ones(1, 5, 4)] * 2), {}, "k is"),
     "values": (
-        kernels.attention, [torch.ones(1, count, 8) for count in (3, 5, 4)], {},
+        kernels.attention, [torch.ones(1, count, 8) for count in (5, 5, 4)], {},
         r"v is \[1, 4, 8\]; expected \[1, 5, 8\]",
     ),
     "a negative border": (
