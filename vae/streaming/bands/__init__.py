@@ -1,1 +1,1 @@
-"""One video on several devices of this process; imported through its files."""
+"""One video on several devices, of this process or of others; imported through its files."""

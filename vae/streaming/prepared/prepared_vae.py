@@ -41,7 +41,9 @@ class PreparedVAE(Int8VAE):
     def ready_codes(self, dtype: torch.dtype) -> frozenset[str]:
         """Return the `codes` of a new decode if their kernels are built; else none."""
         coded, devices = self.codes(dtype), {self.device, *self.team.devices}
-        if all(self._prepared(each, dtype, False, coded).is_ready for each in devices if coded):
+        # All are begun before one that is not ready is found.
+        made = [self._prepared(each, dtype, False, coded) for each in devices if coded]
+        if all(each.is_ready for each in made):
             return coded
         log_once("int8 begins with a later video: its kernels are being built in the background")
         return frozenset()
