@@ -29,6 +29,7 @@ from fast_video_vae.tests.benchmarks.weights import WIDTHS, random_weights  # no
 from fast_video_vae.vae import StreamOptions, VideoVAE, load_vae  # noqa: E402
 from fast_video_vae.vae.planning import candidates, plan  # noqa: E402
 from fast_video_vae.vae.planning.job import job_of  # noqa: E402
+from fast_video_vae.vae.streaming.precision import compute_dtype  # noqa: E402
 
 _STATUS = Path("/proc/self/status")
 _RESET = Path("/proc/self/clear_refs")
@@ -138,7 +139,8 @@ def planned(vae: VideoVAE, case: Case) -> plan.Plan:
     size = case.batch, case.size[0] // step, case.size[1] // step
     network = vae.encoder if case.encode else vae.decoder
     assert network is not None
-    job = job_of(network, config, size, vae.dtype, vae.device, single_frame=case.latents == 1)
+    dtype = compute_dtype(vae.dtype, vae.device)
+    job = job_of(network, config, size, dtype, vae.device, single_frame=case.latents == 1)
     return plan.make_plan(job, case.limit_bytes, chunk=case.chunk, tile=case.tile)
 
 

@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fast_video_vae.kernels import slow_on_cpu
+from fast_video_vae.kernels.convolution import cudnn
 from fast_video_vae.kernels.ready import facts
 from fast_video_vae.tests.benchmarks.peers import PeerUnavailableError, comfyui_vae
 from fast_video_vae.tests.builders import random_state_dict
@@ -16,6 +18,7 @@ from fast_video_vae.vae import load_vae
 from fast_video_vae.vae.layers.inputs.coding import name_convolutions
 from fast_video_vae.vae.models.wan21 import Wan21Decoder
 from fast_video_vae.vae.planning.job import job_of
+from fast_video_vae.vae.streaming import precision
 from fast_video_vae.vae.streaming.int8 import layers as int8_layers
 from fast_video_vae.vae.streaming.int8 import settings as int8_settings
 
@@ -45,9 +48,24 @@ def latent_for(vae, frames, height, width, batch=1):
 
 def prepared(vae):
     """The VAE, after the wait for the choice of its layers in int8."""
-    # At published widths it takes 90 s, without instructions for bfloat16 some minutes.
-    assert vae.wait_until_prepared(800)
+    assert vae.wait_until_prepared(300)  # it takes 90 s at published widths
     return vae
+
+
+def computes_16_bits(patch):
+    """Compute in 16 bits also on a CPU that is slow in them: by oneDNN in float32, rounded."""
+    convolve, has_onednn = cudnn.convolve, torch.backends.mkldnn.is_available()
+
+    def rounded(x, weight, bias, stride, padding):
+        is_narrow = x.dtype in (torch.bfloat16, torch.float16)
+        if not (is_narrow and has_onednn and slow_on_cpu(x.dtype)):
+            return convolve(x, weight, bias, stride, padding)
+        wide = [None if each is None else each.float() for each in (x, weight, bias)]
+        ones = (1,) * len(stride)
+        return torch.mkldnn_convolution(*wide, padding, stride, ones, 1).to(x.dtype)
+
+    patch.setattr(precision, "_is_slow", lambda dtype: False)
+    patch.setattr(cudnn, "convolve", rounded)
 
 
 def all_layers_in_int8(patch, folder):

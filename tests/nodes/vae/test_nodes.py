@@ -19,7 +19,7 @@ from fast_video_vae.tests.nodes.vae.pairs import (
     relative_error,
     stock_vae,
 )
-from fast_video_vae.vae.streaming import precision
+from fast_video_vae.tests.vae.families import computes_16_bits
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
 
@@ -80,7 +80,7 @@ def test_the_bundled_vae_reconstructs_the_bundled_clip():
 
 def test_a_dtype_for_one_run_does_not_change_the_vae(fast, monkeypatch):
     # Also on a CPU that is slow in bfloat16, and would compute in float32.
-    monkeypatch.setattr(precision, "_is_slow", lambda _: False)
+    computes_16_bits(monkeypatch)
     samples = {"samples": latents(2)}
     exact, _ = run("Decode", samples=samples, vae=fast)
     rounded, _ = run("Decode", samples=samples, vae=fast, dtype="bf16")

@@ -17,6 +17,7 @@ from fast_video_vae.tests.wan22 import random_qwen21, random_wan22
 
 pytest.importorskip("PIL", reason="Pillow is not installed")
 
+from fast_video_vae.tests.vae.families import computes_16_bits
 from fast_video_vae.vae.bench import measure as gauge
 from fast_video_vae.vae.bench.baselines import contestants
 from fast_video_vae.vae.bench.chart import COLORS, draw_chart
@@ -370,7 +371,7 @@ def test_diffusers_uses_the_same_weights_if_it_supports_the_layout(state, knows)
 
 def test_a_decode_keeps_its_dtype_where_float16_is_faster(monkeypatch):
     monkeypatch.setattr(precision, "fp16_pays", lambda device: True)
-    monkeypatch.setattr(precision, "_is_slow", lambda dtype: False)
+    computes_16_bits(monkeypatch)
     vae, clip = load_vae(random_state_dict(8), dtype=torch.bfloat16), Clip(32, 32, 5)
     vae.allow_fp16 = True
     found, _ = contestants(vae, "decode", clip)

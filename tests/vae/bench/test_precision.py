@@ -9,7 +9,7 @@ import torch
 
 from fast_video_vae.kernels.ready import facts
 from fast_video_vae.tests.builders import random_state_dict
-from fast_video_vae.tests.vae.families import prepared
+from fast_video_vae.tests.vae.families import computes_16_bits, prepared
 
 pytest.importorskip("PIL", reason="Pillow is not installed")
 
@@ -17,7 +17,6 @@ from fast_video_vae.vae.bench import Clip, compare_precision
 from fast_video_vae.vae.bench.content import random_latent
 from fast_video_vae.vae.bench.precision import smooth_latent
 from fast_video_vae.vae.checkpoint import load_vae
-from fast_video_vae.vae.streaming import precision
 from fast_video_vae.vae.streaming.int8 import layers, settings
 from fast_video_vae.vae.streaming.options import StreamOptions
 
@@ -27,7 +26,7 @@ def supported(tmp_path_factory):
     """Every machine supports int8, and computes in bfloat16."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(settings, "int8_lacks", lambda *_: "")
-        patch.setattr(precision, "_is_slow", lambda _: False)
+        computes_16_bits(patch)
         kept = facts.Facts(tmp_path_factory.mktemp("facts") / "facts.json", {})
         patch.setattr(layers, "facts_of", lambda _: kept)
         yield

@@ -13,6 +13,7 @@ from fast_video_vae.tests.products import each_value_once
 from fast_video_vae.tests.vae.families import (
     STATES,
     close,
+    computes_16_bits,
     joined,
     latent_for,
     prepared,
@@ -24,7 +25,6 @@ from fast_video_vae.tests.vae.streaming.failing_memory import FailingMemory
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.layers import conv as conv_module
 from fast_video_vae.vae.layers.causal_conv import CausalConv3d
-from fast_video_vae.vae.streaming import precision
 from fast_video_vae.vae.streaming import session as session_module
 from fast_video_vae.vae.streaming.bands.team import Team
 from fast_video_vae.vae.streaming.cache_offload import Parking
@@ -55,7 +55,7 @@ def warnings_of(caplog):
 def test_chunks_ranges_and_a_single_frame_have_the_bits_of_the_whole(
     family, dtype, products, monkeypatch
 ):
-    monkeypatch.setattr(precision, "_is_slow", lambda dtype: False)
+    computes_16_bits(monkeypatch)
     vae = new_vae(family, getattr(torch, dtype))
     latent = given(vae)
     frames = vae.decode(latent, -1)

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from fast_video_vae.tests.benchmarks.weights import random_weights
-from fast_video_vae.tests.vae.families import latent_for, prepared
+from fast_video_vae.tests.vae.families import computes_16_bits, latent_for, prepared
 from fast_video_vae.vae import CLIP_PATH, VAE_PATH, load_vae
-from fast_video_vae.vae.streaming import precision
 
 MOST_DB = 1.5
 
@@ -18,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("int8")
 @pytest.fixture(autouse=True)
 def computes_bfloat16(monkeypatch):
     """Also on a CPU that is slow in it."""
-    monkeypatch.setattr(precision, "_is_slow", lambda dtype: False)
+    computes_16_bits(monkeypatch)
 
 
 def weights_of(kind, width):

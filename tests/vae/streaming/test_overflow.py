@@ -19,7 +19,7 @@ import torch
 
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.products import each_value_once
-from fast_video_vae.tests.vae.families import joined, latent_for, overwritten
+from fast_video_vae.tests.vae.families import computes_16_bits, joined, latent_for, overwritten
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.background_writer import BackgroundWriter
 from fast_video_vae.vae.streaming import output, overflow, precision
@@ -36,7 +36,7 @@ STEP = StreamOptions(1)
 def fast_float16(monkeypatch):
     """Both 16-bit dtypes are fast here, float16 more so."""
     monkeypatch.setattr(precision, "fp16_pays", lambda device: True)
-    monkeypatch.setattr(precision, "_is_slow", lambda dtype: False)
+    computes_16_bits(monkeypatch)
 
 
 def allowing(vae):

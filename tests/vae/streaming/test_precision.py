@@ -10,6 +10,7 @@ from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.vae.families import (
     STATES,
     VIDEO,
+    computes_16_bits,
     joined,
     latent_for,
     random_frames,
@@ -107,7 +108,7 @@ def test_frames_for_a_deep_file_keep_the_precision_of_the_computation(monkeypatc
     vae = load_vae(random_state_dict(8), dtype=torch.bfloat16)
     vae.allow_fp16 = True
     latent = latent_for(vae, 3, 16, 16)
-    monkeypatch.setattr(precision, "_is_slow", lambda dtype: False)
+    computes_16_bits(monkeypatch)
     monkeypatch.setattr(precision, "fp16_pays", lambda device: True)
     images = torch.empty(1, 9, 16, 16, 3)
     for _ in vae.decode_stream(latent, images=images):
