@@ -15,8 +15,8 @@ from ..shapes import convolved, new_video
 # 127 at most: it is below 2^24.
 _EXACT = 512
 
-# Pixels of as many windows are copied at a time.
-_COLUMN_NUMBERS = 1 << 22
+# Values of windows that are copied at a time: 16 MiB.
+_WINDOW_VALUES = 1 << 22
 
 
 def fuses(
@@ -57,10 +57,12 @@ def int8_conv3d(
 ) -> Tensor:
     """Sum up to 512 products in float32, which is exact, and these sums in int32."""
     taps = weight.plain()
+    matrix = taps.flatten(1).float().T
     shape = convolved(x, taps.shape, (1, 1, 1), (0, 0, 0))
     out = new_video(x.new_empty(0, dtype=dtype), shape) if out is None else out
     for each, frame in itertools.product(range(shape[0]), range(shape[2])):
-        sums = _int8_sums(x[each, :, frame : frame + taps.shape[2]], taps, shape)
+        seen = x[each, :, frame : frame + taps.shape[2]]
+        sums = _int8_sums(seen, matrix, taps.shape[3], taps.shape[4])
         if scale is not None:
             sums = sums.float().mul_(scale.flatten().float())
             sums = sums if bias is None else sums.add_(bias.flatten().float())
@@ -71,15 +73,16 @@ def int8_conv3d(
     return out
 
 
-def _int8_sums(x: Tensor, taps: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return the sums of `x` `[C, kt, H, W]` for one frame, int32 `[H', W', C_out]`."""
-    *_, height, width = shape
+def _int8_sums(x: Tensor, matrix: Tensor, high: int, wide: int) -> Tensor:
+    """Return `windows @ matrix` of a frame, int32 `[H', W', C_out]`, exact.
+
+    The windows of `high` x `wide` pixels of `x` `[C, kt, H, W]` are rows of `C * kt * high * wide`.
+    """
     pixels = x.float() - zero_of(x.dtype)
-    windows = pixels.unfold(2, taps.shape[3], 1).unfold(3, taps.shape[4], 1)
-    windows, matrix = windows.permute(2, 3, 0, 1, 4, 5), taps.flatten(1).float().T
-    sums = torch.zeros(height, width, taps.shape[0], dtype=torch.int32, device=x.device)
-    rows = max(1, _COLUMN_NUMBERS // (width * matrix.shape[0]))
-    for row in range(0, height, rows):
+    windows = pixels.unfold(2, high, 1).unfold(3, wide, 1).permute(2, 3, 0, 1, 4, 5)
+    sums = x.new_zeros(*windows.shape[:2], matrix.shape[1], dtype=torch.int32)
+    rows = max(1, _WINDOW_VALUES // max(1, windows.shape[1:].numel()))
+    for row in range(0, sums.shape[0], rows):
         columns = windows[row : row + rows].flatten(2)
         for first in range(0, matrix.shape[0], _EXACT):
             products = slice(first, first + _EXACT)
