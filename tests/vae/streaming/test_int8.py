@@ -4,6 +4,7 @@ import copy
 import logging
 import pickle
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -252,6 +253,17 @@ def test_several_devices_decode_in_int8_if_each_can(monkeypatch, caplog, product
     close(vae.decode(latent), new_vae(precision="auto").decode(latent))
     (line,) = [each for each in warnings_of(caplog) if "int8" in each]
     assert "int8 is not used: it is too old" in line
+
+
+def test_kernels_are_begun_for_all_devices_at_once(monkeypatch):
+    vae, asked = new_vae(), []
+    devices = [torch.device("cpu"), torch.device("cpu", 0)]
+    monkeypatch.setattr(vae, "team", Team(vae.replicas, devices))
+    monkeypatch.setattr(vae, "codes", lambda dtype: frozenset("a"))
+    waiting = lambda device, *_: asked.append(device) or SimpleNamespace(is_ready=False)  # noqa: E731
+    monkeypatch.setattr(vae, "_prepared", waiting)
+    assert not vae.ready_codes(torch.float32)
+    assert set(asked) == set(devices)
 
 
 def test_wrong_precisions_are_errors_of_one_line():
