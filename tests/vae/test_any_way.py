@@ -277,6 +277,8 @@ same = functools.partial(
 )
 SEEDS = st.integers(0, (1 << 64) - 1)
 
+SLOW, NIGHTLY = pytest.mark.slow, pytest.mark.nightly
+
 
 # An encode in steps of an odd frame, one of 80 equal frames as of WanImageToVideo, one of equal
 # frames in tiles and in parts, SeedVR2 in bands of rows.
@@ -300,7 +302,7 @@ def test_special_ways_give_the_same_video(case):
     check(case)
 
 
-@pytest.mark.nightly
+@NIGHTLY
 @pytest.mark.parametrize("in_a_row", [1, 2, 10, 1 << 40])
 @pytest.mark.parametrize("decode", [True, False])
 @pytest.mark.parametrize(
@@ -312,17 +314,12 @@ def test_any_allocation_can_fail(decode, options, in_a_row):
         check(replace(case, fails=(place, in_a_row)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(1, 6))
+# Of the same seeds each part makes other cases; most are for the night.
+PARTS = [pytest.param(n, marks=SLOW if n <= 5 else NIGHTLY) for n in range(1, 23)]
+
+
+@pytest.mark.parametrize("part", PARTS)
 @same(max_examples=60)
 @given(SEEDS)
 def test_many_ways_give_the_same_video(part, seed):
-    check_both(seed + part)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("part", range(6, 16))
-@same(max_examples=100)
-@given(SEEDS)
-def test_more_ways_give_the_same_video(part, seed):
     check_both(seed + part)
