@@ -64,7 +64,7 @@ from .messages import LINE, guarded, line, padded, shown
 from .ready.background import Job, submit, wait
 from .ready.facts import facts_of
 from .ready.proof import Proofs, proving
-from .ready.serving import Prepared, Snapshot, seeing
+from .ready.serving import Prepared, Snapshot, playing, seeing
 from .routes import Route, fp16_pays, route_of, table_entry
 from .routes import token as route_token
 from .shapes import convolved, interleaved, merged, new_video, shuffled
@@ -133,6 +133,7 @@ __all__ = [
     "on_device",
     "padded",
     "pixel_shuffle_3d",
+    "playing",
     "preparations",
     "prepare",
     "preparing",

@@ -33,8 +33,7 @@ def run(op: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, those of th
     _refuse_gradients(op, args, kwargs)
     notes, reasons = serving.recorder(), dict[str, str]()
     if notes is not None:
-        serving.note(ask, notes, op, args, kwargs)
-        return recorded.result_of(op, args, kwargs)
+        return _noted(notes, ask, op, *args, **kwargs)
     for name in _order(op, args, kwargs):
         try:
             return _run(name, op, args, kwargs)
@@ -68,10 +67,11 @@ def run_convolution(
         route = route_of(x, weight, kwargs["stride"], kwargs["padding"], norm=norm)
     notes, reasons = serving.recorder(), dict[str, str]()
     if notes is not None:
-        if route.kernel is not None:
-            serving.note(_asks(route.kernel), notes, op, given, kwargs)
-            return recorded.result_of(op, given, kwargs)
-        return composed(recorded.convolution, route.fused, run, *given, **kwargs)
+        asks = None if route.kernel is None else _asks(route.kernel)
+        noted = functools.partial(_noted, notes, asks, op)
+        if asks is not None:
+            return noted(*given, **kwargs)
+        return composed(noted, route.fused, run, *given, **kwargs)
     if route.kernel is not None:
         try:
             return _run_kernel(route.kernel, op, given, kwargs)
@@ -103,6 +103,19 @@ def ask(backend: str, op: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN40
     norm = kwargs.get("gamma") is not None
     fused = module.fuses(x, weight, kwargs["stride"], kwargs["padding"], norm=norm)
     return composed(function, fused, run, *args, **kwargs)
+
+
+def _noted(
+    notes: serving.Recorder | serving.Player,
+    asks: Any,  # noqa: ANN401, a function like `ask`, or None
+    op: str,
+    *args: Any,  # noqa: ANN401, those of the op
+    **kwargs: Any,  # noqa: ANN401, those of the op
+) -> Tensor:
+    """Note a call on `meta`, and return memory for its result."""
+    made = recorded.result_of(op, args, kwargs, notes.device)
+    notes.note(asks, op, args, kwargs, made)
+    return made
 
 
 def _refuse_gradients(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -75,7 +75,8 @@ _proofs: dict[ProofKey, tuple[int, Proof]] = {}
 
 def token() -> tuple[object, ...]:
     """Return what the routes of this thread depend on in addition to their layer and size."""
-    return forced(), serving.snapshot(), serving.recorder() is not None
+    made = serving.recorder()
+    return forced(), serving.snapshot(), made and (made.device, made.tiles)
 
 
 def route_of(
@@ -87,9 +88,7 @@ def route_of(
     norm: bool,
 ) -> Route:
     """Return the route of a layer at the size of `x`, with the frames before it or without."""
-    op, note = f"conv{x.ndim - 2}d", serving.recorder()
-    device = x.device if note is None else note.device
-    chosen = forced()
+    op, device, chosen = f"conv{x.ndim - 2}d", serving.device_of(x), forced()
     if chosen in CONVOLUTIONS:
         names, kernel, proves = (str(chosen),), None, None
     else:
@@ -103,7 +102,9 @@ def _chosen(
 ) -> tuple[tuple[str, ...], str | None, ProofKey | None]:
     kind = device_kind(device)
     library = convolution_order(op, kind)
-    if kind not in TRIED or x.dtype not in _NARROW or not x.numel():
+    plays = serving.recorder()
+    none_serves = plays is not None and not plays.tiles
+    if kind not in TRIED or x.dtype not in _NARROW or not x.numel() or none_serves:
         return library, None, None
     found = _kind_of(op, x, weight, stride)
     chip = chip_of(device)

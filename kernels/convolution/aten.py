@@ -8,6 +8,7 @@ from torch import Tensor
 from ..backends import TRIED
 from ..devices import device_kind
 from ..errors import is_out_of_memory
+from ..ready import serving
 from ..ready.selfcheck import log_failure
 from . import cudnn, onednn, sliced
 from .compose import sum_of
@@ -31,8 +32,9 @@ def fuses(
     """Return what is fused for `x` `[B, C, ...]`, `weight`, `stride`, `padding` and `norm`."""
     # oneDNN adds everything. On CUDA, PyTorch adds even a bias in a separate pass after cuDNN, slow
     # in channels-last memory.
-    packs = weight.keeps and onednn.serves(x.device, x.dtype)
-    return Fused(sums=packs, bias=x.device.type == "cpu" and not _aligns(x, weight))
+    device = serving.device_of(x)
+    packs = weight.keeps and onednn.serves(device, x.dtype)
+    return Fused(sums=packs, bias=device.type == "cpu" and not _aligns(x, weight))
 
 
 def conv3d(
@@ -90,7 +92,7 @@ def _aligns(x: Tensor, weight: ConvWeight) -> bool:
     """Return whether channels are filled up: in 16 bits, at the ends of a network."""
     narrow = x.dtype in (torch.float16, torch.bfloat16)
     odd = any(channels % _CHANNELS for channels in weight.shape[:2])
-    return odd and narrow and device_kind(x.device) in _ALIGNED
+    return odd and narrow and device_kind(serving.device_of(x)) in _ALIGNED
 
 
 def _aligned(taps: Tensor) -> Tensor:

@@ -32,6 +32,9 @@ LIBRARY = ("reference",)
 # What the store has of a variant in addition to the name of its backend.
 _NONE, _TRYING, _AGAIN = "none", "trying", "trying again"
 
+# Takes the name of an op, its arguments and its result.
+Count = Callable[[str, Sequence[Any], Mapping[str, Any], Tensor], object]
+
 _lock = threading.Lock()
 _numbers = itertools.count(1)
 _last = _last_proof = 0
@@ -52,14 +55,53 @@ class Snapshot:
 
 
 class Recorder:
-    """The calls of a network on `meta`, as of `device`."""
+    """The calls of a network on `meta`, as of `device`: the variants of kernels that they need."""
+
+    tiles = True  # the convolutions run on our kernels where they may
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.wanted = device, dict[variants.Key, Callable[[], None]]()
 
+    def note(
+        self,
+        ask: selfcheck.Ask | None,
+        op: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        made: object,
+    ) -> None:
+        """Note a call on `meta`; without `ask` it is of the library, which needs nothing."""
+        if ask is None:
+            return
+        for given in variants.sizes_of(op, args):
+            key = variants.key_of(op, given, kwargs, self.device)
+            if key not in _found and key not in self.wanted:
+                samples = variants.samples_of(op, given, kwargs, self.device)
+                self.wanted[key] = functools.partial(build, ask, key, op, samples)
+
+
+class Player:
+    """A network on `meta` plays `device`: its calls only allocate, and `count` gets each one."""
+
+    tiles = False  # the convolutions run on the library, which needs the most memory
+
+    def __init__(self, device: torch.device, count: Count) -> None:
+        self.device, self._count = device, count
+
+    def note(
+        self,
+        ask: selfcheck.Ask | None,
+        op: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        made: Tensor,
+    ) -> None:
+        """Pass a call and its result on."""
+        self._count(op, args, kwargs, made)
+
 
 _snapshot: ContextVar[Snapshot | None] = ContextVar("snapshot", default=None)
-_recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
+_recorder: ContextVar[Recorder | Player | None] = ContextVar("recorder", default=None)
 
 
 def next_number(*, proof: bool = False) -> int:
@@ -76,9 +118,20 @@ def snapshot() -> Snapshot | None:
     return _snapshot.get()
 
 
-def recorder() -> Recorder | None:
+def recorder() -> Recorder | Player | None:
     """Return what notes the calls of this thread on `meta`; None: nothing."""
     return _recorder.get()
+
+
+def device_of(x: Tensor) -> torch.device:
+    """Return the device of `x` `[...]`, or the one that this thread plays on `meta`."""
+    made = _recorder.get()
+    return x.device if made is None else made.device
+
+
+def playing(device: torch.device, count: Count) -> AbstractContextManager[object]:
+    """Let calls of this thread on `meta` play `device`, as a `Player`, until the block ends."""
+    return within(_recorder, Player(device, count))
 
 
 def seeing(seen: Snapshot) -> AbstractContextManager[object]:
@@ -115,17 +168,6 @@ def kernel_of(
     return names if seen is None or since <= seen.kernels else ()
 
 
-def note(
-    ask: selfcheck.Ask, made: Recorder, op: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> None:
-    """Note a call on `meta`."""
-    for given in variants.sizes_of(op, args):
-        key = variants.key_of(op, given, kwargs, made.device)
-        if key not in _found and key not in made.wanted:
-            samples = variants.samples_of(op, given, kwargs, made.device)
-            made.wanted[key] = functools.partial(build, ask, key, op, samples)
-
-
 def build(ask: selfcheck.Ask, key: variants.Key, op: str, samples: variants.Samples) -> None:
     """Build the kernels of a variant on its device, and check them unless that was done before."""
     # The check runs the kernels, which compiles and loads them. It is on a stream of its own.
@@ -158,8 +200,8 @@ def _tile_key(key: variants.Key) -> tuple[Any, ...]:
 
 def has_tile(op: str, x: Tensor, weight: ConvWeight, stride: tuple[int, ...]) -> bool:
     """Return whether a convolution has a tile that serves, or will have one (calls are noted)."""
-    if _recorder.get() is not None:
-        return True
+    if (made := _recorder.get()) is not None:
+        return made.tiles
     since = _tiled.get((op, x.device, x.dtype, weight.shape, tuple(stride)))
     seen = _snapshot.get()
     return since is not None and (seen is None or since <= seen.kernels)
