@@ -23,6 +23,7 @@ PACKAGES = ("kernels", "lora", "nodes", "vae")
 DATA = (
     "kernels/csrc/**/*.*",
     "vae/demo/*.*",
+    "vae/planning/*.json",
     "docs/*.md",
     "web/docs/*.md",
     "locales/*/*.json",

@@ -184,7 +184,6 @@ def _plan_bytes(
         encode=encode,
         single_frame=single_frame,
         device=vae.device,  # the weights may be on the host
-        cuts=limit is None,
         empty=True,
     )
     return plan.peak_bytes

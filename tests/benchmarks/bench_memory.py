@@ -27,7 +27,8 @@ import torch  # noqa: E402
 from fast_video_vae.tests.benchmarks import record  # noqa: E402
 from fast_video_vae.tests.benchmarks.weights import WIDTHS, random_weights  # noqa: E402
 from fast_video_vae.vae import StreamOptions, VideoVAE, load_vae  # noqa: E402
-from fast_video_vae.vae.planning import candidates, plan  # noqa: E402
+from fast_video_vae.vae.planning import plan  # noqa: E402
+from fast_video_vae.vae.planning.frames import Plan  # noqa: E402
 from fast_video_vae.vae.planning.job import job_of  # noqa: E402
 from fast_video_vae.vae.streaming.precision import compute_dtype  # noqa: E402
 
@@ -133,7 +134,7 @@ def input_of(vae: VideoVAE, case: Case) -> torch.Tensor:
     return x.to(vae.device, vae.dtype)
 
 
-def planned(vae: VideoVAE, case: Case) -> plan.Plan:
+def planned(vae: VideoVAE, case: Case) -> Plan:
     """Return the plan of the stream of `case`."""
     config, step = vae.config, vae.config.spatial_compression
     size = case.batch, case.size[0] // step, case.size[1] // step
@@ -147,13 +148,13 @@ def planned(vae: VideoVAE, case: Case) -> plan.Plan:
 @contextmanager
 def cut_at(index: int | None) -> Iterator[None]:
     """Allow tiles to be cut at one layer only, the `index`-th; None: at all of them."""
-    find = candidates.can_cut
+    find = plan.can_cut
     if index is not None:
-        candidates.can_cut = lambda network: find(network)[index : index + 1]
+        plan.can_cut = lambda network: find(network)[index : index + 1]
     try:
         yield
     finally:
-        candidates.can_cut = find
+        plan.can_cut = find
 
 
 def main() -> None:

@@ -44,8 +44,9 @@ from fast_video_vae.vae.models.config import VAEConfig
 from fast_video_vae.vae.models.patchify import fold_pixels
 from fast_video_vae.vae.models.replicas import Replicas
 from fast_video_vae.vae.planning import plan
+from fast_video_vae.vae.planning.frames import Plan
 from fast_video_vae.vae.planning.job import StreamJob
-from fast_video_vae.vae.planning.plan import Plan, make_plan
+from fast_video_vae.vae.planning.plan import make_plan
 from fast_video_vae.vae.streaming.bands.team import Team
 from fast_video_vae.vae.streaming.executor import advance
 from fast_video_vae.vae.streaming.output import LatentOutput, Output, Wanted

@@ -44,7 +44,7 @@ from fast_video_vae.tests.vae.ways import FAMILIES, TARGETS, WHITE, Case, case_o
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.background_writer import BackgroundWriter
 from fast_video_vae.vae.layers import conv
-from fast_video_vae.vae.planning import candidates, plan, tiling
+from fast_video_vae.vae.planning import plan, tiling
 from fast_video_vae.vae.streaming import cuda_graph, output, precision, session
 from fast_video_vae.vae.streaming import resume as resume_module
 
@@ -95,12 +95,12 @@ def played(case, vae):
 def circumstances(case, vae, share):
     """Let a plan take the cut and the parts of the case, and the library fuse what it says."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "kept_candidates", candidates.Candidates)
+        patch.setattr(plan, "kept_settings", plan.Settings)
         if case.cut is not None:
-            patch.setattr(candidates, "can_cut", lambda net: tiling.can_cut(net)[case.cut :][:1])
+            patch.setattr(plan, "can_cut", lambda net: tiling.can_cut(net)[case.cut :][:1])
         if case.part_bytes is not None:
-            patch.setattr(candidates, "_CPU_PART_BYTES", case.part_bytes)
-            patch.setattr(candidates, "_SMALLEST_PART_BYTES", case.part_bytes)
+            patch.setattr(plan, "_CPU_PARTS", (case.part_bytes,))
+            patch.setattr(plan, "_SMALL_PARTS", ())
         if case.parked:
             make = session.make_plan
             parked = lambda *args, **given: replace(make(*args, **given), parked=True)  # noqa: E731
@@ -122,7 +122,12 @@ def circumstances(case, vae, share):
         if case.fused is not None:
             serve(patch, case.fused)
         products, convolve = [], conv.int8_conv3d
-        patch.setattr(conv, "int8_conv3d", lambda *a, **o: products.append(0) or convolve(*a, **o))
+
+        def convolved(x, *args, **given):
+            products.extend([] if x.is_meta else [0])  # a plan runs on `meta`
+            return convolve(x, *args, **given)
+
+        patch.setattr(conv, "int8_conv3d", convolved)
         pads, run = Pads(), threading.Thread.run
 
         def watched(thread):

@@ -17,7 +17,6 @@ class CausalLayer(nn.Module):
     pairs: bool = False  # The layer takes two frames at a time
     sees_all: bool = False  # The layer sees every pixel of a frame, so it cannot run in tiles
     settles: bool = False  # The layer supports `cache.settling`
-    holds: str = ""  # What it holds while its blocks run: "input", "result" or "" for nothing
     repeats: bool = False  # It can get copies of the last frame; its parts may differ in length
 
     @property

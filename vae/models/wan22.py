@@ -29,7 +29,6 @@ class DownStage(CausalLayer):
     """
 
     settles = True
-    holds = "result"
 
     def __init__(
         self, in_channels: int, out_channels: int, *, space: bool, time: bool, taps: int
@@ -77,7 +76,6 @@ class UpStage(CausalLayer):
         self.scale = Fraction(2 if space else 1)
         self.times = 2 if time else 1
         phases = (4 if space else 1) * self.times
-        self.holds = "input" if space else ""
         if space:
             _check_shortcut(out_channels * phases, in_channels)
         self.growth = max(1, phases * out_channels // in_channels)

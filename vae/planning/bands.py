@@ -8,18 +8,16 @@ products.
 
 import bisect
 import functools
-import itertools
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from ..models.receptive_field import Size, Span
-from .candidates import Candidates, StepChoice, places
+from ..layers.conv import Conv
+from ..models.receptive_field import Span
 from .job import StreamJob
-from .layer_specs import lengths_before
-from .ledger import TOO_MUCH_BYTES
-from .tiling import Tiles, band_cuts
+from .tiling import Tiles, lengths_before
 
 # Halvings of the interval of the longest time of a band; the last one is 0.02 % of it.
 _STEPS = 12
@@ -63,7 +61,6 @@ class Bands:
     chunk: int  # latents per step
     members: tuple[Band, ...]  # in order; the first device has one of them
     pixels: int  # of an image per pixel along the axis
-    latent_s: float  # predicted seconds per latent
     holds: bool  # the devices can hold every tensor
 
     def __str__(self) -> str:
@@ -95,13 +92,11 @@ def divide(
 
     A device other than `first` whose share is too small has no span.
     """
-    spec, single_frame = job.spec, job.single_frame
-    shapes = spec.shapes(job.start, single_frame=single_frame)
-    pairs = zip(spec.layers, shapes, strict=False)
-    works = [job.latent_size[0] * each.work(x, single_frame=single_frame) for each, x in pairs]
-    tiled = slice(0, cut) if spec.encodes else slice(cut, len(works))
-    layers, whole = spec.layers[tiled], float(sum(works) - sum(works[tiled]))
-    before, length = (shapes[at][2:][axis] for at in (tiled.start, tiled.stop))
+    works = _works(job)
+    tiled = slice(0, cut) if job.encodes else slice(cut, len(works))
+    layers = [sight for _, sight in job.layers[tiled]]
+    whole = float(sum(works) - sum(works[tiled]))
+    before, length = (job.sizes[at][axis] for at in (tiled.start, tiled.stop))
     lengths = lengths_before(layers, before, (0, length))
     per_pixel = [work / each for work, each in zip(works[tiled], lengths, strict=False)]
 
@@ -109,13 +104,13 @@ def divide(
     def products(start: int, stop: int) -> float:
         sizes = lengths_before(layers, before, (start, stop))
         own = sum(map(float.__mul__, per_pixel, map(float, sizes)))
-        return own if spec.encodes else own + whole
+        return own if job.encodes else own + whole
 
     # Bands begin at pixels of the frames before the tiled layers, which need no rim there.
-    unit = 1 if spec.encodes else max(1, length // before)
+    unit = 1 if job.encodes else max(1, length // before)
     spans = _balanced(products, range(unit, length + 1, unit), shares, first)
     time = max(products(*span) / shares[number] for number, span in spans.items())
-    time += whole / shares[first] if spec.encodes else 0.0
+    time += whole / shares[first] if job.encodes else 0.0
     return Division(cut, axis, length, spans, time)
 
 
@@ -141,57 +136,13 @@ def _balanced(
     return best
 
 
-def make_bands(
-    job: StreamJob,
-    devices: Mapping[int, Place],
-    first: int,
-    tile: Size | None = None,
-    chunk: int | None = None,
-) -> Bands | None:
-    """Return the bands of a stream with the fewest products of the slowest device.
-
-    Args:
-        job: The stream, on the first device.
-        devices: What they have, by number, in the order of their bands.
-        first: The number of the first device.
-        tile: Height and width of tiles in pixels of the images; None: chosen by memory.
-        chunk: Latents per step; None: chosen for the first device.
-
-    Returns:
-        The bands; None: there is no cut, or only the first device would have a band.
-    """
-    shares = {number: place.share for number, place in devices.items()}
-    cuts = itertools.product(band_cuts(job.network), range(2))
-    found = [divide(job, *each, shares, first) for each in cuts]
-    found = [each for each in found if len(each.spans) > 1]
-    if not found:
-        return None
-    best = min(found, key=lambda each: each.time)
-    made: dict[int, Band] = {}
-    choices: list[StepChoice] = []
-    output = job.sizes[best.cut] if job.spec.encodes else job.end
-    down = job.end[best.axis] // best.length
-    # The first device chooses the length of the steps.
-    for number in sorted(best.spans, key=lambda number: number != first):
-        place, spans = devices[number], [(0, output[0]), (0, output[1])]
-        spans[best.axis] = best.spans[number]
-        height, width = (down * (stop - start) for start, stop in spans)
-        band = Tiles(best.cut, (height, width), (spans[0], spans[1]))
-        there = replace(job, device=place.device)
-        candidates = Candidates(there, tile, chunk, cuts=True, band=band)
-        choice = candidates.fastest(place.limit_bytes) or candidates.smallest
-        tiles = choice.tiles or band
-        size = choice.part_bytes, choice.peak_bytes % TOO_MUCH_BYTES, choice.parked
-        made[number] = Band(
-            number, place.name, place.device, tiles, *size, len(places(there, tiles))
-        )
-        chunk = chunk or choice.chunk
-        choices.append(choice)
-    return Bands(
-        best.axis,
-        chunk or 1,
-        tuple(made[number] for number in best.spans),
-        job.pixels * (down if job.spec.encodes else 1),
-        max(choice.seconds for choice in choices),
-        all(choice.peak_bytes < TOO_MUCH_BYTES for choice in choices),
-    )
+def _works(job: StreamJob) -> list[int]:
+    """Return the approximate products of each layer for one latent."""
+    works, frames = [], job.frames * job.latent_size[0]
+    for layer, before, after in zip(job.network.layers(), job.sizes, job.sizes[1:], strict=False):
+        area, times = max(math.prod(before), math.prod(after)), frames
+        convs = [each for each in layer.modules() if isinstance(each, Conv)]
+        works.append(frames * area * sum(conv.weight.numel() for conv in convs))
+        if not job.single_frame:
+            frames = times * layer.times // math.prod(conv.stride for conv in convs)
+    return works

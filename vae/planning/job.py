@@ -1,4 +1,4 @@
-"""The stream to plan: its network, size and device, with the rates and the memory of the device."""
+"""The stream to plan: its network, size and device."""
 
 import functools
 import math
@@ -6,36 +6,17 @@ from dataclasses import dataclass
 
 import torch
 
-from ...kernels import adds_in_place, tensor_limit
-from ..models.base import Network
+from ..models.base import Network, unwrapped
 from ..models.config import VAEConfig
-from ..models.receptive_field import Size, is_encoder
-from .layer_specs import NetworkSpec, network_spec
-from .ledger import Setting
+from ..models.receptive_field import Size, frame_sizes, is_encoder
+from .footprint import Footprint, footprints
+from .tiling import Sight
 
 # Shares of the free memory for a plan. More than the first only instead of tiles, which compute
 # their halos twice: libraries need some, and freed blocks of other sizes are not always usable. On
 # a CPU other programs need it too.
 _SHARES = (0.8, 0.9)
 _CPU_SHARES = (0.5, 0.9)
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Rates of a device, for the seconds of a plan."""
-
-    products_per_s: float  # multiply-adds of the convolutions
-    bytes_per_s: float  # that other passes read and write
-    host_bytes_per_s: float  # between device and host
-    launch_s: float  # between two kernels
-
-
-# An RTX 4090: 130 TFLOPS of cuDNN in 16 bits, 0.8 of its bandwidth, PCIe 4. Only ratios matter,
-# because plans are compared with each other: 70 to 100 products per byte from a 4090 to an H100.
-_DEVICE_RATES = Rates(65e12, 0.8e12, 20e9, 4e-6)
-
-# On a CPU steps are cut to stay in its cache, so only the products count.
-_CPU_RATES = Rates(1e12, math.inf, math.inf, 0.0)
 
 
 @dataclass(frozen=True)
@@ -51,47 +32,46 @@ class StreamJob:
     coded: frozenset[str] = frozenset()  # names of the convolutions that read codes
 
     @functools.cached_property
-    def spec(self) -> NetworkSpec:
-        """The numbers of the network."""
-        return network_spec(self.network, self.coded, self.dtype.itemsize)
+    def encodes(self) -> bool:
+        """Whether the network is an encoder, so that tiles come before whole frames."""
+        return is_encoder(self.network)
 
-    @property
-    def setting(self) -> Setting:
-        """The conditions of the stream."""
-        return Setting(
-            self.latent_size[0],
-            self.dtype.itemsize,
-            self.single_frame,
-            self.device.type == "cpu",
-            adds_in_place(self.device, self.dtype),
-            next(self.network.parameters()).dtype != self.dtype,
-            tensor_limit(self.device, self.dtype.itemsize),
-        )
+    @functools.cached_property
+    def layers(self) -> list[tuple[Footprint, Sight]]:
+        """What each layer allocates and sees; kept with the network."""
+        network = unwrapped(self.network)
+        job = self.device.type, self.dtype, self.coded, self.single_frame
 
-    @property
-    def start(self) -> Size:
-        """Height and width of the input of the first layer."""
-        height, width = self.latent_size[1:]
-        return self.end if self.spec.encodes else (height, width)
+        def measure() -> list[tuple[Footprint, Sight]]:
+            given = network, self.device, self.dtype, self.coded
+            found = footprints(*given, single_frame=self.single_frame)
+            return list(zip(found, map(Sight.of, network.layers()), strict=True))
 
-    @property
-    def end(self) -> Size:
-        """Height and width of the frames, which tiles divide."""
-        height, width = self.latent_size[1:]
-        ups, downs = zip(*(layer.scale for layer in self.spec.layers), strict=True)
-        scale = max(math.prod(ups), math.prod(downs))
-        return height * scale, width * scale
+        return network.kept.of(("layers", *job), measure)
 
     @functools.cached_property
     def sizes(self) -> list[Size]:
         """Height and width before each layer and after the last."""
-        shapes = self.spec.shapes(self.start, single_frame=True)
-        return [(shape.height, shape.width) for shape in shapes]
+        layers, (_, height, width) = self.network.layers(), self.latent_size
+        if self.encodes:
+            scale = math.prod(float(layer.scale) for layer in layers)
+            height, width = int(height / scale), int(width / scale)
+        return frame_sizes(layers, (height, width))
 
     @property
-    def rates(self) -> Rates:
-        """Rates of the device."""
-        return _CPU_RATES if self.device.type == "cpu" else _DEVICE_RATES
+    def end(self) -> Size:
+        """Height and width of the frames, which tiles divide."""
+        return self.sizes[0 if self.encodes else -1]
+
+    @functools.cached_property
+    def frames(self) -> int:
+        """Frames of the input per latent."""
+        return round(1 / min(1.0, math.prod(layer.times for layer, _ in self.layers)))
+
+    @property
+    def parks(self) -> bool:
+        """Whether tails can wait on the host; there are none on it, on `meta` or of a picture."""
+        return self.device.type not in ("cpu", "meta") and not self.single_frame
 
     @property
     def shares(self) -> tuple[float, float]:

@@ -18,8 +18,7 @@ from ..layers.causal_layer import CausalLayer
 from ..layers.temporal_cache import TemporalCache
 from ..layers.workspace import canonical
 from ..models.base import Network
-from ..models.receptive_field import Size, Span, is_encoder
-from .layer_specs import layer_spec, spans_before
+from ..models.receptive_field import Size, Span, is_encoder, reach
 
 Chains = list[list[CausalLayer]]
 
@@ -47,6 +46,27 @@ class FrameTile:
         """Rows and columns of the frames before the tiled layers that it sees."""
         crop = self.chains[0][0]
         return (crop.rows, crop.columns) if isinstance(crop, Crop) else (slice(0), slice(0))
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What a layer sees of whole frames.
+
+    Attributes:
+        parts: Factor, divisor and reach of its parts.
+        merged: Rows that become one.
+        keeps: Frames keep their size.
+    """
+
+    parts: tuple[tuple[int, int, int], ...]
+    merged: int
+    keeps: bool
+
+    @classmethod
+    def of(cls, layer: CausalLayer) -> "Sight":
+        """Return what `layer` sees."""
+        parts = tuple((*part.scale.as_integer_ratio(), reach(part)) for part in layer.blocks)
+        return cls(parts, max(1, int(1 / layer.scale)), layer.scale == 1)
 
 
 class Crop(CausalLayer):
@@ -116,8 +136,8 @@ def grid(size: Size, tile: Size) -> list[tuple[Span, Span]]:
 def make_tile(chains: Chains, size: Size, rows: Span, columns: Span) -> FrameTile:
     """Return one rectangle of the output of the tiled layers, whose whole input has this `size`."""
     layers = [layer for chain in chains for layer in chain]
-    specs = [layer_spec(layer) for layer in layers]
-    down, across = (spans_before(specs, *each) for each in zip(size, (rows, columns), strict=True))
+    sights = [Sight.of(layer) for layer in layers]
+    down, across = (spans_before(sights, *each) for each in zip(size, (rows, columns), strict=True))
     needed = list(zip(down, across, strict=True))
     have = needed[0]
     made: Chains = []
@@ -135,6 +155,42 @@ def make_tile(chains: Chains, size: Size, rows: Span, columns: Span) -> FrameTil
                 made[-1] += _crop(have, layer.scale, needed[seen])
                 have = needed[seen]
     return FrameTile(rows, columns, made, layers)
+
+
+def lengths_before(layers: Sequence[Sight], length: int, span: Span) -> list[int]:
+    """Return the lengths of a tile before each layer and after the last, as `make_tile` cuts it."""
+    spans = spans_before(layers, length, span)
+    given = [spans[0][1] - spans[0][0]]
+    for layer, (start, stop) in zip(layers, spans[1:], strict=True):
+        given.append(given[-1] if layer.keeps else stop - start)
+    given[-1] = span[1] - span[0]
+    return given
+
+
+def spans_before(layers: Sequence[Sight], length: int, span: Span) -> list[Span]:
+    """Return the part of whole frames that a tile needs before each layer and after the last.
+
+    `length` is that of whole frames before the first layer, and `span` is in the output.
+    """
+    lengths = [length]
+    for layer in layers:
+        for up, down, _ in layer.parts:
+            lengths.append(lengths[-1] * up // down)
+    spans, block, at = [span], 1, len(lengths) - 1
+    for layer in reversed(layers):
+        # Pixels that are merged into one stay together, from the first layer on.
+        block = max(block, layer.merged)
+        start, stop = spans[-1]
+        for up, down, sees in reversed(layer.parts):
+            at -= 1
+            # A layer that enlarges frames has its reach in pixels of the larger frames.
+            large, small = (sees, 0) if up > 1 else (0, sees)
+            start = (start - large) * down // up - small
+            stop = -((stop + large) * down // -up) + small
+            start, stop = start // block * block, -(-stop // block) * block
+            start, stop = max(0, start), min(lengths[at], stop)
+        spans.append((start, stop))
+    return spans[::-1]
 
 
 def _crop(before: tuple[Span, Span], scale: Fraction, want: tuple[Span, Span]) -> list[CausalLayer]:

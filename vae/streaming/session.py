@@ -17,8 +17,9 @@ from ..layers.workspace import Workspace, canonical
 from ..models.base import Network
 from ..models.config import VAEConfig
 from ..planning.device_memory import free_bytes
+from ..planning.frames import Plan
 from ..planning.job import StreamJob, job_of
-from ..planning.plan import Plan, check_plan, make_plan
+from ..planning.plan import check_plan, make_plan
 from ..validation import warn_dropped
 from . import cuda_graph
 from .bands.banded_executor import BandedExecutor
@@ -36,8 +37,9 @@ from .upload import Upload
 # Kinds of convolutions that a video may prove; it has about ten.
 _PROOFS = 16
 
-# Seconds of a search for one new shape, at least; see `searches_shapes`.
-_SEARCH_S = 7.6
+# Most latents that are computed in vain, which takes less time than a search; see
+# `searches_shapes`.
+_SEARCHED = 3
 
 
 @dataclass(frozen=True)
@@ -266,8 +268,7 @@ class VideoSession:
                 run = run[:, :, : run.shape[2] - dropped]
                 latents, more = run.shape[2] // group, (size or 0) - run.shape[2]
                 # Frames only see those before them. The results of the copies are dropped.
-                searched_s = more // group * plan.latent_s
-                if latents and more > 0 and self._searches and searched_s <= _SEARCH_S:
+                if latents and 0 < more <= _SEARCHED * group and self._searches:
                     self._sink.end_after(latents)
                     run = fitted(run, run.shape[2] + more)
             if run.shape[2]:

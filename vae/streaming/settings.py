@@ -4,8 +4,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..planning.frames import Plan
 from ..planning.job import StreamJob
-from ..planning.plan import Plan, smaller_plan
+from ..planning.plan import smaller_plan
 from .precision import compute_dtype
 
 _CPU = torch.device("cpu")

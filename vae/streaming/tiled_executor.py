@@ -11,7 +11,7 @@ from ...kernels import new_video
 from ..layers.inputs.coding import Coding
 from ..layers.temporal_cache import TemporalCache
 from ..models.receptive_field import Size, Span, causal_taps, frame_sizes
-from ..planning.candidates import cut_tiles
+from ..planning.frames import cut_tiles
 from ..planning.job import StreamJob
 from ..planning.tiling import Chains, FrameTile, Tiles
 from .cache_offload import Parking
@@ -183,7 +183,7 @@ def tiled_executor(
     parked: bool,
 ) -> TiledDecode | TiledEncode:
     """Return the executor of the tiles of whole frames, or of a band."""
-    kind = TiledEncode if job.spec.encodes else TiledDecode
+    kind = TiledEncode if job.encodes else TiledDecode
     executor = kind(*cut_tiles(job, tiles), new_cache, part_bytes)
     if parked:
         executor.parking = Parking(job.device)

@@ -24,7 +24,7 @@ from fast_video_vae.tests.vae.families import (
 from fast_video_vae.tests.vae.models.seedvr2_oracle import Oracle
 from fast_video_vae.tests.wan22 import random_qwen21, random_wan22
 from fast_video_vae.vae import load_vae
-from fast_video_vae.vae.planning import candidates
+from fast_video_vae.vae.planning import plan
 
 SIZE = 3, 2  # of a latent
 
@@ -204,7 +204,7 @@ def test_a_convolution_of_seedvr2_reads_one_band_at_a_time_where_memory_is_short
     latent = random_latent(1, 16, 2, 8, 8)
     vae.decode(latent)
     read = []
-    monkeypatch.setattr(candidates, "_SMALLEST_PART_BYTES", 1)
+    monkeypatch.setattr(plan, "_SMALL_PARTS", (1,))
     for limit in (1 << 30, 1):
         vae.limit_bytes = limit
         with Convolutions() as convolutions:

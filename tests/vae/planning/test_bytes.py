@@ -5,14 +5,13 @@ import torch
 
 from fast_video_vae.kernels import BackendError, silu_mul, use_backend
 from fast_video_vae.tests.benchmarks import count_bytes
-from fast_video_vae.vae.planning.candidates import Candidates
-from fast_video_vae.vae.planning.job import StreamJob
 
 LIMIT_BYTES = 16 << 30
 
 # Kernel launches per latent: 25 to 31 convolutions, each with a norm and a sum; the passes that
-# change the size; attention. The stock implementation needs more than a thousand.
-LAUNCHES = 110
+# change the size; attention, in steps of two latents. The stock implementation needs more than a
+# thousand.
+LAUNCHES = 120
 
 
 # Most traffic of a step with our own convolution, next to that with the library's. Blocks of more
@@ -81,10 +80,5 @@ def test_the_predicted_traffic_is_the_counted_one(family, direction, free_gib):
     config = count_bytes.configs()[family]
     size = 41, 720, 1280
     counter, chosen = count_bytes.whole_video(config, direction, size, free_gib << 30)
-    network, side = count_bytes.meta_network(config, direction), config.spatial_compression
-    latent = 1, size[1] // side, size[2] // side
-    job = StreamJob(network, latent, torch.bfloat16, torch.device("meta"))
-    choice = Candidates(job, None, None, cuts=True).fastest(chosen.peak_bytes, parks=False)
-    assert choice.tiles == chosen.tiles
-    predicted = choice.step.moved_bytes * config.latent_frames(size[0])
+    predicted = chosen.moved_bytes * config.latent_frames(size[0])
     assert predicted == pytest.approx(counter.total, rel=0.15)

@@ -2,28 +2,34 @@
 
 import dataclasses
 import gc
+import itertools
+import subprocess
+import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 
-from fast_video_vae.kernels import Fused
+from fast_video_vae.kernels import Fused, adds_in_place
 from fast_video_vae.tests.benchmarks import bench_memory
 from fast_video_vae.tests.benchmarks.bench_memory import Case
 from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.tests.tools.footprint_table import networks, table
 from fast_video_vae.tests.vae.families import STATES, VIDEO
 from fast_video_vae.tests.vae.planning.live_bytes import live_peak
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.layers import conv_weights
 from fast_video_vae.vae.models import base
-from fast_video_vae.vae.planning import cost, device_memory, plan
-from fast_video_vae.vae.planning.job import Rates, StreamJob
-from fast_video_vae.vae.planning.plan import Tiles, make_plan
+from fast_video_vae.vae.planning import device_memory, footprint, frames, plan
+from fast_video_vae.vae.planning.frames import Frames, Plan
+from fast_video_vae.vae.planning.job import StreamJob
+from fast_video_vae.vae.planning.plan import make_plan
+from fast_video_vae.vae.planning.tiling import Tiles
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-# Relative errors of the estimate for allocated tensors (most cases are within 3 %) and for the
-# memory of a process.
-ALLOCATED, TOLERANCE = 0.08, 0.15
+# The estimate next to allocated tensors, and its relative error next to the memory of a process.
+LEAST, MOST, TOLERANCE = 0.97, 1.08, 0.1
 
 measured = pytest.mark.skipif(
     not bench_memory.can_measure(), reason="the system does not report the peak memory of a process"
@@ -49,6 +55,7 @@ def work_of(network, height=90, width=160, device=CPU, single_frame=False):
     return StreamJob(network, (1, height, width), torch.bfloat16, device, single_frame)
 
 
+# Processes run these too.
 CASES = [
     Case("wan2.1", False, chunk=1, size=(128, 192)),
     Case("wan2.1", True, latents=5, chunk=2, size=(128, 192)),
@@ -62,6 +69,21 @@ CASES = [
     Case("wan2.2", False, latents=1, size=(480, 832), tile=(256, 256), cut=0),
     Case("seedvr2", True, limit_bytes=1),
 ]
+
+# 33 frames and a picture, in automatic steps, in the smallest ones, and in tiles. The smallest
+# steps of SeedVR2 on a video have bands of a row, which take long on `meta`.
+WAYS = [
+    Case(family, encode, latents=latents, size=size, dtype=dtype, **way)
+    for family, encode, latents, (size, dtype), way in itertools.product(
+        ("wan2.1", "wan2.2", "seedvr2"),
+        (False, True),
+        (1, 9),
+        (((256, 256), "float32"), ((480, 832), "bfloat16")),
+        ({}, {"limit_bytes": 1}, {"chunk": 4, "tile": (256, 256), "cut": 1}),
+    )
+    if family != "seedvr2" or not way or (latents == 1 and "tile" not in way)
+]
+LONG = [Case(family, encode, latents=33) for family in VIDEO[:2] for encode in (False, True)]
 
 # Cases, and limits as shares of their peak on whole frames. On a CPU the tails cannot be moved, so
 # lower limits cannot be kept.
@@ -78,13 +100,13 @@ def test_a_stream_keeps_its_memory_limit(case, share):
     limit = int(share * live_peak(case)[1])
     peak, estimate = live_peak(dataclasses.replace(case, limit_bytes=limit))
     assert estimate <= limit
-    assert peak <= (1 + ALLOCATED) * limit
+    assert peak <= limit / LEAST
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *WAYS, *LONG], ids=str)
 def test_the_estimate_matches_the_allocations_of_a_stream(case):
     peak, estimate = live_peak(case)
-    assert estimate == pytest.approx(peak, rel=ALLOCATED)
+    assert LEAST * peak <= estimate <= MOST * peak
 
 
 @pytest.mark.parametrize(
@@ -97,7 +119,7 @@ def test_the_estimate_matches_the_allocations_of_a_stream(case):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_estimate_is_enough_for_each_candidate(case, fused):
     peak, estimate = live_peak(case, fused)
-    assert peak <= (1 + ALLOCATED) * estimate
+    assert peak <= estimate / LEAST
 
 
 def differing(cases):
@@ -122,12 +144,12 @@ def test_the_estimate_matches_the_memory_of_a_process():
     assert not wrong or not differing(wrong)
 
 
-@pytest.mark.usefixtures("plans_anew")
 def test_copies_of_large_weights_are_counted(wan, monkeypatch):
     work = work_of(wan.decoder, 1, 1)
     before = make_plan(work, 1, cuts=False).peak_bytes
     monkeypatch.setattr(conv_weights, "_KEPT_ELEMENTS", 1)
-    assert make_plan(work_of(wan.decoder, 1, 1), 1, cuts=False).peak_bytes > before
+    anew = load_vae(random_state_dict(8), dtype=torch.float32)
+    assert make_plan(work_of(anew.decoder, 1, 1), 1, cuts=False).peak_bytes > before
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
@@ -166,16 +188,22 @@ def test_a_share_of_the_free_memory_is_used(wan, monkeypatch):
     assert chosen(1.1 * shortest.peak_bytes).tiles is not None
 
 
-@pytest.mark.usefixtures("plans_anew")
-def test_the_plan_with_the_fewest_seconds_is_chosen(wan, monkeypatch):
-    """Within the memory of the shortest steps on whole frames, tiles move fewer bytes."""
-    work = work_of(wan.decoder, device=CUDA)
-    limit = int(1.05 * make_plan(work, 1, cuts=False).peak_bytes)
-    monkeypatch.setattr(StreamJob, "rates", Rates(1.0, 1e30, 1e30, 0.0))
-    assert make_plan(work, limit).tiles is None  # only products count
-    monkeypatch.setattr(StreamJob, "rates", Rates(1e30, 1.0, 1e30, 0.0))
-    tiled = make_plan(work, limit)
-    assert tiled.tiles is not None  # only bytes count
+@pytest.mark.parametrize("gib", [3, 5, 20])
+def test_no_other_setting_costs_much_less(wan, gib):
+    """Of the settings within a limit, one of the cheapest is chosen, with the least memory."""
+    work, limit = work_of(wan.decoder, device=CUDA), gib << 28
+    chosen = make_plan(work, limit)
+    others = [
+        Frames(work, tiles).plan(chunk, 1 << part)
+        for tiles in (None, Tiles(7, (360, 640)), Tiles(11, (720, 320)), Tiles(15, (360, 1280)))
+        for chunk, part in itertools.product((1, 2, 4), (24, 28, 30))
+    ]
+    assert chosen.peak_bytes <= limit
+    assert all(
+        chosen.cost_bytes <= 1.15 * each.cost_bytes for each in others if each.peak_bytes <= limit
+    )
+    near = [each for each in others if each.cost_bytes <= chosen.cost_bytes]
+    assert all(chosen.peak_bytes <= 1.01 * each.peak_bytes for each in near)
 
 
 class Allocator:
@@ -241,14 +269,13 @@ def test_caches_on_the_host_cost_copies_and_lengthen_steps(wan, monkeypatch):
     least = make_plan(work, 1)
     assert least.parked
     limit = 2 * least.peak_bytes
-    chosen = make_plan(work, limit)
-    assert chosen.parked
-    assert chosen.peak_bytes <= limit
     lengths = []
-    for host_bytes_per_s in (1e30, 20e9, 1e6):  # copies cost nothing, something, everything
-        rates = Rates(65e12, 0.8e12, host_bytes_per_s, 4e-6)
-        monkeypatch.setattr(StreamJob, "rates", rates)
-        lengths.append(make_plan(work, limit).chunk)
+    for host_bytes in (0, 40, 1e6):  # copies cost nothing, something, everything
+        monkeypatch.setattr(frames, "_HOST_BYTES", host_bytes)
+        chosen = make_plan(work, limit)
+        assert chosen.parked
+        assert chosen.peak_bytes <= limit
+        lengths.append(chosen.chunk)
     assert lengths == sorted(lengths)
     assert lengths[0] < lengths[-1]
     for device, single_frame in ((CPU, False), (CUDA, True)):
@@ -259,8 +286,8 @@ def test_caches_on_the_host_cost_copies_and_lengthen_steps(wan, monkeypatch):
 
 def test_the_steps_of_a_size_are_estimated_once(monkeypatch):
     vae = load_vae(random_state_dict(8), dtype=torch.float32)
-    made, step = [], cost.StreamCost.step
-    monkeypatch.setattr(cost.StreamCost, "step", lambda *a, **o: made.append(1) or step(*a, **o))
+    made, plan_step = [], Frames._planned
+    monkeypatch.setattr(Frames, "_planned", lambda *a: made.append(1) or plan_step(*a))
     vae.decode(torch.zeros(1, 16, 2, 4, 4))
     first = len(made)
     vae.decode(torch.zeros(1, 16, 3, 4, 4))
@@ -272,12 +299,31 @@ def test_the_steps_of_a_size_are_estimated_once(monkeypatch):
         assert len(made) > before
 
 
+def test_layers_are_measured_once_and_those_of_published_vaes_never(monkeypatch):
+    vae = load_vae(random_state_dict(8), dtype=torch.float32)
+    measured, made = footprint.measured, []
+    monkeypatch.setattr(footprint, "measured", lambda *a, **o: made.append(1) or measured(*a, **o))
+    for height in (64, 128):
+        vae.plan(height, 64)
+    assert len(made) == 1
+    for network, single_frame in networks():
+        given = network.to(torch.bfloat16), (1, 60, 104), torch.bfloat16, CUDA, single_frame
+        make_plan(StreamJob(*given), 1 << 40)
+    assert len(made) == 1
+
+
+@pytest.mark.skipif(not adds_in_place(CPU, torch.float32), reason="the table is for x86")
+def test_the_table_has_the_footprints_of_the_layers():
+    """Otherwise run `python tests/tools/footprint_table.py`."""
+    assert footprint._table() == table()
+
+
 def test_kept_estimates_keep_no_network_and_not_every_size(monkeypatch):
     monkeypatch.setattr(base, "_MOST_KEPT", 3)
     vae = load_vae(random_state_dict(8), dtype=torch.float32)
     for height in range(8, 72, 8):
         vae.plan(height, 64)
-    assert len(vae.decoder.kept) == 3
+    assert len(vae.decoder.kept) == 3  # the layers and two sizes, or three sizes
     network = weakref.ref(vae.decoder)
     gc.disable()
     try:
@@ -288,7 +334,32 @@ def test_kept_estimates_keep_no_network_and_not_every_size(monkeypatch):
 
 
 def test_a_plan_is_printed_in_words():
-    words = str(plan.Plan(1, 1, 300 << 20))
+    words = str(Plan(1, 1, 300 << 20))
     assert words == "1 latent a step, whole frames, about 300 MiB"
-    words = str(plan.Plan(-1, 1, 1 << 20, Tiles(3, (24, 40)), True, pixels=2))
+    words = str(Plan(-1, 1, 1 << 20, Tiles(3, (24, 40)), True, pixels=2))
     assert words == "all latents a step, tiles of 80x48, caches on the host, about 1 MiB"
+
+
+MEASURE = """
+import runpy, sys
+runpy.run_path(sys.argv[1])
+import torch
+from fast_video_vae.tests.vae.families import STATES
+from fast_video_vae.vae import load_vae
+from fast_video_vae.vae.planning.footprint import measured
+for make in STATES.values():
+    vae = load_vae(make(), dtype=torch.float32)
+    for network in filter(None, (vae.decoder, vae.encoder)):
+        measured(network, torch.device("cuda"), torch.float32, single_frame=True)
+        if not vae.config.is_of_pictures:
+            measured(network, torch.device("cpu"), torch.float32)
+assert "sympy" not in sys.modules
+"""
+
+
+def test_measuring_layers_imports_no_compiler():
+    """PyTorch would, for arithmetic on `meta`, which takes most of a second."""
+    conftest = Path(__file__).parents[2] / "conftest.py"
+    command = [sys.executable, "-c", MEASURE, str(conftest)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

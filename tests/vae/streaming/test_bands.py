@@ -13,7 +13,7 @@ from fast_video_vae.tests.vae.families import STATES, close, joined, latent_for,
 from fast_video_vae.tests.vae.streaming.processes import Processes, failing
 from fast_video_vae.tests.vae.test_any_way import SEEDS, check_both, same, vae_of
 from fast_video_vae.vae import StreamOptions, load_vae
-from fast_video_vae.vae.planning import bands, tiling
+from fast_video_vae.vae.planning import plan, tiling
 from fast_video_vae.vae.streaming.bands.banded_executor import BandedExecutor
 from fast_video_vae.vae.streaming.tiled_executor import TiledExecutor
 
@@ -152,14 +152,14 @@ def test_bands_give_the_bits_of_one_device(
 def test_every_cut_and_axis_give_the_same_result(wan, banded, monkeypatch, axis):
     latent, video = inputs(wan, 3, 96, 96)
     decoded, encoded = wan.decode(latent), wan.encode(video)
-    find, made = tiling.band_cuts, bands.divide
+    find, made = tiling.band_cuts, plan.divide
     counts = [len(find(network)) for network in (wan.decoder, wan.encoder)]
     assert min(counts) >= 3
     wan.devices = ["cpu"] * 2
-    monkeypatch.setattr(bands, "divide", lambda job, cut, _, *rest: made(job, cut, axis, *rest))
+    monkeypatch.setattr(plan, "divide", lambda job, cut, _, *rest: made(job, cut, axis, *rest))
     for index in range(max(counts)):
         monkeypatch.setattr(
-            bands, "band_cuts", lambda each, i=index: find(each)[i : i + 1] or find(each)[:1]
+            plan, "band_cuts", lambda each, i=index: find(each)[i : i + 1] or find(each)[:1]
         )
         assert torch.equal(wan.decode(latent), decoded)
         assert torch.equal(wan.encode(video), encoded)

@@ -9,7 +9,7 @@ from fast_video_vae.kernels import preparations
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.vae.families import random_frames
 from fast_video_vae.vae import StreamOptions, load_vae
-from fast_video_vae.vae.planning import candidates
+from fast_video_vae.vae.planning import plan
 
 graphs = importlib.import_module("fast_video_vae.vae.streaming.cuda_graph")
 
@@ -72,7 +72,7 @@ def test_graphs_do_not_change_the_result(
     recorded, monkeypatch, name, shape, chunk, part_bytes, made
 ):
     if part_bytes:
-        monkeypatch.setattr(candidates, "_CPU_PART_BYTES", part_bytes)
+        monkeypatch.setattr(plan, "_CPU_PARTS", (part_bytes,))
     run, x = getattr(recorded, name), random_frames(*shape)
     y = run(x, chunk)
     assert StandIn.made == made

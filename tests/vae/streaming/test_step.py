@@ -8,9 +8,9 @@ import torch
 
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.vae import load_vae
-from fast_video_vae.vae.planning import candidates
+from fast_video_vae.vae.planning import plan
 
-VAE = Path(candidates.__file__).parents[1]
+VAE = Path(plan.__file__).parents[1]
 # Limits for following a decode.
 MOST_FILES, MOST_FRAMES = 12, 15
 
@@ -23,7 +23,7 @@ def in_vae(frame):
 def test_a_decode_step_uses_few_files_and_calls(monkeypatch, part_bytes):
     monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)  # no code compiles
     if part_bytes:
-        monkeypatch.setattr(candidates, "_CPU_PART_BYTES", part_bytes)
+        monkeypatch.setattr(plan, "_CPU_PARTS", (part_bytes,))
     vae = load_vae(random_state_dict(8), dtype=torch.float32)
     latent = torch.randn(1, 16, 3, 4, 4)
     vae.decode(latent, 1)  # derives the weights

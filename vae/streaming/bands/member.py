@@ -50,7 +50,7 @@ class Member:
 
     def __init__(self, work: Work, band: Band, stopped: threading.Event) -> None:
         self.device = band.device
-        name = "encoder" if work.job.spec.encodes else "decoder"
+        name = "encoder" if work.job.encodes else "decoder"
         network = work.replicas.on(band.device, name, work.job.network)
         job = replace(work.job, network=network, device=band.device)
         coding = Coding(job.coded, band.device) if job.coded else None

@@ -29,8 +29,8 @@ from ...models.config import VAEConfig
 from ...models.receptive_field import Span
 from ...models.replicas import Replicas
 from ...planning.bands import Band
-from ...planning.candidates import cut_tiles
 from ...planning.device_memory import free_bytes
+from ...planning.frames import cut_tiles
 from ..memory import bare
 from ..tiled_executor import Target
 from .member import Announced, Member, Work
@@ -197,13 +197,13 @@ class RankMember:
         self._rank, self._is_stopped = rank, False
         # Of the frames of an encode it gets the part that its band sees.
         job, self._part = work.job, ()
-        if job.spec.encodes:
+        if job.encodes:
             _, tiles, _ = cut_tiles(job, band.tiles)
             seen = zip(*(tile.seen for tile in tiles), strict=True)
             bounds = [(min(x.start for x in each), max(x.stop for x in each)) for each in seen]
             self._part = tuple(slice(*each) for each in bounds)
         bare_job = replace(job, network=None)  # type: ignore[arg-type], each rank has its own
-        rank.send("begin", job.spec.encodes, bare_job, band, work.begins, self._part)
+        rank.send("begin", job.encodes, bare_job, band, work.begins, self._part)
         self._finish(None)
 
     def stop(self) -> None:

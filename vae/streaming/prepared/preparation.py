@@ -5,14 +5,10 @@ that it calls are built and checked. Sizes matter little: see `kernels/variants.
 """
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from ....kernels import Prepared, frames_to_images, pixel_shuffle_3d, prepare
 from ...layers.inputs.coding import Coding, name_convolutions
@@ -21,6 +17,7 @@ from ...layers.workspace import canonical
 from ...models.build import make_decoder, make_encoder
 from ...models.config import VAEConfig
 from ...models.patchify import COLUMN_FIRST, ROW_FIRST
+from ...planning.byte_counter import ByteCounter
 from ..executor import advance
 
 # Height and width of the frames in pixels, and the latents of each step: a picture and a video.
@@ -81,41 +78,10 @@ def _record(work: Work) -> None:
             shape = 1, inputs, frames, height // shrinks, width // shrinks
             x = torch.empty(shape, dtype=work.dtype, device=device)
             x = canonical(x.contiguous(memory_format=torch.channels_last_3d))
-            with torch.inference_mode(False), torch.no_grad(), _Shapes():
+            with torch.inference_mode(False), torch.no_grad(), ByteCounter():
                 for y in advance(network.chains(), x, cache, _WHOLE):
                     _leave(work, y, order)
             cache.first = config.is_of_pictures
-
-
-class _Shapes(TorchFunctionMode):
-    """Replaces arithmetic on `meta`, which would import PyTorch's compiler, by memory."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], _: object, args: tuple[Any, ...] = (), kwargs: object = None
-    ) -> object:
-        options: dict[str, Any] = dict(kwargs or {})  # type: ignore[call-overload]
-        name, shape = func.__name__, None
-        x: Tensor = args[0] if args else torch.empty(0)
-        if name in ("linear", "matmul", "__matmul__"):
-            shape = *x.shape[:-1], args[1].shape[0 if name == "linear" else -1]
-        elif func is F.unfold:
-            shape = x.shape[0], x.shape[1] * args[1] ** 2, x.shape[2] * x.shape[3]
-        elif func is torch.cat:
-            parts, dim = (*args, options.get("dim", 0))[:2]
-            x, length = parts[0], sum(each.shape[dim] for each in parts)
-            shape = *x.shape[:dim], length, *x.shape[dim:][1:]
-        elif name == "sum":
-            shape = ()
-        elif name.strip("_").removeprefix("r") in ("add", "sub", "mul"):
-            tensors = [each for each in args if isinstance(each, Tensor)]
-            x, shape = tensors[0], torch.broadcast_shapes(*(each.shape for each in tensors))
-        elif name in ("add_", "__iadd__"):
-            return x
-        return func(*args, **options) if shape is None else x.new_empty(shape, **_dtype(options))
-
-
-def _dtype(options: dict[str, Any]) -> dict[str, Any]:
-    return {"dtype": options["dtype"]} if "dtype" in options else {}
 
 
 def _leave(work: Work, y: Tensor, order: str) -> None:
