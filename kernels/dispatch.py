@@ -106,7 +106,7 @@ def ask(backend: str, op: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN40
 
 
 def _noted(
-    notes: serving.Recorder | serving.Player,
+    notes: serving.Recorder,
     asks: Any,  # noqa: ANN401, a function like `ask`, or None
     op: str,
     *args: Any,  # noqa: ANN401, those of the op

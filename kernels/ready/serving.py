@@ -32,8 +32,8 @@ LIBRARY = ("reference",)
 # What the store has of a variant in addition to the name of its backend.
 _NONE, _TRYING, _AGAIN = "none", "trying", "trying again"
 
-# Takes the name of an op, its arguments and its result.
-Count = Callable[[str, Sequence[Any], Mapping[str, Any], Tensor], object]
+# Takes what asks a backend (None: the library runs the call), an op, its arguments and its result.
+Note = Callable[[Any, str, Sequence[Any], Mapping[str, Any], Tensor], object]
 
 _lock = threading.Lock()
 _numbers = itertools.count(1)
@@ -54,54 +54,17 @@ class Snapshot:
     native: bool  # the C++ kernels of the CPU are loaded
 
 
+@dataclass(frozen=True)
 class Recorder:
-    """The calls of a network on `meta`, as of `device`: the variants of kernels that they need."""
+    """A network that runs on `meta` plays `device`: its calls only allocate, and are noted."""
 
-    tiles = True  # the convolutions run on our kernels where they may
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.wanted = device, dict[variants.Key, Callable[[], None]]()
-
-    def note(
-        self,
-        ask: selfcheck.Ask | None,
-        op: str,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        made: object,
-    ) -> None:
-        """Note a call on `meta`; without `ask` it is of the library, which needs nothing."""
-        if ask is None:
-            return
-        for given in variants.sizes_of(op, args):
-            key = variants.key_of(op, given, kwargs, self.device)
-            if key not in _found and key not in self.wanted:
-                samples = variants.samples_of(op, given, kwargs, self.device)
-                self.wanted[key] = functools.partial(build, ask, key, op, samples)
-
-
-class Player:
-    """A network on `meta` plays `device`: its calls only allocate, and `count` gets each one."""
-
-    tiles = False  # the convolutions run on the library, which needs the most memory
-
-    def __init__(self, device: torch.device, count: Count) -> None:
-        self.device, self._count = device, count
-
-    def note(
-        self,
-        ask: selfcheck.Ask | None,
-        op: str,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        made: Tensor,
-    ) -> None:
-        """Pass a call and its result on."""
-        self._count(op, args, kwargs, made)
+    device: torch.device
+    note: Note
+    tiles: bool  # the convolutions run on our kernels where they may; otherwise on the library
 
 
 _snapshot: ContextVar[Snapshot | None] = ContextVar("snapshot", default=None)
-_recorder: ContextVar[Recorder | Player | None] = ContextVar("recorder", default=None)
+_recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 
 
 def next_number(*, proof: bool = False) -> int:
@@ -118,7 +81,7 @@ def snapshot() -> Snapshot | None:
     return _snapshot.get()
 
 
-def recorder() -> Recorder | Player | None:
+def recorder() -> Recorder | None:
     """Return what notes the calls of this thread on `meta`; None: nothing."""
     return _recorder.get()
 
@@ -129,9 +92,9 @@ def device_of(x: Tensor) -> torch.device:
     return x.device if made is None else made.device
 
 
-def playing(device: torch.device, count: Count) -> AbstractContextManager[object]:
-    """Let calls of this thread on `meta` play `device`, as a `Player`, until the block ends."""
-    return within(_recorder, Player(device, count))
+def playing(device: torch.device, note: Note) -> AbstractContextManager[object]:
+    """Let calls of this thread on `meta` play `device` with its library until the block ends."""
+    return within(_recorder, Recorder(device, note, tiles=False))
 
 
 def seeing(seen: Snapshot) -> AbstractContextManager[object]:
@@ -168,6 +131,25 @@ def kernel_of(
     return names if seen is None or since <= seen.kernels else ()
 
 
+def _want(
+    device: torch.device,
+    wanted: dict[variants.Key, Callable[[], None]],
+    ask: selfcheck.Ask | None,
+    op: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    _: Tensor,
+) -> None:
+    """Note the variants of kernels that a call needs; the library needs none."""
+    if ask is None:
+        return
+    for given in variants.sizes_of(op, args):
+        key = variants.key_of(op, given, kwargs, device)
+        if key not in _found and key not in wanted:
+            samples = variants.samples_of(op, given, kwargs, device)
+            wanted[key] = functools.partial(build, ask, key, op, samples)
+
+
 def build(ask: selfcheck.Ask, key: variants.Key, op: str, samples: variants.Samples) -> None:
     """Build the kernels of a variant on its device, and check them unless that was done before."""
     # The check runs the kernels, which compiles and loads them. It is on a stream of its own.
@@ -200,8 +182,8 @@ def _tile_key(key: variants.Key) -> tuple[Any, ...]:
 
 def has_tile(op: str, x: Tensor, weight: ConvWeight, stride: tuple[int, ...]) -> bool:
     """Return whether a convolution has a tile that serves, or will have one (calls are noted)."""
-    if (made := _recorder.get()) is not None:
-        return made.tiles
+    if _recorder.get() is not None:
+        return True
     since = _tiled.get((op, x.device, x.dtype, weight.shape, tuple(stride)))
     seen = _snapshot.get()
     return since is not None and (seen is None or since <= seen.kernels)
@@ -251,9 +233,10 @@ class Prepared:
 
     def _work(self) -> None:
         proofs = _last
-        made = Recorder(self._device)
-        with within(_recorder, made):
+        wanted = dict[variants.Key, Callable[[], None]]()
+        note = functools.partial(_want, self._device, wanted)
+        with within(_recorder, Recorder(self._device, note, tiles=True)):
             self._record()
-        for each in made.wanted.values():
+        for each in wanted.values():
             each()
         self._proofs, self.is_ready = proofs, True

@@ -6,7 +6,7 @@ derived from it once, and again when the parameter is replaced or written to.
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -71,6 +71,10 @@ class Conv(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_channels))
         self.forms = Forms()
         self._routes: tuple[object, dict[object, Route]] = None, {}
+
+    def __getstate__(self) -> Mapping[str, object]:
+        # A copied or pickled module starts without routes, which other threads may be adding.
+        return self.__dict__ | {"_routes": (None, {})}
 
     def form_bytes(self) -> int:
         """Return the bytes of the derived forms that do not share the parameter's memory."""

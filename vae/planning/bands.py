@@ -8,13 +8,11 @@ products.
 
 import bisect
 import functools
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
-from ..layers.conv import Conv
 from ..models.receptive_field import Span
 from .job import StreamJob
 from .tiling import Tiles, lengths_before
@@ -92,7 +90,7 @@ def divide(
 
     A device other than `first` whose share is too small has no span.
     """
-    works = _works(job)
+    works = job.works
     tiled = slice(0, cut) if job.encodes else slice(cut, len(works))
     layers = [sight for _, sight in job.layers[tiled]]
     whole = float(sum(works) - sum(works[tiled]))
@@ -134,15 +132,3 @@ def _balanced(
         else:
             low = middle
     return best
-
-
-def _works(job: StreamJob) -> list[int]:
-    """Return the approximate products of each layer for one latent."""
-    works, frames = [], job.frames * job.latent_size[0]
-    for layer, before, after in zip(job.network.layers(), job.sizes, job.sizes[1:], strict=False):
-        area, times = max(math.prod(before), math.prod(after)), frames
-        convs = [each for each in layer.modules() if isinstance(each, Conv)]
-        works.append(frames * area * sum(conv.weight.numel() for conv in convs))
-        if not job.single_frame:
-            frames = times * layer.times // math.prod(conv.stride for conv in convs)
-    return works

@@ -123,8 +123,10 @@ class ByteCounter(TorchDispatchMode):
             self._read(*args, result)
         return result
 
-    def op(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], made: Tensor) -> None:
-        """Count an op of `kernels`: what it is given, and its result."""
+    def op(
+        self, _: object, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], made: Tensor
+    ) -> None:
+        """Count an op of `kernels`, whatever would run it: what it is given, and its result."""
         # A norm also replaces the tail that it reads.
         again = kwargs.get("tail") if name.endswith("norm_silu") else None
         self._read(*args, *(each for key, each in kwargs.items() if key != "out"), made, again)

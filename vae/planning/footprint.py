@@ -126,10 +126,8 @@ class _Video:
 
     def __init__(self, dtype: torch.dtype, coded: frozenset[str], *, single_frame: bool) -> None:
         self.counter = ByteCounter()
-        self._memory, self._like = (
-            UncountedScratch(self.counter),
-            torch.empty(0, dtype=dtype, device="meta"),
-        )
+        self._memory = UncountedScratch(self.counter)
+        self._like = torch.empty(0, dtype=dtype, device="meta")
         coding = Coding(coded, self._like.device) if coded else None
         self._cache = TemporalCache(
             single_frame=single_frame, workspace=self._memory, coding=coding

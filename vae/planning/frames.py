@@ -137,7 +137,8 @@ class Frames:
     def _each(self, step: Step, runs: Runs, live: float) -> Runs:
         """Walk the tiles for each run of a chunk; the largest one next to what others have left."""
         one = runs._replace(count=1)
-        step.through(self._tiled, one, live, repeats=0)
+        if self._job.single_frame:  # otherwise scratch memory has its full size from the start
+            step.through(self._tiled, one, live, repeats=0)
         return step.through(self._tiled, one, live, repeats=runs.count)
 
     def _joined(self, frames: int) -> Runs:

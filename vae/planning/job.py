@@ -1,11 +1,13 @@
 """The stream to plan: its network, size and device."""
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 
 import torch
 
+from ..layers.conv import Conv
 from ..models.base import Network, unwrapped
 from ..models.config import VAEConfig
 from ..models.receptive_field import Size, frame_sizes, is_encoder
@@ -67,6 +69,18 @@ class StreamJob:
     def frames(self) -> int:
         """Frames of the input per latent."""
         return round(1 / min(1.0, math.prod(layer.times for layer, _ in self.layers)))
+
+    @functools.cached_property
+    def works(self) -> list[int]:
+        """Approximate products of each layer for one latent."""
+        works, frames = list[int](), self.frames * self.latent_size[0]
+        layers, sizes = self.network.layers(), itertools.pairwise(self.sizes)
+        for layer, (footprint, _), size in zip(layers, self.layers, sizes, strict=True):
+            convs = (each for each in layer.modules() if isinstance(each, Conv))
+            area = max(map(math.prod, size))
+            works.append(frames * area * sum(conv.weight.numel() for conv in convs))
+            frames = int(frames * footprint.times)
+        return works
 
     @property
     def parks(self) -> bool:

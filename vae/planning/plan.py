@@ -81,11 +81,12 @@ class Settings:
         return min(itertools.chain(*groups), key=lambda plan: (not plan.holds, plan.peak_bytes))
 
     def _first(self, usual: int, most: int) -> Plan:
-        least = min(plan.cost_bytes for plan in next(self._whole()))
         # More of the memory only instead of tiles.
         best = None if self._only_tiles else _fitting(self._whole(), usual)
-        if best is not None and best.cost_bytes <= _NEAR * least:
-            return best
+        if best is not None:
+            least = min(plan.cost_bytes for plan in next(self._whole()))
+            if best.cost_bytes <= _NEAR * least:
+                return best
         found = [best, _fitting(self._tiled(usual), usual)]
         if not any(found):
             whole = iter(()) if self._only_tiles else self._whole()
