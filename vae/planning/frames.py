@@ -129,7 +129,7 @@ class Frames:
         peak += BASE_BYTES if job.device.type == "cpu" else _CUDNN_WORKSPACE_BYTES
         cost = 2 * _HOST_BYTES * (self.kept() if parked else 0.0)
         if job.device.type != "cpu":
-            cost += _LAUNCH_BYTES * step.passes * (self._count if self._tiled else 1)
+            cost += _LAUNCH_BYTES * step.passes
         holds = step.largest <= tensor_limit(job.device, job.dtype.itemsize)
         made = chunk, part_bytes, int(peak), self.tiles, parked, job.pixels, holds
         return Plan(*made, step.moved / chunk, (step.moved + cost) / chunk)
@@ -139,7 +139,10 @@ class Frames:
         one = runs._replace(count=1)
         if self._job.single_frame:  # otherwise scratch memory has its full size from the start
             step.through(self._tiled, one, live, repeats=0)
-        return step.through(self._tiled, one, live, repeats=runs.count)
+        before = step.passes
+        made = step.through(self._tiled, one, live, repeats=runs.count)
+        step.passes += (self._count - 1) * (step.passes - before)
+        return made
 
     def _joined(self, frames: int) -> Runs:
         """Return the output of all tiles together, for some frames of their input."""

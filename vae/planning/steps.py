@@ -120,7 +120,7 @@ class Step:
 
     Attributes:
         moved: Bytes that are read and written.
-        passes: Kernels that are launched, for the largest of several tiles.
+        passes: Kernels that are launched.
         largest: Bytes of the largest tensor.
     """
 
