@@ -209,13 +209,17 @@ def steady_step(
     height: int,
     width: int,
     limit_bytes: int,
+    chunk: int | None = None,
     **options: Any,
 ) -> tuple[ByteCounter, int]:
-    """Count the second step after the first frame, in bfloat16; return its latents too."""
+    """Count the second step after the first frame, in bfloat16; return its latents too.
+
+    It has `chunk` latents; None: those of the plan.
+    """
     network, step = meta_network(config, direction), config.spatial_compression
     size = 1, height // step, width // step
     job = StreamJob(network, size, torch.bfloat16, torch.device("meta"))
-    chosen = make_plan(job, limit_bytes, cuts=False)
+    chosen = make_plan(job, limit_bytes, chunk=chunk, cuts=False)
     cache = TemporalCache()
 
     def run(latents: int) -> None:

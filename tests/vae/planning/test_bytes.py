@@ -9,9 +9,9 @@ from fast_video_vae.tests.benchmarks import count_bytes
 LIMIT_BYTES = 16 << 30
 
 # Kernel launches per latent: 25 to 31 convolutions, each with a norm and a sum; the passes that
-# change the size; attention, in steps of two latents. The stock implementation needs more than a
+# change the size; attention, in steps of four latents. The stock implementation needs more than a
 # thousand.
-LAUNCHES = 120
+LAUNCHES = 110
 
 
 # Most traffic of a step with our own convolution, next to that with the library's. Blocks of more
@@ -41,9 +41,11 @@ def _fused():
 @pytest.mark.parametrize("family", ["wan2.1", "wan2.2"])
 def test_the_traffic_of_a_step_is_near_the_minimum(family, direction):
     config = count_bytes.configs()[family]
-    counter, latents = count_bytes.steady_step(config, direction, 720, 1280, LIMIT_BYTES)
+    step = config, direction, 720, 1280, LIMIT_BYTES
+    counter, latents = count_bytes.steady_step(*step)
     gigabytes = counter.total / latents / 1e9
     assert gigabytes <= 1.25 * count_bytes.NEEDED_GB[family, direction], counter.by_op
+    counter, latents = count_bytes.steady_step(*step, 4)
     assert counter.launches / latents <= LAUNCHES, counter.by_op
 
 
@@ -58,6 +60,7 @@ def test_our_own_convolution_saves_passes(family, direction):
     assert "convolution" not in own.by_op
     assert own.total <= OWN_SHARES[family, direction] * plain.total, own.by_op
     assert own.launches < plain.launches
+    own, latents = count_bytes.steady_step(config, direction, 720, 1280, LIMIT_BYTES, 4, own=True)
     assert own.launches / latents <= LAUNCHES, own.by_op
 
 
