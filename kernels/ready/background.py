@@ -4,9 +4,8 @@ Nothing waits for it but a caller that asks to. What it has not finished is serv
 """
 
 import atexit
-import heapq
-import itertools
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -67,9 +66,8 @@ class Job:
 DONE = Job("nothing", lambda: None)
 DONE.run()
 
-_changed = threading.Condition()
-_queue: list[tuple[float, int, Job]] = []
-_numbers = itertools.count()
+_lock = threading.Lock()
+_queue: queue.SimpleQueue[Job] = queue.SimpleQueue()
 _thread: threading.Thread | None = None
 _ends = False
 
@@ -79,13 +77,12 @@ def submit(name: str, work: Callable[[], object]) -> Job:
     # It is called once without gradients; again later where it raises that memory is short.
     global _thread
     job = Job(name, work)
-    with _changed:
-        heapq.heappush(_queue, (0.0, next(_numbers), job))
+    _queue.put(job)
+    with _lock:
         if _thread is None or not _thread.is_alive():
             _thread = threading.Thread(target=_serve, name="kernels of fast-video-vae", daemon=True)
             _thread.start()
             atexit.register(_end)
-        _changed.notify_all()
     return job
 
 
@@ -107,27 +104,17 @@ def is_here() -> bool:
 
 
 def _serve() -> None:
-    while (job := _next()) is not None:
-        if not job.run():
-            with _changed:
-                heapq.heappush(_queue, (time.monotonic() + _LATER_S, next(_numbers), job))
-
-
-def _next() -> Job | None:
-    """Return the next job when it is due; None at the end of the process."""
-    with _changed:
-        while not _ends:
-            now = time.monotonic()
-            if _queue and _queue[0][0] <= now:
-                return heapq.heappop(_queue)[2]
-            _changed.wait(_queue[0][0] - now if _queue else None)
-    return None
+    while not _ends:
+        job = _queue.get()
+        if not _ends and not job.run():
+            later = threading.Timer(_LATER_S, _queue.put, [job])
+            later.daemon = True
+            later.start()
 
 
 def _end() -> None:
     global _ends
-    with _changed:
-        _ends = True
-        _changed.notify_all()
+    _ends = True
+    _queue.put(DONE)  # wakes the thread
     if _thread is not None:
         _thread.join(_END_S)
