@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import re
 
 import torch
 
@@ -44,6 +45,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 def first_line(error: BaseException) -> str:
     """Return the first line of the message of `error`."""
     return str(error).strip().partition("\n")[0]
+
+
+def first_error(output: str) -> str:
+    """Return the line of the output of a compiler or linker that has the error; "": no output."""
+    # Microsoft's linker: "LINK : fatal error LNK1104: ..."; NVRTC: "a.cu(2): error #20: ...".
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if re.search(r"\berror( #?\w+)?:", line, re.IGNORECASE)]
+    return (errors or lines or [""])[0][:200]
 
 
 def log_once(message: str) -> None:

@@ -6,8 +6,7 @@ Structures of 8-byte fields come first, so that padding is the same on both side
 
 import functools
 import struct
-from collections.abc import Iterator, Sequence
-from itertools import chain, repeat
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,20 +27,12 @@ _PACK_BYTES = 16
 
 def packed(*fields: Fields) -> bytes:
     """Return the memory of a structure, padded to its alignment of 8 bytes."""
-    return _struct(_forms(fields)).pack(*_values(fields))
+    form, values = _joined(fields)
+    return struct.pack(f"@{form}0q", *values)
 
 
-@functools.lru_cache(maxsize=256)
-def _struct(form: str) -> struct.Struct:
-    return struct.Struct(f"@{form}0q")
-
-
-def _forms(fields: Sequence[Fields]) -> str:
-    return "".join(form for form, _ in fields)
-
-
-def _values(fields: Sequence[Fields]) -> Iterator[float | bytes]:
-    return chain.from_iterable(values for _, values in fields)
+def _joined(fields: Sequence[Fields]) -> Fields:
+    return "".join(form for form, _ in fields), tuple(each for _, of in fields for each in of)
 
 
 def pointer(x: Tensor | None) -> Fields:
@@ -56,9 +47,7 @@ def video(x: Tensor | None) -> Fields:
 
 def vector(values: Tensor | None) -> Fields:
     """Return `Vector` of `values` `[C]` as `dense` makes them."""
-    if values is None:
-        return "Pq", (0, 0)
-    return "Pq", (values.data_ptr(), values.dtype == torch.float32)
+    return "Pq", (0, 0) if values is None else (values.data_ptr(), values.dtype == torch.float32)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -82,7 +71,7 @@ def items(parts: int, frames: int, videos: int) -> Items:
     count = parts * frames * videos
     refuse_counts(count)
     fields = ("I", (count,)), divisor(parts), divisor(frames)
-    return Items(count, (_forms(fields), tuple(_values(fields))))
+    return Items(count, _joined(fields))
 
 
 def pack_of(
@@ -94,10 +83,7 @@ def pack_of(
     count = _PACK_BYTES // dtype.itemsize
     if channels % count:
         return 1
-    aligned = [
-        *zip(repeat(_PACK_BYTES), fields, strict=False),
-        *zip(repeat(count), codes, strict=False),
-    ]
+    aligned = [(_PACK_BYTES, each) for each in fields] + [(count, each) for each in codes]
     for size, (form, (address, *steps)) in aligned:
         if int(address) % size:
             return 1

@@ -7,18 +7,17 @@ does not come with PyTorch.
 """
 
 import ctypes
+import functools
 import itertools
 import sys
-import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..devices import is_rocm
-from ..errors import Refusal, first_line, log_once
+from ..errors import Refusal, first_error, log_once
 
 # Where the packages of PyTorch and of NVIDIA have their libraries.
 _FOLDERS = (
@@ -32,21 +31,12 @@ _EMBEDDED = frozenset((53, 62, 72, 87, 101, 110))
 # The chip with instructions that no later one has, and the first version of NVRTC with them.
 _HOPPER, _KNOWS_OWN = 90, 12
 
-# NVRTC opens this library by its name. Version 13.0 does not look in its own folder, so the library
-# is loaded before.
-_BUILTINS = "*nvrtc-builtins*"
-_builtins: list[ctypes.CDLL | None] = []
-
-_lock = threading.Lock()
-_found: "Compiler | str | None" = None
-
 
 class CompileError(RuntimeError):
     """The compiler refuses a source; the message is its first error."""
 
 
-@dataclass(frozen=True)
-class Binary:
+class Binary(NamedTuple):
     """Compiled kernels: a cubin, or a code object of an AMD GPU, and what the compiler printed."""
 
     code: bytes
@@ -86,8 +76,7 @@ class Compiler:
             status = self._function("CompileProgram")(program, len(options), _array(options))
             log = self._text("ProgramLog", program).decode(errors="replace").rstrip("\0").strip()
             if status:
-                errors = [line for line in log.splitlines() if "error" in line]
-                raise CompileError((errors or log.splitlines() or [f"status {status}"])[0].strip())
+                raise CompileError(first_error(log) or f"status {status}")
             code = "CUBIN" if self._prefix == "nvrtc" else "Code"
             return Binary(self._text(code, program), log)
         finally:
@@ -109,15 +98,18 @@ class Compiler:
             raise CompileError(f"{self._prefix}{name} returned {status}")
 
 
+@functools.cache
 def compiler() -> Compiler:
-    """Load the compiler of this PyTorch, or refuse with the same reason each time."""
-    global _found
-    with _lock:
-        if _found is None:
-            _found = _load()
-    if isinstance(_found, str):
-        raise Refusal(_found)
-    return _found
+    """Load the compiler of this PyTorch, or refuse."""
+    prefix, names = "hiprtc" if is_rocm() else "nvrtc", _names()
+    if not names:
+        raise Refusal("this PyTorch is built without CUDA")
+    library = opened(names)
+    if library is None:
+        reason = f"the compiler {names[0]} does not load"
+        log_once(f"{reason}, so GPUs run without the backend cuda; install PyTorch again")
+        raise Refusal(reason)
+    return Compiler(library, prefix)
 
 
 def architecture(found: Compiler, device: torch.device) -> str:
@@ -138,43 +130,18 @@ def architecture(found: Compiler, device: torch.device) -> str:
     return f"--gpu-architecture=sm_{chip}{own}"
 
 
-def _load() -> Compiler | str:
-    prefix = "hiprtc" if is_rocm() else "nvrtc"
-    names = _names()
-    if not names:
-        return "this PyTorch is built without CUDA"
-    library = opened(names)
-    reason = f"there is no {names[0]}"
-    if library is not None:
-        try:
-            return Compiler(library, prefix)
-        except (CompileError, AttributeError) as error:
-            reason = first_line(error)
-    log_once(
-        f"{prefix} of PyTorch does not load ({reason}), so GPUs run without the backend cuda; "
-        "install PyTorch again"
-    )
-    return f"{prefix} does not load ({reason})"
-
-
 def opened(names: Iterable[str]) -> ctypes.CDLL | None:
     """Open the first library that loads: one that comes with PyTorch, otherwise the system's."""
     root, names = Path(torch.__file__).parents[1], list(names)
     for name, folder in itertools.product(names, _FOLDERS):
-        for path in _listed(root, f"{folder}/{name}"):
+        for path in sorted(root.glob(f"{folder}/{name}")):
             library = _library(path)
             if library is not None:
-                _builtins.extend(map(_library, _listed(path.parent, _BUILTINS)))
+                # NVRTC opens its builtins by their name; 13.0 does not look in its own folder.
+                for builtins in sorted(path.parent.glob("*nvrtc-builtins*")):
+                    _library(builtins)
                 return library
     return next(filter(None, map(_library, names)), None)
-
-
-def _listed(folder: Path, pattern: str) -> list[Path]:
-    """Return the files in `folder` that match; none if it cannot be read."""
-    try:
-        return sorted(folder.glob(pattern))
-    except OSError:
-        return []
 
 
 def _library(place: str | Path) -> ctypes.CDLL | None:

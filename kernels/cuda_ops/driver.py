@@ -45,10 +45,8 @@ class Driver:
 
     def __init__(self, library: Any, *, hip: bool) -> None:  # noqa: ANN401, a library
         self._hip, self._library = hip, library
-        names = ("ModuleLoadData", "ModuleGetFunction")
-        self._load, self._get = (self._function(name) for name in names)
-        self._launch = self._function("ModuleLaunchKernel" if hip else "LaunchKernel")
         self.exchange = self._function("ThreadExchangeStreamCaptureMode")
+        self._launch = self._function("ModuleLaunchKernel" if hip else "LaunchKernel")
         word, pointer = ctypes.c_uint, ctypes.c_void_p
         self._launch.argtypes = [pointer, *(word,) * 7, pointer, pointer, pointer]
 
@@ -56,15 +54,15 @@ class Driver:
         """Load a binary on a device, which is current, for blocks with `shared` bytes of memory."""
         # The functions are looked up at once, because that can load their code, which a captured
         # CUDA graph does not allow.
-        handle, kernels = ctypes.c_void_p(), {}
-        self._run(device, self._load, ctypes.byref(handle), code)
+        module, kernels = ctypes.c_void_p(), {}
+        self._run(device, self._function("ModuleLoadData"), ctypes.byref(module), code)
+        get = self._function("ModuleGetFunction")
         for name in names:
             kernels[name] = ctypes.c_void_p()
-            self._run(device, self._get, ctypes.byref(kernels[name]), handle, name.encode())
+            self._run(device, get, ctypes.byref(kernels[name]), module, name.encode())
             if shared:  # beyond 48 KiB only on request
-                self._run(
-                    device, self._function("FuncSetAttribute"), kernels[name], _SHARED, shared
-                )
+                grant = self._function("FuncSetAttribute")
+                self._run(device, grant, kernels[name], _SHARED, shared)
         return Module(functools.partial(self._run, device, self._launch), kernels, shared)
 
     def tensor_map(self, of: Boxes) -> bytes:
@@ -85,34 +83,27 @@ class Driver:
     def _run(self, device: int, function: Any, *arguments: object) -> None:  # noqa: ANN401
         status = function(*arguments)
         if status == _INVALID_CONTEXT and not self._hip:
-            self._enter(device)
+            # Make the context that PyTorch uses current in this thread.
+            context = ctypes.c_void_p()
+            self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+            self._library.cuCtxSetCurrent(context)
             status = function(*arguments)
         if status:
-            raise RuntimeError(f"the driver returned {status} ({self._message(status)})")
-
-    def _enter(self, device: int) -> None:
-        """Make the context that PyTorch uses current in this thread."""
-        context = ctypes.c_void_p()
-        if not self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
-            self._library.cuCtxSetCurrent(context)
-
-    def _message(self, status: int) -> str:
-        text = ctypes.c_char_p()
-        name = "DrvGetErrorString" if self._hip else "GetErrorString"
-        self._function(name)(status, ctypes.byref(text))
-        return "unknown error" if text.value is None else text.value.decode(errors="replace")
+            text, name = ctypes.c_char_p(), "DrvGetErrorString" if self._hip else "GetErrorString"
+            self._function(name)(status, ctypes.byref(text))
+            message = (text.value or b"unknown error").decode(errors="replace")
+            raise RuntimeError(f"the driver returned {status} ({message})")
 
     def _function(self, name: str) -> Any:  # noqa: ANN401, a function of the library
         return getattr(self._library, ("hip" if self._hip else "cu") + name)
 
 
-class Module:
-    """Kernels on a device, which `start` launches."""
+class Module(NamedTuple):
+    """Kernels on a device, which `start` launches with `shared` bytes of memory."""
 
-    def __init__(
-        self, start: Callable[..., None], kernels: Mapping[str, ctypes.c_void_p], shared: int
-    ) -> None:
-        self._start, self._kernels, self._shared = start, kernels, shared
+    start: Callable[..., None]
+    kernels: Mapping[str, ctypes.c_void_p]
+    shared: int
 
     def launch(
         self, kernel: str, blocks: int, threads: tuple[int, int], arguments: bytes, stream: int
@@ -121,7 +112,7 @@ class Module:
         memory = ctypes.create_string_buffer(arguments, len(arguments))
         places = (ctypes.c_void_p * 1)(ctypes.addressof(memory))
         grid = blocks, 1, 1, *threads, 1
-        self._start(self._kernels[kernel], *grid, self._shared, stream, places, None)
+        self.start(self.kernels[kernel], *grid, self.shared, stream, places, None)
 
 
 @contextmanager

@@ -4,7 +4,6 @@ Environment:
     FAST_VIDEO_VAE_CUDA: 0 disables this backend.
 """
 
-import logging
 import os
 import threading
 from collections.abc import Mapping
@@ -18,8 +17,6 @@ from ..errors import Refusal, first_line, is_out_of_memory, log_once
 from .binaries import binary, kernels
 from .compiler import architecture, compiler
 from .driver import Module, driver
-
-_logger = logging.getLogger(__name__)
 
 # Most blocks of a launch, each of which does several items: some hundred per multiprocessor, so
 # that the last ones take no time.
@@ -41,8 +38,6 @@ _NAMES = {
 _Key = tuple[int, str, frozenset[tuple[str, object]]]
 _modules: dict[_Key, Module | str] = {}
 
-# Sources that failed; the first one is logged.
-_failed: list[str] = []
 _lock = threading.Lock()
 
 
@@ -74,7 +69,7 @@ def launch(
     # which is that of `like`. A `Refusal` comes before anything is written.
     device = like.device
     with here(device):
-        module = loaded(source, {"DTYPE": _NAMES[like.dtype], **constants}, device)
+        module = loaded(source, {"DTYPE": dtype_name(like.dtype), **constants}, device)
         try:
             blocks = min(items, _MOST_BLOCKS)
             module.launch(kernel, blocks, threads, arguments, stream(device))
@@ -115,14 +110,12 @@ def _load(source: str, constants: Mapping[str, object], device: torch.device) ->
         if is_out_of_memory(error):
             raise
         cause = first_line(error)
-        if _failed:  # a driver or compiler that fails does so for every source
-            _logger.debug("cuda: its kernels for %s failed (%s)", source, cause)
-        else:
+        # A driver or compiler that fails does so for every source.
+        if not any(isinstance(found, str) for found in _modules.values()):
             log_once(
                 f"cuda: its kernels failed ({cause}); a slower backend runs such calls. Try "
                 "another driver or PyTorch"
             )
-        _failed.append(source)
         return f"its kernels for {source} failed ({cause})"
 
 

@@ -7,13 +7,10 @@ Environment:
     FAST_VIDEO_VAE_NATIVE: 0 disables the CPU kernels.
 """
 
-import hashlib
 import logging
 import os
 import platform
-import shutil
 import sys
-import tempfile
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -31,7 +28,7 @@ from .compiler import Failure
 _logger = logging.getLogger(__name__)
 
 # One build at a time, and two threads never load the same library.
-_lock = threading.Lock()
+_lock = threading.RLock()
 
 
 class Library:
@@ -56,19 +53,17 @@ class Library:
             self.load()
         elif self._outcome is None and not self.prepare().is_done:
             raise Refusal("its library is being built")
-        if self._outcome:
-            raise Refusal(self._outcome)
+        if not self.is_loaded:
+            raise Refusal(self._outcome or "its build failed")
 
     def prepare(self) -> background.Job:
         """Load the library if it is built, otherwise let the background thread build it."""
         if self._job is None:
             with _lock:
-                if self._job is None and self._is_built():
+                if self._job is None and self._settle(build=False):
                     self._job = background.DONE
                 elif self._job is None:
                     self._job = background.submit("the build of the CPU kernels", self._settle)
-            if self._job is background.DONE:
-                self._settle()
         return self._job
 
     def load(self) -> None:
@@ -77,116 +72,74 @@ class Library:
         if self._outcome:
             raise Refusal(self._outcome)
 
-    def _settle(self) -> None:
-        """Load or build the library unless that was tried before."""
-        if self._outcome is None:
-            with _lock:
-                if self._outcome is None:
-                    self._outcome = self._try()
-
-    def _is_built(self) -> bool:
-        """Return whether nothing is compiled to load the library, or to find that it cannot be."""
-        return bool(_switched_off()) or any(self.folder().glob("*.so"))
-
     def folder(self) -> Path:
         """Return the cache folder of this library."""
         return cache.folder("native") / self.key()
 
     def key(self) -> str:
         """Return the hash of everything that the library is built from."""
-        texts = (
-            torch.__version__,
-            str(torch.compiled_with_cxx11_abi()),
-            *compiler.flags(),
-            sys.platform,
-            platform.machine(),
-        )
+        abi = str(torch.compiled_with_cxx11_abi())
+        texts = torch.__version__, abi, *compiler.flags(), sys.platform, platform.machine()
         return cache.key_of(texts, sorted(self.sources.iterdir()))
 
-    def _try(self) -> str:
-        if reason := _switched_off():
-            _logger.info("Fast Video VAE: %s", reason)
-            return reason
-        try:
-            self._find_or_build()
-        except Failure as failure:
-            log_once(
-                f"no native CPU kernels: {failure}. PyTorch runs these ops instead, more slowly. "
-                f"To build them: {failure.advice}."
-            )
-            return str(failure)
-        return ""
+    def _settle(self, *, build: bool = True) -> bool:
+        """Load or build the library unless that was tried; return whether its state is known."""
+        with _lock:
+            if self._outcome is not None:
+                return True
+            try:
+                if not self._finds():
+                    if not build:
+                        return False
+                    with preparing("kernel build", "CPU kernels"):
+                        self._build()
+                self._outcome = ""
+            except Failure as failure:
+                self._outcome = str(failure)
+                if failure.advice:
+                    log_once(
+                        f"no native CPU kernels: {failure}. PyTorch runs these ops instead, more "
+                        f"slowly. To build them: {failure.advice}."
+                    )
+        return True
 
-    def _find_or_build(self) -> None:
-        key = self.key()
+    def _finds(self) -> bool:
+        """Load the library if it is built, complete and for this machine."""
+        if os.environ.get("FAST_VIDEO_VAE_NATIVE") == "0":
+            raise Failure("FAST_VIDEO_VAE_NATIVE=0 disables the native kernels", "")
         ops = getattr(torch.ops, self.namespace)
         if hasattr(ops, "key"):
             # Another copy of this package in the process: an op cannot be registered twice.
-            if ops.key() == key:
-                return
+            if ops.key() == self.key():
+                return True
             raise Failure(
                 "another version of this package has loaded its library",
                 "keep one version installed",
             )
-        if not _loads(self.folder()):
-            with preparing("kernel build", "CPU kernels"):
-                self._build(self.folder(), key)
+        # Mapping a truncated file can kill the process.
+        for path in cache.whole(self.folder(), "*.so"):
+            with suppress(OSError):  # of another machine that shares the folder
+                torch.ops.load_library(str(path))
+                return True
+        return False
 
-    def _build(self, place: Path, key: str) -> None:
+    def _build(self) -> None:
         """Build the library, move it to its folder and load it."""
-        # The build runs in a new folder on the same disk. So a killed build leaves no file that
-        # looks complete, and of two builds the later one replaces an equal file.
-        command = compiler.command()
+        command, place = compiler.command(), self.folder()
         try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            cache.clear_stale(place.parent, "building-*")
-            work = Path(tempfile.mkdtemp(prefix=f"building-{key}-", dir=place.parent))
-        except OSError as error:
-            raise Failure(
-                f"{place.parent} is not writable ({error.strerror})",
-                "set FAST_VIDEO_VAE_CACHE to a writable folder",
-            ) from error
-        try:
-            _logger.info("Fast Video VAE: building the CPU kernels once, about half a minute")
-            built = compiler.build(command, sorted(self.sources.glob("*.cpp")), work, key)
-            final = place / f"{_digest(built)}.so"
-            place.mkdir(exist_ok=True)
-            with suppress(OSError):  # Windows: another process has loaded an equal file
-                built.replace(final)
-            for broken in (path for path in place.glob("*.so") if path.stem != _digest(path)):
-                broken.unlink(missing_ok=True)
+            with cache.building(place.parent) as work:
+                _logger.info("Fast Video VAE: building the CPU kernels once, about half a minute")
+                sources = sorted(self.sources.glob("*.cpp"))
+                built = compiler.build(command, sources, work, place.name)
+                final = place / f"{cache.digest(built.read_bytes())}.so"
+                place.mkdir(exist_ok=True)
+                cache.move(built, final)
             torch.ops.load_library(str(final))
         except OSError as error:
             raise Failure(
-                f"the built library does not load ({first_line(error)})",
-                "set FAST_VIDEO_VAE_CACHE to another folder",
+                f"the build failed ({first_line(error)})",
+                "set FAST_VIDEO_VAE_CACHE to another, writable folder, or CXX to another compiler",
             ) from error
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
 
 
 CPU = Library()
-
-
-def _switched_off() -> str:
-    """Return the reason why the user has disabled the library; "": it is enabled."""
-    if os.environ.get("FAST_VIDEO_VAE_NATIVE") == "0":
-        return "FAST_VIDEO_VAE_NATIVE=0 disables the native kernels"
-    return ""
-
-
-def _loads(place: Path) -> bool:
-    """Load the library in `place` if it is complete and for this machine."""
-    # The file is named after its hash, because mapping a truncated file can kill the process.
-    for path in place.glob("*.so"):
-        try:
-            if path.stem == _digest(path):
-                torch.ops.load_library(str(path))
-                return True
-        except OSError as error:  # of another machine that shares the folder
-            _logger.debug("%s does not load: %s", path, error)
-    return False
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:32]

@@ -8,21 +8,19 @@ Environment:
 """
 
 import os
-import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
-import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 
+from ..errors import first_error
 from ..ready import background
 
 # Contraction to fused multiply-adds is allowed: ops that must be bit-identical to the reference
@@ -35,13 +33,21 @@ _TICK_S = 0.1
 # Where Clang is on Windows if it is not on PATH.
 _LLVM = ("LLVM/bin", "Microsoft Visual Studio/*/*/VC/Tools/Llvm/*/bin")
 
+# What the user can do about a missing or failing compiler, by `sys.platform`.
+_ADVICE = {
+    "linux": "install g++ 10 or later (Debian, Ubuntu: apt install g++), or set CXX to a compiler",
+    "darwin": "xcode-select --install, or set CXX to a compiler",
+    "win32": 'install "Desktop development with C++" and "C++ Clang Compiler for Windows" of the '
+    "Build Tools for Visual Studio",
+}
+
 
 class Failure(Exception):  # noqa: N818, a reason
-    """The reason why there is no library, and `advice` for the user; both without a full stop."""
+    """The reason why there is no library, and `advice`, or "" if the user knows."""
 
-    def __init__(self, reason: str, advice: str) -> None:
+    def __init__(self, reason: str, advice: str | None = None) -> None:
         super().__init__(reason)
-        self.advice = advice
+        self.advice = _ADVICE.get(sys.platform, _ADVICE["linux"]) if advice is None else advice
 
 
 def flags() -> list[str]:
@@ -67,9 +73,12 @@ def command() -> list[str]:
     else:
         chosen = shlex.split(os.environ.get("CXX") or "c++")
     found = shutil.which(chosen[0], path=os.pathsep.join(folders))
-    # A Mac without a compiler has a c++ that opens a window, at every start.
-    if found is None or (sys.platform == "darwin" and found == "/usr/bin/c++" and not _has_tools()):
-        raise Failure(f"the C++ compiler {chosen[0]} is not installed", _advice())
+    # A Mac without Apple's command line tools has a c++ that opens a window, at every start.
+    if found == "/usr/bin/c++" and sys.platform == "darwin":
+        asked = subprocess.run(["xcode-select", "--print-path"], capture_output=True, check=False)
+        found = None if asked.returncode else found
+    if found is None:
+        raise Failure(f"the C++ compiler {chosen[0]} is not installed")
     return [found, *chosen[1:], *flags()]
 
 
@@ -80,99 +89,42 @@ def build(compiler: Sequence[str], sources: Sequence[Path], folder: Path, key: s
     abi = int(torch.compiled_with_cxx11_abi())
     macros = (f"-DFVV_KEY={key}", f"-D_GLIBCXX_USE_CXX11_ABI={abi}")
     compiling = [*compiler, *macros, f"-I{package / 'include'}", "-c"]
-    objects = [f"{path.stem}.o" for path in sources]
-    pairs = zip(sources, objects, strict=True)
+    objects = {f"{path.stem}.o": str(path) for path in sources}
     linking = [*compiler, "-shared", *objects, f"-L{package / 'lib'}", "-lc10", "-ltorch_cpu"]
-    try:
-        _run([[*compiling, str(path), "-o", made] for path, made in pairs], folder)
-        _run([[*linking, "-o", "library.so"]], folder)
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise Failure(f"the C++ compiler failed ({_first_error(error)})", _advice()) from error
+    _run([[*compiling, path, "-o", made] for made, path in objects.items()], folder)
+    _run([[*linking, "-o", "library.so"]], folder)
     return folder / "library.so"
 
 
-def _has_tools() -> bool:
-    """Return whether Apple's command line tools are installed."""
-    ask = ["/usr/bin/xcode-select", "--print-path"]
-    try:
-        return subprocess.run(ask, capture_output=True, check=False).returncode == 0
-    except OSError:
-        return False
-
-
-def _advice() -> str:
-    if sys.platform == "win32":
-        return (
-            'install "Desktop development with C++" and "C++ Clang Compiler for Windows" of the '
-            "Build Tools for Visual Studio"
-        )
-    if sys.platform == "darwin":
-        return "xcode-select --install, or set CXX to a compiler"
-    return "install g++ 10 or later (Debian, Ubuntu: apt install g++), or set CXX to a compiler"
-
-
 def _run(commands: Sequence[list[str]], folder: Path) -> None:
-    """Run all commands at once in `folder`, and end them all if one fails or at a signal."""
+    """Run all commands at once in `folder`, and end them all if one fails or the process ends."""
     processes: list[subprocess.Popen[bytes]] = []
-    lock, over = threading.Lock(), False
-
-    def start(command: list[str]) -> None:
-        with lock:
-            if over:
-                return
+    try:
+        for command in commands:
             process = subprocess.Popen(
                 command,
                 cwd=folder,
-                env={**os.environ, "LC_ALL": "C"},  # _first_error reads English
+                env={**os.environ, "LC_ALL": "C"},  # first_error reads English
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
             processes.append(process)
-
-    try:
-        # In a thread, because a signal raises in the main thread only: a process is always listed.
-        with ThreadPoolExecutor(1) as thread:
-            list(thread.map(start, commands))
         for process in processes:
-            output = _output_of(process)
+            output = b""
+            # A signal that arrives just before a wait begins does not end it: no wait is long.
+            while process.returncode is None:
+                background.check()
+                with suppress(subprocess.TimeoutExpired):
+                    output, _ = process.communicate(timeout=_TICK_S)
             if process.returncode:
-                raise subprocess.CalledProcessError(process.returncode, process.args, output)
+                reason = first_error(output.decode(errors="replace")) or "no message"
+                raise Failure(f"the C++ compiler failed ({reason})")
     finally:
-        # A signal while the pool starts its thread leaves the pool without it, so that nothing
-        # waits for the thread.
-        with lock:
-            over = True
         for process in processes:
-            _end(process)
-
-
-def _output_of(process: subprocess.Popen[bytes]) -> bytes:
-    """Return the output of a compiler when it has ended."""
-    # A signal that arrives just before a wait begins does not end it, so no wait is long.
-    while True:
-        background.check()
-        with suppress(subprocess.TimeoutExpired):
-            return process.communicate(timeout=_TICK_S)[0]
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a compiler and the programs that it has started, which would run for seconds."""
-    with process, suppress(OSError):  # it may end in between
-        if process.poll() is None and sys.platform == "win32":
-            process.kill()
-        elif process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def _first_error(error: Exception) -> str:
-    """Return the line of a compiler's output that has the error."""
-    output = str(error)
-    if isinstance(error, subprocess.CalledProcessError) and error.output:
-        output = error.output.decode(errors="replace")
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    # Microsoft's linker: "LINK : fatal error LNK1104: ...".
-    errors = [line for line in lines if re.search(r"\berror( \w+)?:", line, re.IGNORECASE)]
-    line = (errors or lines or ["no message"])[0]
-    return line if len(line) <= 200 else f"{line[:200]}..."
+            with process, suppress(OSError):  # it may end in between
+                if process.poll() is None and sys.platform == "win32":
+                    process.kill()
+                elif process.poll() is None:  # with what it has started, which runs for seconds
+                    os.killpg(process.pid, signal.SIGKILL)

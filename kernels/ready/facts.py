@@ -7,12 +7,12 @@ that write at the same time replace whole files: a fact that is lost so is found
 
 import ctypes
 import functools
-import hashlib
 import json
 import os
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,8 @@ from ..errors import first_line, log_once
 # Layout of the file; another one is not read.
 _FORMAT = 3
 
-# A file with all facts of all families has about 50 KB; a larger one is not ours.
-_MOST_BYTES = 4 << 20
-
 # Sources that decide whether a kernel is right, and how fast it is.
 _FOLDERS = (".", "ready", "convolution", "cuda_ops", "triton_ops", "csrc/cuda")
-
 _SUFFIXES = (".py", ".cu", ".cuh")
 
 # Packages whose versions decide that too, under the names of their builds, and what disables some.
@@ -71,35 +67,25 @@ class Facts:
             self._known[name] = value
             self._known = {**self._read(), **self._known}
             content = {"format": _FORMAT, "made_on": self._made_on, "facts": self._known}
-            try:
-                cache.replace(self.path, json.dumps(content, indent=1).encode())
-            except OSError as error:
-                log_once(
-                    f"{self.path.parent} is not writable ({error.strerror}), so every start checks "
-                    "kernels again; set FAST_VIDEO_VAE_CACHE to a writable folder"
-                )
+            cache.keep(self.path, json.dumps(content, indent=1).encode(), "checks kernels")
 
     def _read(self) -> dict[str, Any]:
         """Return the facts of the file; nothing if it is not a file of ours."""
         try:
-            if not self.path.is_file():  # opening a pipe would wait for a writer
+            if not self.path.is_file():
                 return {}
-            with self.path.open("rb") as file:
-                data = file.read(_MOST_BYTES + 1)
-            if len(data) > _MOST_BYTES:
-                raise ValueError("it is too large")
-            content = json.loads(data)
+            content = json.loads(self.path.read_bytes())
             if content["format"] != _FORMAT or content["made_on"] != self._made_on:
                 raise ValueError("it was made elsewhere")
             return dict(content["facts"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             log_once(f"{self.path} is not readable ({first_line(error)[:80]}) and is made again")
             return {}
 
 
 def _kept(made_on: Mapping[str, str]) -> Facts:
     text = json.dumps(made_on, sort_keys=True)
-    path = cache.folder("facts") / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+    path = cache.folder("facts") / f"{cache.digest(text.encode())}.json"
     with _lock:
         if path not in _opened:
             _opened[path] = Facts(path, made_on)
@@ -161,11 +147,9 @@ def _driver() -> str:
     """Return the version of NVIDIA's driver from its management library; "" without it."""
     name = "nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1"
     text = ctypes.create_string_buffer(96)
-    try:
+    with suppress(OSError):
         library = ctypes.CDLL(name)
-        if library.nvmlInit_v2() or library.nvmlSystemGetDriverVersion(text, len(text)):
-            return ""
+        library.nvmlInit_v2()
+        library.nvmlSystemGetDriverVersion(text, len(text))
         library.nvmlShutdown()
-    except (OSError, AttributeError):
-        return ""
     return text.value.decode(errors="replace")

@@ -3,34 +3,27 @@
 A loaded library stays in its process, so these tests use subprocesses in which none was loaded.
 """
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
-from fast_video_vae.kernels import cache
 from fast_video_vae.kernels.errors import Refusal
-from fast_video_vae.kernels.native_ops import build, compiler
+from fast_video_vae.kernels.native_ops import compiler
 from fast_video_vae.kernels.native_ops.build import CPU
+from fast_video_vae.kernels.ready import background
 
-CONFTEST = Path(__file__).resolve().parents[1] / "conftest.py"
-
-posix = pytest.mark.skipif(
-    sys.platform == "win32", reason="the compilers of these tests are shell scripts"
-)
-
-# Import the checkout as a package and define `call`: refusal, log lines and correctness of an op.
-PRELUDE = f"""
+# Import the checkout as a package, call an op, and print what the user sees of the library.
+CALL_AND_PRINT = f"""
 import json, logging, runpy, sys
-runpy.run_path({str(CONFTEST)!r})
+runpy.run_path({str(Path(__file__).resolve().parents[1] / "conftest.py")!r})
 import torch
 from fast_video_vae import kernels
 
@@ -40,36 +33,23 @@ class Lines(logging.Handler):
 
 lines = []
 logging.basicConfig(level=logging.INFO, handlers=[Lines()])
-
-def call():
-    x = torch.randn(1, 2, 3, 5, 8).movedim(-1, 1)
-    try:
-        with kernels.use_backend("native"):
-            kernels.rms_norm_silu(x, torch.ones(8))
-        reason = None
-    except kernels.BackendError as error:
-        reason = str(error)
+x = torch.randn(1, 2, 3, 5, 8).movedim(-1, 1)
+with kernels.use_backend("native"):
     y = kernels.rms_norm_silu(x, torch.ones(8), silu=False).double()
-    norm = x.double().norm(dim=1, keepdim=True)
-    right = torch.allclose(y, x.double() / norm * 8**0.5, atol=1e-5)
-    return {{"reason": reason, "lines": list(lines), "right": right}}
+right = torch.allclose(y, x.double() / x.double().norm(dim=1, keepdim=True) * 8**0.5, atol=1e-5)
+extension = "torch.utils.cpp_extension" in sys.modules
+print(json.dumps({{"lines": lines, "right": right, "extension": extension}}))
 """
-
-CALL_AND_PRINT = """
-result = call()
-result["extension"] = "torch.utils.cpp_extension" in sys.modules
-print(json.dumps(result))
-"""
+AT_ONCE = {"lines": [], "right": True, "extension": False}
 
 
-def start(code, **settings):
+def start(**settings):
     return subprocess.Popen(
-        [sys.executable, "-c", PRELUDE + code],
+        [sys.executable, "-c", CALL_AND_PRINT],
         env={**os.environ, **settings},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,
     )
 
 
@@ -80,10 +60,6 @@ def outcome(process):
     return json.loads(out)
 
 
-def libraries(cache):
-    return sorted((cache / "native").glob("*/*.so"))
-
-
 @pytest.fixture(scope="module")
 def library():
     """Return the path of the library that is built for this machine."""
@@ -91,96 +67,71 @@ def library():
         CPU.load()
     except Refusal as refusal:
         pytest.skip(str(refusal))
-    path, *_ = CPU.folder().glob("*.so")  # processes that built at once leave one each
-    return path
+    return next(CPU.folder().glob("*.so"))
 
 
-def test_a_built_library_loads_without_build_tools(library):
-    result = outcome(start(CALL_AND_PRINT, CXX="no-such-compiler"))
-    assert result == {"reason": None, "lines": [], "right": True, "extension": False}
+@pytest.mark.usefixtures("library")
+def test_a_built_library_loads_without_build_tools():
+    assert outcome(start(CXX="no-such-compiler")) == AT_ONCE
 
 
-@pytest.mark.parametrize("change", ["torch", "flags", "sources"])
-def test_other_torch_flags_or_sources_change_the_key(change, monkeypatch, tmp_path):
-    before = CPU.key()
-    assert before == CPU.key()
-    if change == "torch":
-        monkeypatch.setattr(torch, "__version__", "2.99.0")
-    elif change == "flags":
-        monkeypatch.setattr(compiler, "flags", lambda: ["-O0"])
-    else:
-        for path in CPU.sources.iterdir():
-            (tmp_path / path.name).write_bytes(path.read_bytes())
-        monkeypatch.setattr(CPU, "sources", tmp_path)
-        assert CPU.key() == before, "the folder of the sources changes the key"
-        (tmp_path / "ops.h").write_bytes(b"")
-    assert CPU.key() != before
-
-
-def test_a_truncated_library_is_not_loaded(library, tmp_path):
-    whole = library.read_bytes()
-    for content in (b"", whole[: len(whole) // 2], whole[:-1] + b"\0\0"):
-        (tmp_path / library.name).write_bytes(content)
-        assert not build._loads(tmp_path)
-
-
-def test_old_folders_of_killed_builds_are_deleted(tmp_path):
-    old, fresh, finished = (tmp_path / name for name in ("building-a", "building-b", "c"))
-    for folder in (old, fresh, finished):
-        folder.mkdir()
-        (folder / "lock").touch()
-    for folder in (old, finished):
-        os.utime(folder, (0, 0))
-    cache.clear_stale(tmp_path, "building-*")
-    assert sorted(tmp_path.iterdir()) == [fresh, finished]
+def test_other_torch_flags_or_sources_change_the_key(monkeypatch, tmp_path):
+    keys = [CPU.key()]
+    for path in CPU.sources.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setattr(CPU, "sources", tmp_path)
+    assert CPU.key() == keys[0], "the folder of the sources changes the key"
+    (tmp_path / "ops.h").write_bytes(b"")
+    keys.append(CPU.key())
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    keys.append(CPU.key())
+    monkeypatch.setattr(compiler, "flags", lambda: ["-O0"])
+    assert len({*keys, CPU.key()}) == 4
 
 
 @pytest.mark.slow
 def test_two_processes_build_at_once_in_place_of_a_broken_library(library, tmp_path):
-    """And after a build that was killed."""
-    first = start(CALL_AND_PRINT, FAST_VIDEO_VAE_CACHE=str(tmp_path))
-    deadline = time.monotonic() + 60
-    while not list(tmp_path.glob("native/building-*")):
-        assert time.monotonic() < deadline, "the build did not start"
-        time.sleep(0.05)
-    process = psutil.Process(first.pid)
-    for each in (process, *process.children(recursive=True)):  # compilers would write on
-        with contextlib.suppress(psutil.NoSuchProcess):
-            each.kill()
-    first.communicate()
-    assert libraries(tmp_path) == []
-    for path in tmp_path.glob("native/building-*"):
-        os.utime(path, (0, 0))
+    """A truncated library ends the process that loads it."""
     broken = tmp_path / "native" / library.parent.name / library.name
-    broken.parent.mkdir(parents=True, exist_ok=True)
+    broken.parent.mkdir(parents=True)
     broken.write_bytes(library.read_bytes()[:5000])
-    both = [start(CALL_AND_PRINT, FAST_VIDEO_VAE_CACHE=str(tmp_path)) for _ in range(2)]
-    for result in map(outcome, both):
-        assert (result["reason"], result["right"]) == (None, True)
+    for result in map(outcome, [start(FAST_VIDEO_VAE_CACHE=str(tmp_path)) for _ in range(2)]):
+        assert result["right"]
         ((level, line),) = result["lines"]
         assert level == "INFO"
         assert line.startswith("Fast Video VAE: building the CPU kernels once")
-    assert len(libraries(tmp_path)) == 1
-    assert [path.name for path in (tmp_path / "native").iterdir()] == [library.parent.name]
-    again = outcome(start(CALL_AND_PRINT, FAST_VIDEO_VAE_CACHE=str(tmp_path)))
-    assert again == {"reason": None, "lines": [], "right": True, "extension": False}
+    assert [*broken.parent.parent.iterdir()] == [broken.parent]
+    assert outcome(start(FAST_VIDEO_VAE_CACHE=str(tmp_path))) == AT_ONCE
 
 
-@posix
-def test_an_interrupted_build_ends_its_compilers(tmp_path, monkeypatch):
-    started = []
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+@pytest.mark.parametrize("end", ["a signal", "the end of the process", "a failure"])
+def test_an_interrupted_build_ends_its_compilers(end, tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "alive")
+    commands = [
+        ["sh", "-c", "until [ -e failed ]; do sleep 0.01; done; false"],
+        ["sh", "-c", "sleep 60 > alive; true"],  # a shell and its child, like c++ and cc1plus
+    ]
+    opened = []
 
-    class Compiler(subprocess.Popen):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            started.append(self)
-            signal.raise_signal(signal.SIGINT)
+    def interrupt():
+        opened.append((tmp_path / "alive").open())  # waits for the child
+        if end == "a signal":
+            os.kill(os.getpid(), signal.SIGINT)
+        elif end == "the end of the process":
+            monkeypatch.setattr(background, "_ends", True)
+        else:
+            (tmp_path / "failed").touch()
 
-    monkeypatch.setattr(subprocess, "Popen", Compiler)
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    thread, begun = threading.Thread(target=interrupt), time.monotonic()
+    thread.start()
     try:
-        with pytest.raises(KeyboardInterrupt):
-            compiler._run([["sleep", "60"]], tmp_path)
+        with pytest.raises((KeyboardInterrupt, background.Ended, compiler.Failure)):
+            compiler._run(commands, tmp_path)
     finally:
+        thread.join()
         signal.signal(signal.SIGINT, previous)
-    assert [process.poll() for process in started] == [-signal.SIGKILL]
+    with opened[0] as alive:
+        assert alive.read() == ""  # at the end of the child
+    assert time.monotonic() < begun + 30

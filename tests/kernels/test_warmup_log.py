@@ -10,57 +10,32 @@ from fast_video_vae.kernels.errors import Refusal
 from fast_video_vae.kernels.native_ops import build
 
 
-def noted(before):
-    """Return the preparations that were logged since `before`."""
-    return preparations()[len(before) :]
-
-
 def test_a_preparation_is_logged_with_time_and_thread():
-    before, start = preparations(), time.perf_counter()
+    before, start = len(preparations()), time.perf_counter()
     with preparing("graph capture", "VAE"):
         time.sleep(0.01)
     with pytest.raises(OSError, match="full"), preparing("kernel build"):
         raise OSError("full")
-    done, failed = noted(before)
+    done, failed = preparations()[before:]
     assert (done.kind, done.label, failed.kind) == ("graph capture", "VAE", "kernel build")
     assert done.thread == threading.get_ident()
     assert start <= done.start <= done.end - 0.01
     assert done.end <= time.perf_counter()
 
 
-class Slow(build.Library):
-    """A library whose build takes 10 ms and can fail."""
+@pytest.mark.parametrize("built", [True, False])
+def test_the_build_of_a_library_is_logged_once_and_loading_it_is_not(built, monkeypatch):
+    def fails(_):
+        raise build.Failure("the compiler failed")
 
-    namespace = "fast_video_vae_never_registered"
-
-    def __init__(self, fails):
-        super().__init__()
-        self.fails = fails
-
-    def key(self):
-        return "0"
-
-    def _build(self, place, key):
-        time.sleep(0.01)
-        if self.fails:
-            raise build.Failure("the compiler failed", "update it")
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_build_of_a_library_is_logged_once(fails, monkeypatch):
-    """Loading a built one is not."""
-    monkeypatch.setattr(build.sys, "platform", "linux")
-    for built in (True, False):
-        monkeypatch.setattr(build, "_loads", lambda place, built=built: built)
-        library, before = Slow(fails), preparations()
-        for _ in range(2):
-            if fails and not built:
-                with pytest.raises(Refusal, match="the compiler failed"):
-                    library.load()
-            else:
-                library.load()
+    monkeypatch.setattr(build.Library, "_finds", lambda _: built)
+    monkeypatch.setattr(build.Library, "_build", fails)
+    library, before = build.Library(), len(preparations())
+    for _ in range(2):
         if built:
-            assert not noted(before)
-    (done,) = noted(before)
-    assert (done.kind, done.label) == ("kernel build", "CPU kernels")
-    assert done.end - done.start >= 0.01
+            library.load()
+        else:
+            with pytest.raises(Refusal, match="the compiler failed"):
+                library.load()
+    done = [(each.kind, each.label) for each in preparations()[before:]]
+    assert done == [] if built else [("kernel build", "CPU kernels")]
