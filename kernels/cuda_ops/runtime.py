@@ -22,9 +22,6 @@ from .driver import Module, driver
 # that the last ones take no time.
 _MOST_BLOCKS = 1 << 16
 
-# Items, pixels and packs of a frame are counted in 31 bits.
-_COUNT_LIMIT = 2**31
-
 # Names of the dtypes in the sources.
 _NAMES = {
     torch.float32: "float",
@@ -35,9 +32,7 @@ _NAMES = {
 }
 
 # Compiled kernels, or the reason why there are none, by device, source and constants.
-_Key = tuple[int, str, frozenset[tuple[str, object]]]
-_modules: dict[_Key, Module | str] = {}
-
+_modules: dict[tuple[int, str, frozenset[tuple[str, object]]], Module | str] = {}
 _lock = threading.Lock()
 
 
@@ -50,8 +45,8 @@ def refuse_device(device: torch.device) -> None:
 
 
 def refuse_counts(*counts: int) -> None:
-    """Refuse counts that do not fit into 31 bits."""
-    if max(counts) >= _COUNT_LIMIT:
+    """Refuse counts of items, pixels or packs that do not fit into 31 bits."""
+    if max(counts) >= 1 << 31:
         raise Refusal("more items than 31 bits count")
 
 

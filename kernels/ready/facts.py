@@ -35,7 +35,6 @@ _SUFFIXES = (".py", ".cu", ".cuh")
 _PACKAGES = ("triton", "triton-windows", "pytorch-triton", "pytorch-triton-rocm")
 _SWITCHES = ("FAST_VIDEO_VAE_TRITON", "FAST_VIDEO_VAE_CUDA")
 
-_lock = threading.Lock()
 _opened: dict[Path, "Facts"] = {}
 
 
@@ -86,10 +85,9 @@ class Facts:
 def _kept(made_on: Mapping[str, str]) -> Facts:
     text = json.dumps(made_on, sort_keys=True)
     path = cache.folder("facts") / f"{cache.digest(text.encode())}.json"
-    with _lock:
-        if path not in _opened:
-            _opened[path] = Facts(path, made_on)
-        return _opened[path]
+    if path not in _opened:
+        _opened.setdefault(path, Facts(path, made_on))
+    return _opened[path]
 
 
 def facts_of(device: torch.device) -> Facts:

@@ -37,10 +37,11 @@ x = torch.randn(1, 2, 3, 5, 8).movedim(-1, 1)
 with kernels.use_backend("native"):
     y = kernels.rms_norm_silu(x, torch.ones(8), silu=False).double()
 right = torch.allclose(y, x.double() / x.double().norm(dim=1, keepdim=True) * 8**0.5, atol=1e-5)
+made = [[each.kind, each.label] for each in kernels.preparations()]
 extension = "torch.utils.cpp_extension" in sys.modules
-print(json.dumps({{"lines": lines, "right": right, "extension": extension}}))
+print(json.dumps({{"lines": lines, "right": right, "made": made, "extension": extension}}))
 """
-AT_ONCE = {"lines": [], "right": True, "extension": False}
+AT_ONCE = {"lines": [], "right": True, "made": [], "extension": False}
 
 
 def start(**settings):
@@ -97,6 +98,7 @@ def test_two_processes_build_at_once_in_place_of_a_broken_library(library, tmp_p
     broken.write_bytes(library.read_bytes()[:5000])
     for result in map(outcome, [start(FAST_VIDEO_VAE_CACHE=str(tmp_path)) for _ in range(2)]):
         assert result["right"]
+        assert result["made"] == [["kernel build", "CPU kernels"]]
         ((level, line),) = result["lines"]
         assert level == "INFO"
         assert line.startswith("Fast Video VAE: building the CPU kernels once")
