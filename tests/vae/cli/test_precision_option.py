@@ -77,10 +77,10 @@ def test_an_encode_of_an_older_script_with_int8_is_that_of_auto(tmp_path, done, 
 
 @pytest.mark.parametrize("slow", [False, True])
 def test_info_has_the_report(run, vae_path, monkeypatch, slow):
+    assert "int8" not in "\n".join(run("info", vae_path)[1])
     monkeypatch.setattr(computation, "slow_on_cpu", lambda dtype: slow)
     is_slow = functools.cache(computation._is_slow.__wrapped__)  # it logs once
     monkeypatch.setattr(computation, "_is_slow", is_slow)
-    assert "int8" not in "\n".join(run("info", vae_path)[1])
     code, lines, errors = run("info", vae_path, "--dtype", "fp32", "--precision", "int8")
     assert code == 0
     note = "no instructions for bfloat16 convolutions; computing in float32"
