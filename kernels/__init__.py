@@ -23,9 +23,11 @@ dtype; None stands for zeros.
 | `pixel_shuffle_3d` | parts of the channels become frames, rows and columns |
 | `average_down` | means of groups of the values in each block of frames and pixels |
 | `frames_to_images` | `clamp((x + 1) / 2, 0, 1)` as `[T, H, W, C]`, in float32, uint8 or uint16 |
-| `conv2d`, `conv3d` | `conv(x) + bias + residual + residual_bias`; `gamma`: norm and SiLU of it |
+| `conv3d` | `conv(x) + bias + residual + residual_bias`; `gamma`: norm and SiLU of it |
 | `int8_conv3d` | `conv(x - zero) * scale + bias + residual + residual_bias` with sums in int32 |
 """
+
+# ruff: noqa: F401 (names for other floors)
 
 import importlib
 from collections.abc import Callable
@@ -35,129 +37,48 @@ import torch
 from torch import Tensor
 
 from . import checks as check
-from .backends import use_backend
+from . import shapes
+from .backends import SIGNATURES, use_backend
 from .codes import code_dtype, code_steps, zero_of
+from .constraints import dense
 from .convolution.fused import Fused
 from .convolution.onednn import serves as adds_in_place
-from .convolution.weight import ConvWeight
+from .convolution.weight import ConvWeight, WeightForm
 from .devices import (
     GPUS,
     default_device,
     device_kind,
     device_name,
     has_bfloat16,
+    has_own_memory,
     host_bytes,
     lacks,
     memory_bytes,
     release_cached,
     runtime,
     searches_shapes,
+    sums_float64,
     synchronize,
     tensor_limit,
 )
 from .devices import current as on_device
-from .devices.instructions import multiplies_bfloat16, processor, slow_on_cpu
+from .devices.instructions import multiplies_bfloat16, processor, product_dtype, slow_on_cpu
 from .devices.int8 import int8_lacks
-from .dispatch import ask, run, run_convolution, run_kernel
+from .dispatch import convolve, run, silu_mul_by_kernel
 from .errors import BackendError, first_line, is_out_of_memory, log_once
 from .messages import LINE, guarded, line, padded, shown
 from .ready.background import Job, submit, wait
 from .ready.facts import facts_of
 from .ready.proof import Proofs, proving
-from .ready.serving import Prepared, Snapshot, playing, seeing
-from .routes import Route, fp16_pays, route_of, table_entry
-from .routes import token as route_token
-from .shapes import convolved, interleaved, merged, new_video, shuffled
+from .ready.recording import playing
+from .ready.serving import Prepared, Snapshot, seeing
+from .routes import Route, code_route, conv_route, fp16_pays, route_conditions, table_entry
+from .shapes import convolved, new_video
 from .tensor_files import PICKLE, SAFETENSORS, ZIP, Header, Place, kind_of, read_header
 from .warmup_log import Preparation, preparations, preparing
 
 if TYPE_CHECKING:
     from .support import Support, backend_matrix, gpu_compiler, native_library
-
-__all__ = [
-    "GPUS",
-    "LINE",
-    "PICKLE",
-    "SAFETENSORS",
-    "ZIP",
-    "BackendError",
-    "ConvWeight",
-    "Fused",
-    "Header",
-    "Job",
-    "Place",
-    "Preparation",
-    "Prepared",
-    "Proofs",
-    "Route",
-    "Snapshot",
-    "Support",
-    "adds_in_place",
-    "attention",
-    "average_down",
-    "backend_matrix",
-    "bias_residual",
-    "code_dtype",
-    "code_steps",
-    "conv2d",
-    "conv3d",
-    "conv_route",
-    "convolved",
-    "default_device",
-    "device_kind",
-    "device_name",
-    "facts_of",
-    "first_line",
-    "fp16_pays",
-    "frames_to_images",
-    "gpu_compiler",
-    "group_norm_silu",
-    "group_norm_statistics",
-    "guarded",
-    "has_bfloat16",
-    "host_bytes",
-    "int8_conv3d",
-    "int8_lacks",
-    "interleave_time",
-    "is_capturing",
-    "is_out_of_memory",
-    "kind_of",
-    "lacks",
-    "line",
-    "log_once",
-    "memory_bytes",
-    "merge_phases",
-    "multiplies_bfloat16",
-    "native_library",
-    "new_video",
-    "on_device",
-    "padded",
-    "pixel_shuffle_3d",
-    "playing",
-    "preparations",
-    "prepare",
-    "preparing",
-    "processor",
-    "proving",
-    "read_header",
-    "release_cached",
-    "rms_norm_silu",
-    "route_token",
-    "run_kernel",
-    "runtime",
-    "searches_shapes",
-    "seeing",
-    "shown",
-    "silu_mul",
-    "slow_on_cpu",
-    "submit",
-    "synchronize",
-    "table_entry",
-    "tensor_limit",
-    "use_backend",
-    "wait",
-    "zero_of",
-]
 
 # Names of `support.py`, which only the command line needs, so ComfyUI starts without it.
 _SUPPORT = ("Support", "backend_matrix", "gpu_compiler", "native_library")
@@ -208,13 +129,13 @@ def rms_norm_silu(
         saturated: `[2]`, int64, given with `codes`: the number of values outside of the codes is
             added to the first, and that of NaN to the second.
     """
-    check.video(x=x)
-    check.vectors(x, x.shape[1], gamma=gamma, bias=bias)
-    check.window(x, tail, out, border, codes, saturated)
-    options = {"silu": silu, "bias": bias, "tail": tail, "out": out, "border": border}
-    if codes is not None:
-        options |= {"codes": codes, "saturated": saturated}
-    return run("rms_norm_silu", x, gamma, **options)
+    if check.wanted():
+        check.norm(x, tail, out, border, codes, saturated, gamma=gamma, bias=bias)
+    if out is None:
+        out = shapes.new_window(x, tail, border, coded=codes is not None)
+    vectors = dense(gamma, x), dense(bias, x)
+    codes = dense(codes, x)
+    return run("rms_norm_silu", x, *vectors, tail, out, codes, saturated, silu, border)
 
 
 def group_norm_silu(
@@ -257,16 +178,16 @@ def group_norm_silu(
         codes: `[C]`, float32, or None.
         saturated: `[2]`, int64, given with `codes`.
     """
-    check.video(x=x)
-    check.vectors(x, x.shape[1], weight=weight, bias=bias)
-    check.divides(groups, x.shape[1], "groups")
-    check.statistics(x, groups, statistics)
-    check.window(x, tail, out, border, codes, saturated)
-    options = {} if codes is None else {"codes": codes, "saturated": saturated}
-    return run(
-        "group_norm_silu", x, weight, bias, groups, eps=eps, silu=silu, statistics=statistics,
-        tail=tail, out=out, border=border, **options,
-    )  # fmt: skip
+    if check.wanted():
+        check.norm(x, tail, out, border, codes, saturated, weight=weight, bias=bias)
+        check.divides("groups", groups, x.shape[1])
+        wide = torch.promote_types(x.dtype, torch.float32)
+        check.fit(x, shapes.statistics(x, groups), (wide,), statistics=statistics)
+    if out is None:
+        out = shapes.new_window(x, tail, border, coded=codes is not None)
+    vectors = dense(weight, x), dense(bias, x)
+    ends = tail, out, dense(codes, x), saturated
+    return run("group_norm_silu", x, *vectors, statistics, *ends, groups, eps, silu, border)
 
 
 def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
@@ -286,9 +207,12 @@ def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
         `[B, T, 2, groups]`, dense, float32 (float64 for float64): the means first. NaN for a frame
         without pixels.
     """
-    check.video(x=x)
-    check.divides(groups, x.shape[1], "groups")
-    return run("group_norm_statistics", x, groups, eps)
+    if check.wanted():
+        check.video(x=x)
+        check.divides("groups", groups, x.shape[1])
+    wide = torch.promote_types(x.dtype, torch.float32)
+    out = x.new_empty(shapes.statistics(x, groups), dtype=wide)
+    return run("group_norm_statistics", x, out, groups, eps)
 
 
 def silu_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -302,11 +226,11 @@ def silu_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
         gate: Shape and dtype of `x`.
         out: Shape and dtype of `x`; it can be `x` or `gate`.
     """
-    check.floats(x=x)
-    if x.ndim == 0:
-        raise ValueError("x has 0 dimensions; expected [..., C]")
-    check.results(x, tuple(x.shape), gate=gate, out=out)
-    return run("silu_mul", x, gate, out=out)
+    if check.wanted():
+        check.least("x.ndim", x.ndim, 1)
+        check.fit(x, x.shape, check.FLOATS, x=x)
+        check.fit(x, x.shape, gate=gate, out=out)
+    return run("silu_mul", x, gate, x.new_empty(x.shape) if out is None else out)
 
 
 def bias_residual(
@@ -329,10 +253,12 @@ def bias_residual(
         residual_bias: `C` values.
         out: Shape and dtype of `x`; it can be `x` or `residual`.
     """
-    check.video(x=x)
-    check.vectors(x, x.shape[1], bias=bias, residual_bias=residual_bias)
-    check.results(x, tuple(x.shape), residual=residual, out=out)
-    return run("bias_residual", x, bias, residual, residual_bias, out=out)
+    if check.wanted():
+        check.video(x=x)
+        check.vectors(x, x.shape[1], bias=bias, residual_bias=residual_bias)
+        check.fit(x, x.shape, residual=residual, out=out)
+    out = shapes.new_video(x, x.shape) if out is None else out
+    return run("bias_residual", x, dense(bias, x), residual, dense(residual_bias, x), out)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -348,8 +274,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     Returns:
         `[B, N, d]`.
     """
-    check.floats(q=q)
-    check.attention(q, k, v)
+    if check.wanted():
+        check.fit(q, "BNd", check.FLOATS, q=q)
+        check.fit(q, q.shape, k=k, v=v)
     return run("attention", q, k, v)
 
 
@@ -364,10 +291,12 @@ def interleave_time(x: Tensor, phases: int, *, out: Tensor | None = None) -> Ten
         phases: Result frames per frame of `x`.
         out: `[B, C, phases * T, H, W]`, channels-last, dtype of `x`.
     """
-    check.video(x=x)
-    check.divides(phases, x.shape[1], "phases")
-    check.results(x, interleaved(x, phases), out=out)
-    return run("interleave_time", x, phases, out=out)
+    if check.wanted():
+        check.video(x=x)
+        check.divides("phases", phases, x.shape[1])
+        check.fit(x, shapes.interleaved(x, phases), out=out)
+    out = shapes.new_video(x, shapes.interleaved(x, phases)) if out is None else out
+    return run("interleave_time", x, out, phases)
 
 
 def merge_phases(
@@ -397,14 +326,23 @@ def merge_phases(
         bias: `C` values, added to every pixel before `source`.
         out: `[B, C, T, 2 H, 2 W]`, channels-last, dtype of `grid`.
     """
-    check.video(grid=grid)
-    check.divides(4, grid.shape[1], "4 phases")
-    if 0 in grid.shape[3:]:
-        raise ValueError(f"grid is {list(grid.shape)}; expected one row and column at least")
-    check.results(grid, merged(grid), out=out)
-    check.phase_source(grid, source, times)
-    check.vectors(grid, grid.shape[1] // 4, bias=bias)
-    return run("merge_phases", grid, source, times, bias=bias, out=out)
+    if check.wanted():
+        check.video(grid=grid)
+        batch, channels, frames, *sides = grid.shape
+        check.divides("4 phases", 4, channels)
+        check.each("the size of grid", sides, 2, 1)
+        check.fit(grid, shapes.merged(grid), out=out)
+        check.vectors(grid, channels // 4, bias=bias)
+        check.least("times", times, 1)
+        if source is not None:
+            if frames > 1:
+                check.divides("times", times, frames)
+            # The only frame is the last of its `times` frames.
+            sizes = batch, "C_source", shapes.blocks(frames, times), *(size - 1 for size in sides)
+            check.fit(grid, sizes, source=source)
+            check.divides("source", source.shape[1], channels * times)
+    out = shapes.new_video(grid, shapes.merged(grid)) if out is None else out
+    return run("merge_phases", grid, source, dense(bias, grid), out, times)
 
 
 def pixel_shuffle_3d(
@@ -426,10 +364,13 @@ def pixel_shuffle_3d(
     Returns:
         `out`, or a new channels-last tensor of that shape and the dtype of `x`.
     """
-    check.video(x=x)
-    check.shuffle(x, size, order)
-    check.target(out, shuffled(x, size))
-    return run("pixel_shuffle_3d", x, size, order, out=out)
+    if check.wanted():
+        check.video(x=x)
+        check.shuffle(x, size, order)
+        if out is not None:
+            check.fit(out, shapes.shuffled(x, size), out=out)
+    out = shapes.new_video(x, shapes.shuffled(x, size)) if out is None else out
+    return run("pixel_shuffle_3d", x, out, tuple(size), order)
 
 
 def average_down(x: Tensor, channels: int, *, times: int, size: int) -> Tensor:
@@ -448,9 +389,14 @@ def average_down(x: Tensor, channels: int, *, times: int, size: int) -> Tensor:
     Returns:
         `[B, channels, ceil(T / times), H / size, W / size]`, channels-last, in new memory.
     """
-    check.video(x=x)
-    check.averages(x, channels, times, size)
-    return run("average_down", x, channels, times=times, size=size)
+    if check.wanted():
+        check.video(x=x)
+        check.least("times", times, 1)
+        for length in x.shape[3:]:
+            check.divides("size", size, length)
+        check.divides("channels", channels, x.shape[1] * times * size * size)
+    out = shapes.new_video(x, shapes.averaged(x, channels, times, size))
+    return run("average_down", x, out, times, size)
 
 
 def frames_to_images(
@@ -479,11 +425,18 @@ def frames_to_images(
     Returns:
         `out`, or a new dense tensor `[B * T, H, W, C]` on the device of `frames`.
     """
-    check.video(frames=frames)
-    check.shuffle(frames, (1, patch, patch), order)
-    check.images(frames, dtype, patch, out)
-    options = {"dtype": dtype, "patch": patch, "order": order, "out": out}
-    return run("frames_to_images", frames, **options)
+    if check.wanted():
+        check.video(frames=frames)
+        check.shuffle(frames, (1, patch, patch), order)
+        if out is None:
+            check.one_of("dtype", dtype, check.IMAGES)
+        else:
+            flat = shapes.images(frames, patch)
+            apart = frames.shape[0], frames.shape[2], *flat[1:]
+            check.fit(out, apart if out.ndim == 5 else flat, check.IMAGES, out=out)
+    if out is None:
+        out = frames.new_empty(shapes.images(frames, patch), dtype=dtype)
+    return run("frames_to_images", frames, out, patch, order)
 
 
 def conv3d(
@@ -508,9 +461,10 @@ def conv3d(
 
     Args:
         x: `[B, C, T, H, W]`, channels-last.
-        weight: `[C_out, C, kt, kh, kw]`, dtype of `x`.
+        weight: `[C_out, C, kt, kh, kw]`, or `[C_out, C, kh, kw]` for each frame on its own; dtype
+            of `x`.
         bias: `C_out` values.
-        stride: Steps in frames, rows and columns.
+        stride: Steps in frames, rows and columns; 1 in frames for each frame on its own.
         padding: Rows and columns of zeros around each frame, on both sides. 0 for frames that have
             a border already.
         tail: `[B, C, K, H, W]`, channels-last, dtype of `x`: the frames before `x`; it is only
@@ -526,55 +480,15 @@ def conv3d(
         `out`, or a new tensor of its shape, `T' = (K + T - kt) / stride + 1` rounded down.
     """
     weight = ConvWeight.of(weight)
-    check.video(x=x)
-    shape = check.convolution(x, weight, stride, padding, tail)
-    check.vectors(x, weight.shape[0], bias=bias, residual_bias=residual_bias, gamma=gamma)
-    check.results(x, shape, residual=residual, out=out)
-    return run_convolution(
-        "conv3d", route, x, weight, bias, stride=stride, padding=padding, tail=tail,
-        residual=residual, residual_bias=residual_bias, gamma=gamma, out=out,
-    )  # fmt: skip
-
-
-def conv2d(
-    x: Tensor,
-    weight: Tensor | ConvWeight,
-    bias: Tensor | None = None,
-    *,
-    stride: tuple[int, int] = (1, 1),
-    padding: tuple[int, int] = (0, 0),
-    residual: Tensor | None = None,
-    residual_bias: Tensor | None = None,
-    gamma: Tensor | None = None,
-    out: Tensor | None = None,
-    route: Route | None = None,
-) -> Tensor:
-    """Convolve each frame on its own, otherwise as `conv3d`.
-
-    Args:
-        x: `[N, C, H, W]`, channels-last.
-        weight: `[C_out, C, kh, kw]`, dtype of `x`.
-        bias: `C_out` values.
-        stride: Steps in rows and columns.
-        padding: Rows and columns of zeros around each frame, on both sides.
-        residual: `[N, C_out, H', W']`, channels-last, dtype of `x`, or None. If it is videos of one
-            frame, `[N, C_out, 1, H', W']`, so are `out` and the result.
-        residual_bias: `C_out` values.
-        gamma: `C_out` scales, or None.
-        out: `[N, C_out, H', W']`, channels-last, dtype of `x`; it can be `residual` itself.
-        route: The route of the layer; None: it is found for this call.
-    """
-    weight = ConvWeight.of(weight)
-    check.frames(x=x)
-    shape = check.convolution(x, weight, stride, padding)
-    check.vectors(x, weight.shape[0], bias=bias, residual_bias=residual_bias, gamma=gamma)
-    if residual is not None and residual.ndim == 5:
-        shape = *shape[:2], 1, *shape[2:]
-    check.results(x, shape, residual=residual, out=out)
-    return run_convolution(
-        "conv2d", route, x, weight, bias, stride=stride, padding=padding, residual=residual,
-        residual_bias=residual_bias, gamma=gamma, out=out,
-    )  # fmt: skip
+    if check.wanted():
+        check.video(x=x)
+        shape = check.convolution(x, weight, stride, padding, tail)
+        check.vectors(x, weight.shape[0], bias=bias, residual_bias=residual_bias, gamma=gamma)
+        check.fit(x, shape, residual=residual, out=out)
+    if route is None:
+        route = conv_route(weight, stride, video=weight.ndim == 5 or x.shape[2] > 1)
+    terms = dense(bias, x), residual, dense(residual_bias, x), dense(gamma, x)
+    return convolve(route, x, weight, *terms, tail, out, padding)
 
 
 def int8_conv3d(
@@ -609,45 +523,18 @@ def int8_conv3d(
         `out`, or a new tensor of its shape; `T' = T - kt + 1`, and so are `H'` and `W'`.
     """
     weight = ConvWeight.of(weight)
-    terms = {"bias": bias, "residual": residual, "residual_bias": residual_bias, "out": out}
-    check.code_convolution(x, weight, scale, dtype, **terms)
-    return run("int8_conv3d", x, weight, scale, dtype=dtype, **terms)
-
-
-def conv_route(
-    x: Tensor,
-    weight: Tensor | ConvWeight,
-    *,
-    stride: tuple[int, ...],
-    padding: tuple[int, int],
-    norm: bool = False,
-) -> Route:
-    """Return what runs such convolutions, and what it does without another pass.
-
-    It decides the cheapest layout of the caller's memory. Every layout gives the same result. It
-    holds as long as `route_token` is the same.
-
-    Args:
-        x: `[B, C, T, H, W]` or `[N, C, H, W]`, channels-last: the frames of a call without those
-            before them. Only its shape, dtype and device matter.
-        weight: `[C_out, C, ...]`, as for the call.
-        stride: As for the call.
-        padding: As for the call.
-        norm: The call has a `gamma`.
-    """
-    return route_of(x, ConvWeight.of(weight), stride, padding, norm=norm)
+    if check.wanted():
+        check.fit(x, "BCTHW", check.CODES, x=x)
+        shape, outputs = check.convolution(x, weight), weight.shape[0]
+        check.vectors(x, outputs, scale=scale, bias=bias, residual_bias=residual_bias)
+        check.fit(x, shape, (dtype,), residual=residual, out=out)
+        check.one_of("dtype", dtype, (torch.int32,) if scale is None else check.FLOATS)
+        if scale is None and any(term is not None for term in (bias, residual, residual_bias)):
+            raise ValueError("scale is None with other terms; expected the sums alone")
+    terms = dense(bias, x), residual, dense(residual_bias, x)
+    return run("int8_conv3d", x, weight, dense(scale, x), *terms, out, dtype)
 
 
 def is_capturing(device: torch.device) -> bool:
     """Return whether a CUDA graph is captured on `device`: no free is possible then."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def prepare(device: torch.device, record: Callable[[], object]) -> Prepared:
-    """Let the background thread build what a network needs, and return what a video may use.
-
-    Args:
-        device: The device.
-        record: Runs the network once on `meta`, with all of its ops and sizes.
-    """
-    return Prepared(ask, device, record)

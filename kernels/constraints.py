@@ -1,15 +1,16 @@
-"""Checks for backends with their own kernels, which refuse tensors that they cannot read.
+"""The memory that our own kernels can read and write; other tensors are refused, for all backends.
 
 Frames are dense blocks of `H * W` rows of `C` elements, with any stride in batch and time. Rows of
 `[..., C]` have one common stride. A result overlaps its inputs only in place.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import shapes
+from .backends import SIGNATURES
 from .devices import device_kind
 from .errors import Refusal
 
@@ -26,44 +27,12 @@ def refuse_dtype(x: Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
         raise Refusal(f"there is no kernel for {str(x.dtype).removeprefix('torch.')}")
 
 
-def refuse_videos(**tensors: Tensor | None) -> None:
-    """Refuse videos whose frames are not dense channels-last memory; None is skipped."""
-    for name, x in tensors.items():
-        if x is not None and not is_dense(x, 3, 4, 1):
-            raise Refusal(f"{name} is not channels-last")
-
-
-class NormWindow(NamedTuple):
-    """What a norm writes; see `rms_norm_silu` in `kernels/__init__.py`."""
-
-    tail: Tensor | None
-    out: Tensor
-    border: int
-    codes: Tensor | None
-    saturated: Tensor | None
-
-
-def window_of(
-    x: Tensor,
-    tail: Tensor | None = None,
-    out: Tensor | None = None,
-    border: int = 0,
-    codes: Tensor | None = None,
-    saturated: Tensor | None = None,
-) -> NormWindow:
-    """Return what a norm writes, with memory for it, or refuse other layouts and overlaps."""
-    refuse_videos(x=x, tail=tail, out=out)
-    # Only without tail and border, and in the dtype of `x`, `out` can be `x`.
-    same = out is not None and tail is None and not border and out.dtype == x.dtype
-    refuse_overlap(out, x=x, tail=tail, same=same)
-    refuse_overlap(tail, x=x)
-    if saturated is not None and not saturated.is_contiguous():
-        raise Refusal("the numbers of saturated are not adjacent")
-    if border and not x.numel():
-        raise Refusal("the tensor is empty")
-    if out is None:
-        out = shapes.new_window(x, tail, border, coded=codes is not None)
-    return NormWindow(tail, out, border, codes, saturated)
+def refuse_video(name: str, x: Tensor) -> None:
+    """Refuse the video `name` whose frames are not dense channels-last memory."""
+    # The usual case takes one call.
+    if x.is_contiguous(memory_format=torch.channels_last_3d) or is_dense(x, 3, 4, 1):
+        return
+    raise Refusal(f"{name} is not channels-last")
 
 
 # Why descriptors, also called tensor maps, do not describe a video.
@@ -98,20 +67,26 @@ def refuse_old_bfloat16(device: torch.device, dtype: torch.dtype) -> None:
             raise Refusal(f"bfloat16 needs compute capability 8.0; this GPU has {major}.{minor}")
 
 
-def refuse_rows(**tensors: Tensor | None) -> None:
-    """Refuse tensors `[..., C]` whose rows do not have one common stride; None is skipped."""
-    for name, x in tensors.items():
-        if x is None or x.is_contiguous():
-            continue
-        shape, strides = x.shape, x.stride()
-        if shape[-1] != 1 and strides[-1] != 1:
-            raise Refusal(f"the last dimension of {name} is not dense")
-        expected = None
-        for size, stride in zip(reversed(shape[:-1]), reversed(strides[:-1]), strict=True):
-            if size != 1:
-                if expected is not None and stride != expected:
-                    raise Refusal(f"the rows of {name} have no common stride")
-                expected = stride * size
+def refuse_rows(name: str, x: Tensor) -> None:
+    """Refuse the tensor `name` `[..., C]` whose rows do not have one common stride."""
+    if x.is_contiguous():
+        return
+    shape, strides = x.shape, x.stride()
+    if shape[-1] != 1 and strides[-1] != 1:
+        raise Refusal(f"the last dimension of {name} is not dense")
+    expected = None
+    for size, stride in zip(reversed(shape[:-1]), reversed(strides[:-1]), strict=True):
+        if size != 1:
+            if expected is not None and stride != expected:
+                raise Refusal(f"the rows of {name} have no common stride")
+            expected = stride * size
+
+
+def refuse_target(out: Tensor, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Refuse a buffer on another device than `x` `[...]`, or in another dtype than `dtypes`."""
+    if out.device != x.device:
+        raise Refusal("out is on another device")
+    refuse_dtype(out, dtypes)
 
 
 def refuse_overlap(target: Tensor | None, *, same: bool = False, **sources: Tensor | None) -> None:
@@ -121,54 +96,16 @@ def refuse_overlap(target: Tensor | None, *, same: bool = False, **sources: Tens
             raise Refusal(f"out overlaps the memory of {name}")
 
 
-def refuse_convolved(
-    x: Tensor, out: Tensor, *, tail: Tensor | None = None, residual: Tensor | None = None
-) -> None:
-    """Refuse memory of a convolution that is not dense, or that the result overlaps."""
-    refuse_videos(x=x, tail=tail, residual=residual, out=out)
-    refuse_overlap(out, x=x, tail=tail)
-    refuse_overlap(out, residual=residual, same=True)
-
-
-def video_target(
-    shape: shapes.Shape, out: Tensor | None, *, same: bool = False, **sources: Tensor | None
-) -> Tensor:
-    """Return `out` or channels-last memory like the first source, or refuse their memory."""
-    refuse_videos(**sources, out=out)
-    refuse_overlap(out, same=same, **sources)
-    like = next(each for each in sources.values() if each is not None)
-    return shapes.new_video(like, shape) if out is None else out
-
-
-def refuse_target(out: Tensor | None, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Refuse a buffer on another device, in another dtype, or over the memory of `x`."""
-    if out is None:
-        return
-    if out.device != x.device:
-        raise Refusal("out is on another device")
-    if out.dtype not in dtypes:
-        raise Refusal(f"there is no kernel for out in {str(out.dtype).removeprefix('torch.')}")
-    refuse_overlap(out, x=x)
-
-
-def image_target(
-    frames: Tensor, dtype: torch.dtype, patch: int, out: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return memory for images that a GPU writes, and a view of it as `[B, C, T, H, W]`."""
-    refuse_videos(frames=frames)
-    if out is None:
-        out = frames.new_empty(shapes.images(frames, patch), dtype=dtype)
-    refuse_target(out, frames, IMAGE_DTYPES)
-    video = out if out.ndim == 5 else out.unflatten(0, (frames.shape[0], frames.shape[2]))
-    return out, video.movedim(-1, 1)
-
-
 def overlaps(target: Tensor | None, source: Tensor | None, *, same: bool = False) -> bool:
     """Return whether two tensors share memory; `same` does not count the target itself."""
     # Subclasses, such as fake tensors, may have no address: they share nothing.
     if target is None or source is None or (same and source is target):
         return False
     if not _has_address(target) or not _has_address(source) or target.device != source.device:
+        return False
+    # Only on the host two storages can share memory.
+    storages = target.untyped_storage(), source.untyped_storage()
+    if target.device.type != "cpu" and storages[0].data_ptr() != storages[1].data_ptr():
         return False
     first, last = _extent(target)
     start, stop = _extent(source)
@@ -209,3 +146,52 @@ def _extent(x: Tensor) -> tuple[int, int]:
         return first, first
     span = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return first, first + (span + 1) * x.element_size()
+
+
+def dense(values: Tensor | None, x: Tensor) -> Any:  # noqa: ANN401, None for None
+    """Return `C` values as all kernels read them: dense, in float32 or in the dtype of `x`."""
+    if values is None:
+        return None
+    if values.dtype not in (torch.float32, x.dtype):
+        values = values.float()
+    return values if values.is_contiguous() else values.contiguous()
+
+
+# The arguments that hold activations, other than `out`.
+_ACTIVATIONS = ("x", "grid", "frames", "source", "tail", "residual", "gate")
+
+# By op: the places of its activations and of `out` among its arguments.
+_PLACES = {
+    op: ([at for at, name in enumerate(names) if name in _ACTIVATIONS], names.index("out"))
+    for op, names in SIGNATURES.items()
+    if "out" in names
+}
+
+# Ops that can write over an input, those whose result can have any strides, and rows.
+_OVER = ("bias_residual", "silu_mul")
+_ANYWHERE = ("frames_to_images", "pixel_shuffle_3d", "group_norm_statistics")
+
+
+def refuse_memory(op: str, args: Sequence[Any]) -> None:
+    """Refuse the memory of a call of `op` with the arguments of its launches."""
+    if op not in _PLACES:
+        return
+    names, (places, at) = SIGNATURES[op], _PLACES[op]
+    out, same = args[at], op in _OVER
+    refuse = refuse_rows if op == "silu_mul" else refuse_video
+    for place in places if op in _ANYWHERE else (*places, at):
+        if args[place] is not None:
+            refuse(names[place], args[place])
+    if "saturated" in names:
+        x, tail, border = args[0], args[at - 1], args[-1]
+        if args[at + 2] is not None and not args[at + 2].is_contiguous():
+            raise Refusal("the numbers of saturated are not adjacent")
+        if border and not x.numel():
+            raise Refusal("the tensor is empty")
+        if tail is not None:
+            refuse_overlap(tail, x=x)
+        same = tail is None and not border and out.dtype == x.dtype
+    for place in places:
+        over = same or (names[place] == "residual" and "weight" in names)
+        if args[place] is not None and overlaps(out, args[place], same=over):
+            raise Refusal(f"out overlaps the memory of {names[place]}")

@@ -1,172 +1,206 @@
 """Selection of the backend that runs a call, in one place.
 
-Backends have functions with the names and arguments of the ops in `kernels/__init__.py`. On a CPU
-they are tried in the order of `ORDER`; on a GPU `serving.py` has those that are built and right,
-and `routes.py` the candidates of the convolutions. A backend that does not support a call raises
-`Refusal` with the reason before it does any work, and the next one is tried. A candidate of the
-convolutions can have variants, such as tile sizes: "triton:2" is its third.
+On a CPU the C++ kernels come before the reference. On a GPU `serving.py` has the kernels that are
+built and right, and `routes.py` the candidates of the convolutions.
 """
 
 import functools
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .backends import CONVOLUTIONS, INT8_ORDER, ORDER, OWN_CONVOLUTIONS, TRIED, forced
-from .convolution.compose import composed
+from .backends import (
+    CONVOLUTIONS,
+    INT8_ORDER,
+    ORDER,
+    OWN_CONVOLUTIONS,
+    SIGNATURES,
+    TRIED,
+    Kernel,
+    Launch,
+    forced,
+)
+from .constraints import refuse_memory
+from .convolution.terms import result_of, sum_of
 from .convolution.weight import ConvWeight
 from .devices import device_kind
 from .errors import BackendError, Refusal
-from .modules import module_of
-from .ready import recorded, serving
+from .modules import ask, backend, launch_of
+from .ready import serving
 from .ready.proof import current_proofs
-from .routes import Route, route_of
+from .ready.recording import Recorder, recorder
+from .routes import Candidate, Route
+from .shapes import new_sums
 
-# The order on a CPU until the C++ kernels are loaded.
-_WITHOUT_NATIVE = ("triton", "cuda", "reference")
+_REFERENCE = ("reference",)
+
+# On a CPU, with the C++ kernels.
+_NATIVE = ("native", *_REFERENCE)
+
+_PLACES = {op: names.index("out") for op, names in SIGNATURES.items() if "out" in names}
 
 
-def run(op: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, those of the op
-    """Run an op other than `conv2d` and `conv3d` on the first backend that supports the call."""
-    _refuse_gradients(op, args, kwargs)
-    notes, reasons = serving.recorder(), dict[str, str]()
+def run(op: str, *args: Any) -> Any:  # noqa: ANN401, those of `SIGNATURES`
+    """Run an op other than `conv3d` on the first backend that supports the call."""
+    refuse_gradients(op, args)
+    notes = recorder()
     if notes is not None:
-        return _noted(notes, ask, op, *args, **kwargs)
-    for name in _order(op, args, kwargs):
+        return _noted(notes, op, args)
+    reasons = dict[str, str]()
+    names, built = _order(op, args)
+    if names != _REFERENCE:
         try:
-            return _run(name, op, args, kwargs)
+            refuse_memory(op, args)
         except Refusal as refusal:
-            reasons[name] = str(refusal)
+            reasons = {name: str(refusal) for name in names if name != "reference"}
+    for name in names:
+        if name not in reasons:
+            try:
+                return backend(name).launches()[op](*args) if built else ask(name, op, *args)
+            except Refusal as refusal:
+                reasons[name] = str(refusal)
     raise BackendError(op, reasons)
 
 
-def run_kernel(op: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, those of the op
-    """Run an op on a backend other than the reference; None if there is none, or for a gradient."""
-    for name in () if _requires_gradient(args, kwargs) else _order(op, args, kwargs):
-        if name != "reference":
-            with suppress(Refusal):
-                return _run(name, op, args, kwargs)
+def convolve(
+    route: Route,
+    x: Tensor,
+    weight: ConvWeight,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    residual_bias: Tensor | None,
+    gamma: Tensor | None,
+    tail: Tensor | None,
+    out: Tensor | None,
+    padding: tuple[int, int],
+) -> Tensor:
+    """Run `conv3d` on the first candidate of a route that supports the call.
+
+    A candidate gets the terms that it adds; others are added in passes over its result.
+    """
+    refuse_gradients("conv3d", (x, weight, bias, residual, residual_bias, gamma, tail, out))
+    proofs = None if route.proves is None else current_proofs()
+    if route.proves is not None and proofs is not None:
+        terms = bias, residual, residual_bias, gamma, tail, out
+        plain = functools.partial(convolve, replace(route, proves=None), x, weight, *terms, padding)
+        return proofs.proved(route.proves, (x, weight, *terms, route.stride, padding), plain)
+    if residual is None:
+        bias, residual_bias = sum_of(bias, residual_bias, x.dtype), None
+    reasons = dict[str, str]()
+    for candidate in route.candidates:
+        fused = candidate.fused
+        # A norm adds a bias at no cost, and so does a pass for the residual.
+        late = gamma is not None and not fused.norm
+        waits = late or residual is not None or not fused.bias
+        if fused.sums:
+            ends = (None, tail, None) if late else (gamma, tail, out)
+            terms = bias, residual, residual_bias, *ends
+        else:
+            terms = None if waits else bias, None, None, None, tail, None
+        args = x, weight, *terms, route.stride, padding, candidate.kernel.tile
+        try:
+            y = _launch_of(candidate, args)(*args)
+        except Refusal as refusal:
+            reasons[candidate.kernel.backend] = str(refusal)
+            continue
+        if not fused.sums:
+            return _finished(y, bias if waits else None, residual, residual_bias, gamma, out)
+        if late:
+            return _finished(y, None, None, None, gamma, out)
+        return y if out is None else out
+    raise BackendError("conv3d", reasons)
+
+
+def _finished(
+    y: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    residual_bias: Tensor | None,
+    gamma: Tensor | None,
+    out: Tensor | None,
+) -> Tensor:
+    """Add the terms that a convolution has left out to `y` `[B, C, T, H, W]`, in its own memory."""
+    target = y if out is None else out
+    if residual is not None or (bias is not None and gamma is None):
+        into = target if gamma is None else y
+        y, bias = run("bias_residual", y, bias, residual, residual_bias, into), None
+    if gamma is not None:
+        return run("rms_norm_silu", y, gamma, bias, None, target, None, None, True, 0)
+    return y if out is None or y is out else out.copy_(y)
+
+
+def _launch_of(candidate: Candidate, args: Sequence[Any]) -> Launch:
+    """Return the launch of a candidate for a call, or refuse it."""
+    kernel = candidate.kernel
+    if (notes := recorder()) is not None:
+        return functools.partial(_noted_convolution, notes, kernel if candidate.is_built else None)
+    if kernel.backend in OWN_CONVOLUTIONS:
+        refuse_memory("conv3d", args)
+    if not candidate.is_built:
+        return launch_of(kernel.backend, "conv3d", args[0])
+    if not serving.serves(kernel, args):
+        raise Refusal("its kernel is not built yet")
+    return backend(kernel.backend).launches()["conv3d"]
+
+
+def silu_mul_by_kernel(x: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor | None:
+    """Run `silu_mul` on a backend other than the reference; None: there is none, or a gradient."""
+    if requires_gradient((x, gate)):
+        return None
+    args = x, gate, x.new_empty(x.shape) if out is None else out
+    for name in _order("silu_mul", args)[0]:
+        with suppress(Refusal):
+            if name != "reference":
+                refuse_memory("silu_mul", args)
+                return ask(name, "silu_mul", *args)
     return None
 
 
-def run_convolution(
-    op: str,
-    route: Route | None,
-    x: Tensor,
-    weight: ConvWeight,
-    *args: Any,  # noqa: ANN401, those of the op
-    **kwargs: Any,  # noqa: ANN401, those of the op
-) -> Tensor:
-    """Run `conv2d` or `conv3d` on the first candidate of a route that supports the call."""
-    given = x, weight, *args
-    _refuse_gradients(op, given, kwargs)
-    if route is None:
-        norm = kwargs.get("gamma") is not None
-        route = route_of(x, weight, kwargs["stride"], kwargs["padding"], norm=norm)
-    notes, reasons = serving.recorder(), dict[str, str]()
-    if notes is not None:
-        asks = None if route.kernel is None else _asks(route.kernel)
-        noted = functools.partial(_noted, notes, asks, op)
-        if asks is not None:
-            return noted(*given, **kwargs)
-        return composed(noted, route.fused, run, *given, **kwargs)
-    if route.kernel is not None:
-        try:
-            return _run_kernel(route.kernel, op, given, kwargs)
-        except Refusal as refusal:
-            reasons[route.kernel] = str(refusal)
-    for name in route.candidates:
-        try:
-            if route.proves is not None and (proofs := current_proofs()) is not None:
-                plain = functools.partial(ask, name, op, *given, **kwargs)
-                return proofs.proved(ask, route.proves, op, given, kwargs, plain)
-            return ask(name, op, *given, **kwargs)
-        except Refusal as refusal:
-            reasons[name] = str(refusal)
-    raise BackendError(op, reasons)
-
-
-def ask(backend: str, op: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, those of the op
-    """Run an op on one backend, or raise its `Refusal`."""
-    name, _, variant = backend.partition(":")
-    if op not in ("conv2d", "conv3d"):
-        return _run(name, op, args, kwargs)
-    module = module_of(name)
-    function = getattr(module, op, None)
-    if function is None:
-        raise Refusal("the backend has no such op")
-    if variant:
-        kwargs["variant"] = int(variant)
-    x, weight, *_ = args if len(args) > 1 else (kwargs["x"], kwargs["weight"])
-    norm = kwargs.get("gamma") is not None
-    fused = module.fuses(x, weight, kwargs["stride"], kwargs["padding"], norm=norm)
-    return composed(function, fused, run, *args, **kwargs)
-
-
-def _noted(
-    notes: serving.Recorder,
-    asks: Any,  # noqa: ANN401, a function like `ask`, or None
-    op: str,
-    *args: Any,  # noqa: ANN401, those of the op
-    **kwargs: Any,  # noqa: ANN401, those of the op
-) -> Tensor:
-    """Note a call on `meta`, and return memory for its result."""
-    made = recorded.result_of(op, args, kwargs, notes.device)
-    notes.note(asks, op, args, kwargs, made)
-    return made
-
-
-def _refuse_gradients(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if _requires_gradient(args, kwargs):
+def refuse_gradients(op: str, args: tuple[Any, ...]) -> None:
+    """Raise the `ValueError` of an argument that requires a gradient."""
+    if requires_gradient(args):
         raise ValueError(
             f"a tensor of {op} requires a gradient; expected ones without, such as x.detach()"
         )
 
 
-def _requires_gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return torch.is_grad_enabled() and any(
-        getattr(each, "requires_grad", False) for each in (*args, *kwargs.values())
-    )
+def requires_gradient(args: tuple[Any, ...]) -> bool:
+    """Return whether autograd would record a call."""
+    return torch.is_grad_enabled() and any(getattr(each, "requires_grad", False) for each in args)
 
 
-def _run(backend: str, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-    function = getattr(module_of(backend), op, None)
-    if function is None:
-        raise Refusal("the backend has no such op")
-    return function(*args, **kwargs)
+def _noted(notes: Recorder, op: str, args: tuple[Any, ...]) -> Tensor:
+    """Note a call on `meta`, and return its result, as the device would allocate it."""
+    place = _PLACES.get(op)
+    made = torch.empty_like(args[0]) if place is None else args[place]
+    if op == "int8_conv3d" and (made is None or notes.device.type == "cpu"):
+        fresh = new_sums(args[0], args[1], args[-1])  # oneDNN writes to memory of its own
+        made = fresh if made is None else made
+    notes.note(None, op, args, made)
+    return made
 
 
-def _order(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
-    coded = op == "int8_conv3d"
+def _noted_convolution(notes: Recorder, kernel: Kernel | None, *args: Any) -> Tensor:  # noqa: ANN401
+    """Note the convolution of a kernel of ours, or of the library, and return its result."""
+    x, weight, *_, tail, out, stride, padding, tile = args
+    made = result_of(x, weight, tail, out, stride, padding)
+    notes.note(kernel, "conv3d", (*args[:-4], made, stride, padding, tile), made)
+    return made
+
+
+def _order(op: str, args: tuple[Any, ...]) -> tuple[tuple[str, ...], bool]:
+    """Return the backends for a call in order, and whether their kernels are known to run it."""
     chosen = forced()
-    if chosen is not None and chosen in (CONVOLUTIONS if coded else ORDER):
-        return (chosen,)
-    x = args[0] if args else None
-    if isinstance(x, Tensor) and device_kind(x.device) in TRIED:
-        return serving.backends_of(ask, op, args, kwargs)
-    if coded:
-        return INT8_ORDER
+    if chosen is not None and chosen in (CONVOLUTIONS if op == "int8_conv3d" else ORDER):
+        return (chosen,), False
+    kind = device_kind(args[0].device)
+    if kind in TRIED:
+        return serving.backends_of(op, args), True
+    if op == "int8_conv3d":
+        return INT8_ORDER, False
     seen = serving.snapshot()
-    return ORDER if seen is None or seen.native else _WITHOUT_NATIVE
-
-
-def _run_kernel(kernel: str, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Run a convolution by one of our kernels, or refuse if that for these terms is not built."""
-    if serving.backends_of(_asks(kernel), op, args, kwargs) == serving.LIBRARY:
-        raise Refusal("its kernel is not built yet")
-    return ask(kernel, op, *args, **kwargs)
-
-
-@functools.cache
-def _asks(kernel: str) -> Any:  # noqa: ANN401, a function like `ask`
-    """Return `ask` without other convolutions of ours than `kernel`."""
-
-    def asks(backend: str, op: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, those of the op
-        is_own = backend == kernel.partition(":")[0]
-        if backend in OWN_CONVOLUTIONS and not is_own:
-            raise Refusal("the route has another kernel")
-        return ask(kernel if is_own else backend, op, *args, **kwargs)
-
-    return asks
+    return (_NATIVE if kind == "cpu" and (seen is None or seen.native) else _REFERENCE), False

@@ -7,6 +7,9 @@ import re
 import torch
 
 _logger = logging.getLogger(__name__)
+
+# Most characters of an error in the log.
+_REASON_LENGTH = 80
 _logged: set[str] = set()
 
 # Parts of the messages of PyTorch, cuDNN and the system that have no exception type of their own.
@@ -60,3 +63,12 @@ def log_once(message: str) -> None:
     if message not in _logged:
         _logged.add(message)
         _logger.warning("Fast Video VAE: %s", message)
+
+
+def log_failure(name: str, op: str, where: str, error: Exception) -> None:
+    """Log once that the backend `name` failed for `op` with `error` on the device `where`."""
+    reason = first_line(error)[:_REASON_LENGTH]
+    log_once(
+        f"{name} {op} failed on {where} ({type(error).__name__}: {reason}); another backend runs "
+        "such calls"
+    )

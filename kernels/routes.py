@@ -1,21 +1,22 @@
-"""The route of a convolution: the candidate that runs a layer at a size, and what it fuses.
+"""The route of a convolution: the candidate that runs a layer, and what it fuses.
 
-A route is computed once for a layer, a size and what is known (`token`), and kept with the layer.
-The table of measured chips decides, on other chips a proof; the library runs the rest, and all of
-it until the kernels of a tile are built and right.
+A route is decided once for a layer, a form of its weight and the conditions of a video
+(`route_conditions`), and kept with the layer. The table of measured chips decides, on other chips a
+proof; the library runs the rest, and all of it until the kernels of a tile are built and right.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from .backends import CONVOLUTIONS, TRIED, convolution_order, forced
-from .convolution.fused import Fused
-from .convolution.weight import ConvWeight
+from .backends import CONVOLUTIONS, OWN_CONVOLUTIONS, TRIED, Kernel, convolution_order, forced
+from .convolution.fused import Fused, of_ours
+from .convolution.weight import ConvWeight, WeightForm
 from .devices import device_kind
-from .modules import module_of
+from .modules import backend
 from .ready import facts, serving
+from .ready.recording import device_of, recorder
 from .tables import KERNELS, SUMS_IN_HALF, Kind
 from .triton_ops.convolution_tiles import tiles_of
 from .triton_ops.tiles import chip_of
@@ -34,14 +35,42 @@ _WIDTHS = 3
 _PROOF = "proof: "
 
 
+class Candidate(NamedTuple):
+    """What may run the calls of a layer."""
+
+    kernel: Kernel
+    fused: Fused  # what it does in its own pass
+    is_built: bool = False  # It is one of ours, which serves once it is built and right.
+
+
 @dataclass(frozen=True)
 class Route:
-    """What runs the calls of a layer at a size."""
+    """All that is decided for the calls of a layer in a video.
 
-    candidates: tuple[str, ...]  # in order: the next one runs what one refuses
-    kernel: str | None  # one of ours, with its variant, which serves once it is built and right
-    fused: Fused  # what the kernel, or the first candidate, does in its own pass
-    proves: "ProofKey | None" = None  # what a tile would be proved for on this chip
+    Attributes:
+        stride: Steps in frames, rows and columns.
+        candidates: In order: the next one runs what one refuses.
+        form: The form of the weight; None: the caller has the weight.
+        joined: The caller joins the tail and the new frames in one window; otherwise the tail is
+            read where it is.
+        proves: What a tile would be proved for on this chip.
+    """
+
+    stride: tuple[int, int, int]
+    candidates: tuple[Candidate, ...]
+    form: WeightForm | None = None
+    joined: bool = True
+    proves: "ProofKey | None" = None
+
+    @property
+    def fused(self) -> Fused:
+        """What the first candidate does in its own pass."""
+        return self.candidates[0].fused
+
+    @property
+    def reads_codes(self) -> bool:
+        """Whether the input is codes in int8, with a border."""
+        return self.form is not None and self.form.dtype == torch.int8
 
 
 @dataclass(frozen=True)
@@ -73,63 +102,77 @@ class Proof:
 _proofs: dict[ProofKey, tuple[int, Proof]] = {}
 
 
-def token() -> tuple[object, ...]:
-    """Return what the routes of this thread depend on in addition to their layer and size."""
-    made = serving.recorder()
-    return forced(), serving.snapshot(), made and (made.device, made.tiles)
-
-
-def route_of(
-    x: Tensor,
+def conv_route(
     weight: ConvWeight,
-    stride: tuple[int, ...],
-    padding: tuple[int, int],
+    stride: tuple[int, int, int],
     *,
-    norm: bool,
+    video: bool,
+    form: WeightForm | None = None,
 ) -> Route:
-    """Return the route of a layer at the size of `x`, with the frames before it or without."""
-    op, device, chosen = f"conv{x.ndim - 2}d", serving.device_of(x), forced()
+    """Return what runs the convolutions of a layer in a video, and what it fuses.
+
+    It decides the cheapest layout of the caller's memory. Every layout gives the same result. It
+    depends on what the thread sees of the kernels, which is fixed while a video runs.
+
+    Args:
+        weight: The weight of the calls.
+        stride: Steps in frames, rows and columns.
+        video: The calls see several frames; otherwise a picture.
+        form: The form of the weight, which the route keeps for the caller.
+    """
+    device, chosen = device_of(weight), forced()
+    names = convolution_order(device_kind(device), weight.ndim - 2)
+    kernel, proves = None, None
     if chosen in CONVOLUTIONS:
-        names, kernel, proves = (str(chosen),), None, None
+        names = (str(chosen),)
     else:
-        names, kernel, proves = _chosen(op, x, weight, stride, device)
-    fused = module_of(kernel or names[0]).fuses(x, weight, stride, padding, norm=norm)
-    return Route(names, kernel, fused, proves)
+        kernel, proves = _chosen(weight, stride, device, video=video)
+    candidates = [Candidate(Kernel(name, 0), _fused(name, weight)) for name in names]
+    if kernel is not None:
+        candidates.insert(0, Candidate(kernel, of_ours(weight.shape[0]), is_built=True))
+    apart = weight.ndim == 4 or weight.shape[2] <= stride[0] or candidates[0].fused.tail
+    return Route(stride, tuple(candidates), form, not apart, proves)
+
+
+def route_conditions(seen: serving.Snapshot) -> tuple[object, ...]:
+    """Return what the routes of a layer depend on in a video that sees `seen` of the kernels."""
+    return seen, forced(), torch.backends.mkldnn.enabled
+
+
+def code_route(form: WeightForm, *, joined: bool) -> Route:
+    """Return the route of convolutions of codes, which add all terms, with a `form` of weights."""
+    candidate = Candidate(Kernel("int8", 0), Fused(sums=True, bias=True))
+    return Route((1, 1, 1), (candidate,), form, joined)
+
+
+def _fused(name: str, weight: ConvWeight) -> Fused:
+    return of_ours(weight.shape[0]) if name in OWN_CONVOLUTIONS else backend(name).fuses(weight)
 
 
 def _chosen(
-    op: str, x: Tensor, weight: ConvWeight, stride: tuple[int, ...], device: torch.device
-) -> tuple[tuple[str, ...], str | None, ProofKey | None]:
-    kind = device_kind(device)
-    library = convolution_order(op, kind)
-    plays = serving.recorder()
+    weight: ConvWeight, stride: tuple[int, int, int], device: torch.device, *, video: bool
+) -> tuple[Kernel | None, ProofKey | None]:
+    """Return the kernel of ours for a convolution, or what one would be proved for."""
+    plays = recorder()
     none_serves = plays is not None and not plays.tiles
-    if kind not in TRIED or x.dtype not in _NARROW or not x.numel() or none_serves:
-        return library, None, None
-    found = _kind_of(op, x, weight, stride)
+    if device_kind(device) not in TRIED or weight.dtype not in _NARROW or none_serves:
+        return None, None
+    outputs, inputs, *taps = weight.shape
+    kind = Kind(inputs, outputs, (1, *taps)[-3:], stride, video)
     chip = chip_of(device)
     entries = KERNELS.get(chip)
     if entries is not None:
-        kernel = entries.get(found)
-        return library, kernel if serving.has_tile(op, x, weight, stride) else None, None
-    key = ProofKey(device, found, torch.float16 if chip in SUMS_IN_HALF else x.dtype)
-    if not tiles_of(chip, key.dtype, found.outputs):
-        return library, None, None
+        kernel = entries.get(kind)
+        return (kernel if serving.has_tile(weight, stride) else None), None
+    key = ProofKey(device, kind, torch.float16 if chip in SUMS_IN_HALF else weight.dtype)
+    if not tiles_of(chip, key.dtype, outputs):
+        return None, None
     proof = proof_of(key)
     if proof is None:
-        return library, None, key
+        return None, key
     # A tile in float16 that was proved next to a library in bfloat16 serves calls in float16.
-    serves = proof.right and proof.ms <= _GAIN * proof.plain_ms and key.dtype == x.dtype
-    serves = serves and serving.has_tile(op, x, weight, stride)
-    return library, "triton:0" if serves else None, None
-
-
-def _kind_of(op: str, x: Tensor, weight: ConvWeight, stride: tuple[int, ...]) -> Kind:
-    taps = weight.shape[2:]
-    # A step of a video can have a single frame, but a picture has no frames before it.
-    video = op == "conv3d" or x.shape[0] > 1
-    alone = (1,) * (3 - len(taps))
-    return Kind(x.shape[1], weight.shape[0], (*alone, *taps), (*alone, *stride), video)
+    serves = proof.right and proof.ms <= _GAIN * proof.plain_ms and key.dtype == weight.dtype
+    return (Kernel("triton", 0) if serves and serving.has_tile(weight, stride) else None), None
 
 
 def proof_of(key: ProofKey) -> Proof | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,10 +12,11 @@ from .codes import code_dtype
 Shape = tuple[int, ...]
 
 
-def new_video(like: Tensor, shape: Shape) -> Tensor:
-    """Return uninitialised channels-last memory in dtype and on the device of `like`."""
+def new_video(like: Tensor, shape: Shape, dtype: torch.dtype | None = None) -> Tensor:
+    """Return uninitialised channels-last memory on the device and in the dtype of `like`."""
     order = channels_last_order(len(shape))
-    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=order)
+    dtype = dtype or like.dtype
+    return torch.empty(shape, dtype=dtype, device=like.device, memory_format=order)
 
 
 def channels_last_order(ndim: int) -> torch.memory_format:
@@ -24,8 +26,7 @@ def channels_last_order(ndim: int) -> torch.memory_format:
 
 def new_window(x: Tensor, tail: Tensor | None, border: int = 0, *, coded: bool = False) -> Tensor:
     """Return memory `[B, C, K + T, H, W]` for `window(x, tail, border)`; `coded`: for codes."""
-    like = x.new_empty(0, dtype=code_dtype(x.device)) if coded else x
-    return new_video(like, window(x, tail, border))
+    return new_video(x, window(x, tail, border), code_dtype(x.device) if coded else None)
 
 
 def window(x: Tensor, tail: Tensor | None, border: int = 0) -> Shape:
@@ -35,9 +36,29 @@ def window(x: Tensor, tail: Tensor | None, border: int = 0) -> Shape:
     return batch, channels, known + frames, height + 2 * border, width + 2 * border
 
 
-def as_video(x: Tensor) -> Tensor:
-    """View frames `[N, C, H, W]` as those of one video, `[1, C, N, H, W]`."""
-    return x.transpose(0, 1).unsqueeze(0) if x.ndim == 4 else x
+def new_sums(x: Tensor, weight: Any, dtype: torch.dtype) -> Tensor:  # noqa: ANN401, has a `shape`
+    """Return memory in `dtype` for the convolution of codes `x` `[B, C, T, H, W]` by `weight`."""
+    return new_video(x, convolved(x, weight.shape, (1, 1, 1), (0, 0, 0)), dtype)
+
+
+def as_frames(x: Tensor) -> Tensor:
+    """View `[B, C, T, H, W]` as `[B * T, C, H, W]`, channels-last."""
+    if x.shape[2] == 1:
+        return x.squeeze(2)
+    return x.permute(0, 2, 3, 4, 1).flatten(0, 1).permute(0, 3, 1, 2)
+
+
+def has_gaps(x: Tensor) -> bool:
+    """Return whether the frames of `x` `[B, C, T, H, W]` have no common stride."""
+    batch, _, frames, *_ = x.shape
+    return min(batch, frames) > 1 and x.stride(0) != frames * x.stride(2)
+
+
+def as_video(frames: Tensor, batch: int) -> Tensor:
+    """View `[B * T, C, H, W]` as `[B, C, T, H, W]`, channels-last."""
+    if frames.shape[0] == batch:
+        return frames.unsqueeze(2)
+    return frames.permute(0, 2, 3, 1).unflatten(0, (batch, -1)).permute(0, 4, 1, 2, 3)
 
 
 def blocks(count: int, size: int) -> int:
@@ -96,6 +117,12 @@ def images(frames: Tensor, patch: int) -> Shape:
     return batch * length, height, width, channels
 
 
+def images_as_video(images: Tensor, batch: int) -> Tensor:
+    """View `[B * T, H, W, C]` or `[B, T, H, W, C]` as `[B, C, T, H, W]`."""
+    video = images if images.ndim == 5 else images.unflatten(0, (batch, -1))
+    return video.movedim(-1, 1)
+
+
 def white(dtype: torch.dtype) -> int:
     """Return the value of 1.0 in images of `dtype`."""
     return {torch.uint8: 255, torch.uint16: 65535}.get(dtype, 1)
@@ -108,11 +135,12 @@ def convolved(
     padding: Sequence[int],
     tail: Tensor | None = None,
 ) -> Shape:
-    """Return the shape of a result, below 1 for a small `x`; `padding` of the last dimensions."""
-    lengths = list(x.shape[2:])
-    lengths[0] += 0 if tail is None else tail.shape[2]
-    pads = (*(0,) * (len(lengths) - len(padding)), *padding)
-    return convolved_size((x.shape[0], x.shape[1], *lengths), weight_shape, stride, pads)
+    """Return the shape of a result `[B, C_out, T', H', W']`, below 1 for a small `x`.
+
+    `weight_shape` has two or three dimensions of taps, `padding` is of the last dimensions.
+    """
+    taps = *weight_shape[:2], *(1,) * (5 - len(weight_shape)), *weight_shape[2:]
+    return convolved_size(window(x, tail), taps, stride, (*(0,) * (3 - len(padding)), *padding))
 
 
 def convolved_size(
@@ -121,7 +149,7 @@ def convolved_size(
     stride: Sequence[int],
     padding: Sequence[int],
 ) -> Shape:
-    """Return what `convolved` does for the shape of an input."""
+    """Return the shape of a result for an input, weight, stride and padding of as many axes."""
     axes = zip(shape[2:], weight_shape[2:], stride, padding, strict=True)
-    sizes = ((length + 2 * pad - taps) // step + 1 for length, taps, step, pad in axes)
+    sizes = [(length + 2 * pad - taps) // step + 1 for length, taps, step, pad in axes]
     return shape[0], weight_shape[0], *sizes

@@ -3,9 +3,9 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from . import shapes
 from .backends import CONVOLUTIONS, ORDER
@@ -13,8 +13,8 @@ from .constraints import DTYPES
 from .convolution.weight import ConvWeight
 from .cuda_ops.compiler import compiler
 from .devices import default_device
-from .dispatch import ask
 from .errors import Refusal
+from .modules import ask
 from .native_ops.build import CPU
 from .ready import sample_inputs
 
@@ -26,8 +26,7 @@ EXACT = frozenset(
 # Frames, height and width of the calls.
 _SIZE = (2, 4, 4)
 
-# Dimensions of the kernel of each convolution, and the channels of its call.
-_DIMENSIONS = {"conv2d": 2, "conv3d": 3}
+# Channels of the call of a convolution.
 _CHANNELS = 96
 
 
@@ -56,7 +55,7 @@ def backend_matrix() -> list[Support]:
     """Run every op on every backend and every kind of device of this machine."""
     # Libraries are built or loaded for it, which can take a minute the first time.
     devices = list(dict.fromkeys(("cpu", default_device().type)))
-    ops = [*((op, ORDER) for op in sample_inputs.OPS), *((op, CONVOLUTIONS) for op in _DIMENSIONS)]
+    ops = [*((op, ORDER) for op in sample_inputs.OPS), ("conv3d", CONVOLUTIONS)]
     return [
         _support(op, device, backend, dtype)
         for op, names in ops
@@ -92,22 +91,17 @@ def _support(op: str, device: str, backend: str, dtype: torch.dtype) -> Support:
     reason = None
     try:
         with torch.no_grad():
-            if op in _DIMENSIONS:
-                _convolve(op, backend, dtype, place)
-            else:
-                ask(backend, op, **sample_inputs.call(op, _SIZE, dtype, place))
+            args = _convolution(dtype, place) if op == "conv3d" else None
+            ask(backend, op, *(args or sample_inputs.call(op, _SIZE, dtype, place)))
     except Refusal as refusal:
         reason = str(refusal)
     exact = reason is None and (backend == "reference" or op in EXACT)
     return Support(op, backend, device, dtype, reason, exact)
 
 
-def _convolve(op: str, backend: str, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Convolve `[1, C, 4, 4, 4]` or `[1, C, 4, 4]` with 3 taps in each dimension."""
-    dimensions = _DIMENSIONS[op]
-    size = (1, _CHANNELS, *(4,) * dimensions)
+def _convolution(dtype: torch.dtype, device: torch.device) -> list[Any]:
+    """Return the arguments of a 3x3x3 convolution of `[1, C, 4, 4, 4]` without terms."""
     like = torch.zeros((), dtype=dtype, device=device)
-    x = shapes.new_video(like, size).zero_()
-    weight = shapes.new_video(like, (_CHANNELS, _CHANNELS, *(3,) * dimensions)).zero_()
-    stride = (1,) * dimensions
-    return ask(backend, op, x, ConvWeight.of(weight), stride=stride, padding=(0, 0))
+    x = shapes.new_video(like, (1, _CHANNELS, 4, 4, 4)).zero_()
+    weight = shapes.new_video(like, (_CHANNELS, _CHANNELS, 3, 3, 3)).zero_()
+    return [x, ConvWeight.of(weight), *(None,) * 6, (1, 1, 1), (0, 0), 0]

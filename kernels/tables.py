@@ -8,6 +8,8 @@ so that its entry can be added.
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from .backends import Kernel
+
 # Compute capability, or the architecture of an AMD GPU, such as "gfx942".
 Chip = tuple[int, int] | str
 
@@ -24,15 +26,15 @@ class Kind(NamedTuple):
 
 _CUBE, _ONE = (3, 3, 3), (1, 1, 1)
 
-# The kernel by kind: "triton:0" is the first of `convolution_tiles.tiles_of`, "hopper:1" the second
-# variant of `cuda_ops/hopper.py`. All others run the library.
+# The kernel by kind: tile 0 of triton is the first of `convolution_tiles.tiles_of`, tile 1 of
+# hopper the second variant of `cuda_ops/hopper.py`. All others run the library.
 #
 # sm_90, H200, 795 GFLOP in bf16: 96 channels at 4 x 480 x 832 take cuDNN 2.69 to 2.95 ms and the
 # best of the tiles 1.72 ms. Which one that was is not recorded, so the first stands here until the
 # table of `bench_gpu.py` separates them. cuDNN takes 1.22 ms at 192 channels and 1.19 ms at 384,
 # the tiles 1.35 and 1.36 ms.
-KERNELS: Mapping[Chip, Mapping[Kind, str]] = {
-    (9, 0): {Kind(96, 96, _CUBE, _ONE, video=True): "triton:0"},
+KERNELS: Mapping[Chip, Mapping[Kind, Kernel]] = {
+    (9, 0): {Kind(96, 96, _CUBE, _ONE, video=True): Kernel("triton", 0)},
 }
 
 # Chips whose tensor cores sum in float16 at twice the rate of float32 (NVIDIA, "Ada GPU

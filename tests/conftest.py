@@ -22,8 +22,10 @@ _spec.loader.exec_module(sys.modules["fast_video_vae"])
 def pytest_configure():
     """The tensors of the tests are tiny: a second thread costs more than it does.
 
-    The C++ kernels are built before the tests, which would otherwise run during their build.
+    The C++ kernels are built before the tests, which would otherwise run during their build. The
+    arguments of ops are checked within streams too.
     """
+    os.environ.setdefault("FAST_VIDEO_VAE_CHECKS", "1")
     torch.set_num_threads(1)
     importlib.import_module("fast_video_vae.kernels").native_library()
 

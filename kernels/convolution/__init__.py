@@ -1,5 +1,4 @@
 """The convolution: its weights, and the candidates without own kernels; `routes.py` selects.
 
-Candidates have functions `conv2d` and `conv3d` with the arguments of the ops (the weight is a
-`ConvWeight`), and `fuses`, which says what they do without another pass.
+Candidates have the launch `conv3d`, and `fuses`, which says what it does without another pass.
 """

@@ -1,19 +1,19 @@
 """The convolutions of PyTorch's libraries: oneDNN on a CPU, cuDNN or MIOpen on a GPU."""
 
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from ..backends import TRIED
-from ..devices import device_kind
-from ..errors import is_out_of_memory
-from ..ready import serving
-from ..ready.selfcheck import log_failure
+from ..backends import TRIED, Launch
+from ..devices import device_kind, device_name
+from ..errors import Refusal, is_out_of_memory, log_failure
+from ..ready.recording import device_of
+from ..shapes import as_frames, as_video, has_gaps
 from . import cudnn, onednn, sliced
-from .compose import sum_of
 from .fused import Fused
-from .onednn_int8 import int8_conv3d as int8_conv3d
+from .onednn_int8 import int8_conv3d
+from .terms import sum_of
 from .weight import ConvWeight, channels_last
 
 # cuDNN's tensor-core kernels for NHWC take multiples of this many channels; with the 3 or 12 of a
@@ -26,73 +26,83 @@ _CHANNELS = 8
 _missing: set[tuple[torch.device, torch.dtype, tuple[int, ...], tuple[int, ...]]] = set()
 
 
-def fuses(
-    x: Tensor, weight: ConvWeight, stride: tuple[int, ...], padding: tuple[int, int], *, norm: bool
-) -> Fused:
-    """Return what is fused for `x` `[B, C, ...]`, `weight`, `stride`, `padding` and `norm`."""
+def refuse(_: Tensor) -> None:
+    """Refuse nothing: PyTorch has convolutions for every device."""
+
+
+def launches() -> Mapping[str, Launch]:
+    """Return the launches by op."""
+    return _LAUNCHES
+
+
+def fuses(weight: ConvWeight) -> Fused:
+    """Return what is fused for `weight` `[C_out, C, ...]`."""
     # oneDNN adds everything. On CUDA, PyTorch adds even a bias in a separate pass after cuDNN, slow
     # in channels-last memory.
-    device = serving.device_of(x)
-    packs = weight.keeps and onednn.serves(device, x.dtype)
-    return Fused(sums=packs, bias=device.type == "cpu" and not _aligns(x, weight))
+    device = device_of(weight)
+    packs = weight.keeps and onednn.serves(device, weight.dtype)
+    return Fused(sums=packs, bias=device.type == "cpu" and not _aligns(weight))
 
 
 def conv3d(
     x: Tensor,
     weight: ConvWeight,
-    bias: Tensor | None = None,
-    *,
-    stride: tuple[int, ...],
+    bias: Tensor | None,
+    residual: Tensor | None,
+    residual_bias: Tensor | None,
+    gamma: None,
+    tail: Tensor | None,
+    out: Tensor | None,
+    stride: tuple[int, int, int],
     padding: tuple[int, int],
-    tail: Tensor | None = None,
-    **terms: Any,  # noqa: ANN401, residual, residual_bias and out
+    tile: int,
 ) -> Tensor:
-    """Run `conv3d(x, weight, bias, stride, padding, tail, terms)`; `x` is `[B, C, T, H, W]`."""
-    kind = x.device, x.dtype, weight.shape, stride
-    if kind not in _missing:
-        window = x if tail is None else torch.cat([tail, x], dim=2)
-        try:
-            return conv2d(window, weight, bias, stride=stride, padding=(0, *padding), **terms)
-        except RuntimeError as error:
-            if device_kind(x.device) not in TRIED or is_out_of_memory(error):
-                raise
-            log_failure("aten", "conv3d", x.device, error)
-        _missing.add(kind)
-    # Without terms, which `fuses` leaves to the caller on a GPU.
-    return sliced.conv3d(x, weight, stride=stride, padding=padding, tail=tail)
-
-
-def conv2d(
-    x: Tensor,
-    weight: ConvWeight,
-    bias: Tensor | None = None,
-    *,
-    stride: tuple[int, ...],
-    padding: tuple[int, ...],
-    residual: Tensor | None = None,
-    residual_bias: Tensor | None = None,
-    gamma: None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Convolve frames, or a video with its padding in time."""
-    bias = sum_of(bias, residual_bias, x.dtype)
+    """Convolve a video, or each of its frames."""
     # Dense, because oneDNN ignores its stride.
+    bias = sum_of(bias, residual_bias, x.dtype)
     bias = None if bias is None else bias.flatten().to(x.dtype).contiguous()
-    if weight.keeps and onednn.serves(x.device, x.dtype):
-        return onednn.convolve(x, weight, bias, stride, padding, residual, out)
-    if not _aligns(x, weight):
-        # On a CPU, PyTorch's own product for float64 and float16 returns channels first.
-        return channels_last(cudnn.convolve(x, weight.plain(), bias, stride, padding))
-    taps = weight.laid_out("aligned", _aligned)
-    y = cudnn.convolve(_wide(x, taps.shape[1]), taps, None, stride, padding)
-    return channels_last(y[:, : weight.shape[0]])
+    flat = weight.ndim == 4
+    adds = weight.keeps and onednn.serves(x.device, x.dtype)
+    if not adds and (residual is not None or out is not None):
+        raise Refusal("oneDNN does not serve, which was to add the terms")
+    if _missing and (x.device, x.dtype, weight.shape, stride) in _missing:
+        # Without terms, which `fuses` leaves to the caller on a GPU.
+        return sliced.convolve(x, weight, tail, stride, padding)
+    given = out
+    if flat:
+        window, steps, pads = as_frames(x), stride[1:], padding
+        over = out is residual
+        residual = None if residual is None else as_frames(residual)
+        # Frames of several videos in longer buffers have no common stride.
+        out = None if out is None or has_gaps(out) else residual if over else as_frames(out)
+    else:
+        window, steps, pads = x if tail is None else torch.cat([tail, x], 2), stride, (0, *padding)
+    try:
+        if adds:
+            y = onednn.convolve(window, weight, bias, steps, pads, residual, out)
+        elif _aligns(weight):
+            taps = weight.laid_out("aligned", _aligned)
+            y = cudnn.convolve(_wide(window, taps.shape[1]), taps, None, steps, pads)
+            y = channels_last(y[:, : weight.shape[0]])
+        else:
+            # On a CPU, PyTorch's own product for float64 and float16 returns channels first.
+            y = channels_last(cudnn.convolve(window, weight.plain(), bias, steps, pads))
+    except RuntimeError as error:
+        if flat or device_kind(x.device) not in TRIED or is_out_of_memory(error):
+            raise
+        log_failure("aten", "conv3d", device_name(x.device), error)
+        _missing.add((x.device, x.dtype, weight.shape, stride))
+        return sliced.convolve(x, weight, tail, stride, padding)
+    y = as_video(y, x.shape[0]) if flat else y
+    return y if given is None or out is not None else given.copy_(y)
 
 
-def _aligns(x: Tensor, weight: ConvWeight) -> bool:
+def _aligns(weight: ConvWeight) -> bool:
     """Return whether channels are filled up: in 16 bits, at the ends of a network."""
-    narrow = x.dtype in (torch.float16, torch.bfloat16)
-    odd = any(channels % _CHANNELS for channels in weight.shape[:2])
-    return odd and narrow and device_kind(serving.device_of(x)) in _ALIGNED
+    outputs, inputs, *_ = weight.shape
+    if outputs % _CHANNELS == inputs % _CHANNELS == 0 or weight.dtype.itemsize > 2:
+        return False
+    return device_kind(device_of(weight)) in _ALIGNED
 
 
 def _aligned(taps: Tensor) -> Tensor:
@@ -111,3 +121,6 @@ def _wide(x: Tensor, channels: int) -> Tensor:
     wide = x.new_zeros(batch, *sizes, channels).movedim(-1, 1)
     wide[:, :count] = x
     return wide
+
+
+_LAUNCHES: Mapping[str, Launch] = {"conv3d": conv3d, "int8_conv3d": int8_conv3d}

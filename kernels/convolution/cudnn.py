@@ -36,16 +36,53 @@ def convolve(
     bias: Tensor | None,
     stride: tuple[int, ...],
     padding: tuple[int, ...],
+    *,
+    is_part: bool = False,
 ) -> Tensor:
     """Convolve frames or a video, in several calls if it is too large for one."""
-    regions = parts(x.shape, weight.shape, stride, padding)
-    if len(regions) == 1:
-        return _call(x, weight, bias, stride, padding)
+    # At most twice as many elements as without padding.
+    most = 2 * max(x.numel(), x.numel() // x.shape[1] * weight.shape[0])
+    if most >= _LIMIT and not is_part:
+        regions = parts(x.shape, weight.shape, stride, padding)
+        if len(regions) > 1:
+            return _in_parts(x, weight, bias, stride, padding, regions)
+    switches: Any = torch.backends.cudnn
+    library = F.conv2d if x.ndim == 4 else F.conv3d
+    if searches_shapes(x.device):
+        with unsearched():
+            return library(x, weight, bias, stride, padding)
+    if x.ndim == 4 or not _is_left_out(x.device, x.dtype) or not switches.enabled:
+        return library(x, weight, bias, stride, padding)
+    # TF32 does not affect 16 bits, and its older switch cannot be read next to the newer ones.
+    y = torch.cudnn_convolution(
+        x,
+        weight,
+        padding,
+        stride,
+        (1,) * len(stride),
+        1,
+        switches.benchmark,
+        switches.deterministic,
+        True,
+    )
+    return y if bias is None else y.add_(bias.view(-1, *[1] * len(stride)))
+
+
+def _in_parts(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    regions: Sequence[Region],
+) -> Tensor:
+    """Convolve the regions of an output one by one."""
     out = new_video(x, convolved_size(x.shape, weight.shape, stride, padding))
     for region in regions:
         reads, keeps = _window(region, x.shape, weight.shape, stride, padding)
         frames, *pixels = (slice(start, end) for start, end in region)
-        out[(frames, slice(None), *pixels)] = _call(x[reads], weight, bias, stride, padding)[keeps]
+        made = convolve(x[reads], weight, bias, stride, padding, is_part=True)[keeps]
+        out[(frames, slice(None), *pixels)] = made
     return out
 
 
@@ -78,35 +115,6 @@ def parts(
         ]
 
     return divided(whole)
-
-
-def _call(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: tuple[int, ...],
-    padding: tuple[int, ...],
-) -> Tensor:
-    switches: Any = torch.backends.cudnn
-    library = F.conv2d if x.ndim == 4 else F.conv3d
-    if searches_shapes(x.device):
-        with unsearched():
-            return library(x, weight, bias, stride, padding)
-    if x.ndim == 4 or not _is_left_out(x.device, x.dtype) or not switches.enabled:
-        return library(x, weight, bias, stride, padding)
-    # TF32 does not affect 16 bits, and its older switch cannot be read next to the newer ones.
-    y = torch.cudnn_convolution(
-        x,
-        weight,
-        padding,
-        stride,
-        (1,) * len(stride),
-        1,
-        switches.benchmark,
-        switches.deterministic,
-        True,
-    )
-    return y if bias is None else y.add_(bias.view(-1, *[1] * len(stride)))
 
 
 @functools.cache

@@ -1,11 +1,8 @@
-"""What a candidate of the convolution does in its own pass."""
+"""What a candidate of the convolutions does in its own pass."""
 
 from typing import NamedTuple
 
-from torch import Tensor
-
 from ..errors import Refusal
-from .weight import ConvWeight
 
 # Most channels of a tile of our kernels; more would spill registers.
 WIDEST = 192
@@ -28,11 +25,9 @@ class Fused(NamedTuple):
         return self.bias or self.sums
 
 
-def fuses(
-    x: Tensor, weight: ConvWeight, stride: tuple[int, ...], padding: tuple[int, int], *, norm: bool
-) -> Fused:
+def of_ours(outputs: int) -> Fused:
     """Return what our kernels fuse: everything, the norm where a tile has all channels."""
-    return Fused(tail=True, sums=True, bias=True, norm=norm and weight.shape[0] <= WIDEST)
+    return Fused(tail=True, sums=True, bias=True, norm=outputs <= WIDEST)
 
 
 def refuse_wide_norm(outputs: int, *, norm: bool) -> None:

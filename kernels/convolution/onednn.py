@@ -41,57 +41,44 @@ def convolve(
     """Convolve with kept blocked weights, and add bias and residual while writing."""
     refuse_overlap(out, x=x)
     refuse_overlap(out, residual=residual, same=True)
+    order = channels_last_order(x.ndim)
     given, out = out, out if _is_whole(out) else None
     if given is not out or not _is_whole(residual):
         # It adds to dense memory only.
-        order = channels_last_order(x.ndim)
-        residual = None if residual is None else residual.clone(memory_format=order)
-        y = convolve(x, weight, bias, stride, pads, residual, residual)
-        return y if given is None else given.copy_(y)
-    if residual is None and _spreads(x, weight, stride, pads):
+        out = residual = None if residual is None else residual.clone(memory_format=order)
+    spreads = residual is None and _spreads(x, weight, stride, pads)
+    target, steps, ones = out, stride, (1,) * len(stride)
+    if spreads:
         bias = None if bias is None else bias.repeat(_SPREAD)
-        steps = (*stride[:-1], _SPREAD)
-        target = None if out is None else _folded_columns(out)
-        spread = _product(x, weight, "spread", bias, steps, pads, None, target)
-        return _unfolded_columns(spread) if out is None else out
-    return _product(x, weight, "whole", bias, stride, pads, residual, out)
-
-
-def _product(
-    x: Tensor,
-    weight: ConvWeight,
-    form: str,
-    bias: Tensor | None,
-    stride: tuple[int, ...],
-    pads: tuple[int, ...],
-    residual: Tensor | None,
-    out: Tensor | None,
-) -> Tensor:
-    """Convolve with a blocked layout of the weight in one of the forms `whole` and `spread`."""
-    ones = (1,) * len(stride)
+        steps, target = (*stride[:-1], _SPREAD), None if out is None else _folded_columns(out)
 
     def blocked(plain: Tensor) -> Tensor:
-        taps = _spread(plain) if form == "spread" else plain
+        taps = _spread(plain) if spreads else plain
         return torch.ops.mkldnn._reorder_convolution_weight(
-            taps, pads, stride, ones, 1, list(x.shape)
+            taps, pads, steps, ones, 1, list(x.shape)
         )
 
-    taps = weight.laid_out(("onednn", form), blocked)
-    if out is None and residual is None:
-        return torch.ops.mkldnn._convolution_pointwise(
-            x, taps, bias, pads, stride, ones, 1, "none", [], ""
+    taps = weight.laid_out(("onednn", spreads), blocked)
+    if target is None and residual is None:
+        y = torch.ops.mkldnn._convolution_pointwise(
+            x, taps, bias, pads, steps, ones, 1, "none", [], ""
         )
+        y = _unfolded_columns(y) if spreads else y
+        return y if given is None else given.copy_(y)
     # It adds to existing memory: to zeros for a result without a residual.
     if residual is None:
-        assert out is not None
-        out.zero_()
-    elif out is None:
-        out = residual.clone()
-    elif residual is not out:
-        out.copy_(residual)
-    return torch.ops.mkldnn._convolution_pointwise_.binary(
-        out, x, taps, bias, pads, stride, ones, 1, "add", 1.0, None, [], None
+        assert target is not None
+        target.zero_()
+    elif target is None:
+        target = residual.clone()
+    elif residual is not target:
+        target.copy_(residual)
+    y = torch.ops.mkldnn._convolution_pointwise_.binary(
+        target, x, taps, bias, pads, steps, ones, 1, "add", 1.0, None, [], None
     )
+    if given is not None and given is not out:
+        return given.copy_(y)
+    return out if spreads and out is not None else y
 
 
 def _spreads(x: Tensor, weight: ConvWeight, stride: tuple[int, ...], pads: tuple[int, ...]) -> bool:

@@ -10,7 +10,7 @@ from ..codes import ZERO
 from ..errors import Refusal
 from ..shapes import new_video
 from . import onednn
-from .compose import sum_of
+from .terms import sum_of
 from .weight import ConvWeight
 
 # Dtypes that oneDNN writes.
@@ -21,14 +21,13 @@ def int8_conv3d(
     x: Tensor,
     weight: ConvWeight,
     scale: Tensor | None,
-    bias: Tensor | None = None,
-    *,
-    residual: Tensor | None = None,
-    residual_bias: Tensor | None = None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    residual_bias: Tensor | None,
+    out: Tensor | None,
     dtype: torch.dtype,
-    out: Tensor | None = None,
 ) -> Tensor:
-    """Run the op for codes in uint8; the residual is added after the first rounding."""
+    """Convolve codes in uint8; the residual is added after the first rounding."""
     if scale is None or dtype not in WRITES or x.dtype != torch.uint8:
         raise Refusal("oneDNN reads uint8, and writes float32 and bfloat16")
     if reason := missing(x.device):
@@ -68,7 +67,7 @@ def _product(
 ) -> Tensor:
     """Return `sum((x - 17) * weight) * scale + bias` in `dtype`."""
     ones, none = [1, 1, 1], [0, 0, 0]
-    scale = scale.flatten().float()
+    scale, bias = scale.flatten(), None if bias is None else bias.flatten()
 
     def packed(plain: Tensor) -> Tensor:
         return torch.ops.onednn.qconv_prepack(
@@ -77,7 +76,6 @@ def _product(
 
     taps = weight.laid_out("onednn int8", packed)
     zeros = torch.zeros(scale.numel(), dtype=torch.int32)
-    bias = None if bias is None else bias.flatten().float().contiguous()
     ends: tuple[Any, ...] = (1, 1.0, 0, dtype, "none", [], None)
     return torch.ops.onednn.qconv_pointwise(
         x, 1.0, ZERO, taps, scale, zeros, bias, ones, none, ones, *ends

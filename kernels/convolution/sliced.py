@@ -5,11 +5,14 @@ The frames that the temporal taps of a result see are joined as channels, a few 
 sum, which is rounded once. A sum of separate convolutions of the slices would round each of them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import Tensor
 
 from .. import shapes
+from ..backends import Launch
+from ..errors import Refusal
 from . import cudnn
 from .fused import Fused
 from .weight import ConvWeight, channels_last
@@ -18,22 +21,35 @@ from .weight import ConvWeight, channels_last
 _JOINED_BYTES = 64 << 20
 
 
-def fuses(
-    x: Tensor, weight: ConvWeight, stride: tuple[int, ...], padding: tuple[int, int], *, norm: bool
-) -> Fused:
-    """Return what is fused for `x` `[B, C, ...]`, `weight`, `stride`, `padding` and `norm`."""
+def refuse(_: Tensor) -> None:
+    """Refuse nothing."""
+
+
+def launches() -> Mapping[str, Launch]:
+    """Return the launches by op."""
+    return {"conv3d": _conv3d}
+
+
+def fuses(_: ConvWeight) -> Fused:
+    """Return what is fused."""
     return Fused(tail=True)
 
 
-def conv3d(
+def _conv3d(x: Tensor, weight: ConvWeight, *terms: Any) -> Tensor:  # noqa: ANN401
+    *_, tail, _, stride, padding, _ = terms
+    if weight.ndim == 4:
+        raise Refusal("it is for taps in time")
+    return convolve(x, weight, tail, stride, padding)
+
+
+def convolve(
     x: Tensor,
     weight: ConvWeight,
-    *,
-    stride: tuple[int, ...],
+    tail: Tensor | None,
+    stride: tuple[int, int, int],
     padding: tuple[int, int],
-    tail: Tensor | None = None,
 ) -> Tensor:
-    """Run `conv3d(x, weight, stride, padding, tail)`; `x` is `[B, C, T, H, W]`."""
+    """Convolve a video `[B, C, T, H, W]` after its `tail` without terms, in new memory."""
     taps = weight.laid_out("sliced", _joined_slices)
     shape = shapes.convolved(x, weight.shape, stride, padding, tail)
     result = shapes.new_video(x, shape)

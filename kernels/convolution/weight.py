@@ -1,11 +1,21 @@
 """The weight of a convolution, and the layouts that candidates derive from it."""
 
 from collections.abc import Callable, Hashable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..shapes import channels_last_order
+
+
+class WeightForm(NamedTuple):
+    """The form of a parameter in which a call reads it."""
+
+    kind: str
+    dtype: torch.dtype
+    phase: int = 0  # of a form for one of several phases
+    place: str = ""  # of the call in a video, where the form depends on it
 
 
 class ConvWeight:

@@ -46,7 +46,7 @@ def video(x: Tensor | None) -> Fields:
 
 
 def vector(values: Tensor | None) -> Fields:
-    """Return `Vector` of `values` `[C]` as `dense` makes them."""
+    """Return `Vector` of `C` dense values, in float32 or in the dtype of the activations."""
     return "Pq", (0, 0) if values is None else (values.data_ptr(), values.dtype == torch.float32)
 
 
@@ -90,10 +90,3 @@ def pack_of(
         if form == "Pqq" and any(stride % count for stride in steps):
             return 1
     return count
-
-
-def dense(values: Tensor | None, x: Tensor) -> Tensor | None:
-    """Return `values` `[C]` dense, in float32 or in the dtype of `x`, which the kernels read."""
-    if values is None:
-        return None
-    return (values if values.dtype in (torch.float32, x.dtype) else values.float()).contiguous()

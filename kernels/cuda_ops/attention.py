@@ -15,8 +15,6 @@ from .runtime import launch, refuse_counts
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute attention in blocks of queries, with the kernel below for their softmax."""
-    if q.ndim != 3:
-        raise Refusal(f"q is {list(q.shape)}; expected [B, N, d]")
     if q.shape[-1] <= FLASH_HEAD:
         raise Refusal(f"heads of up to {FLASH_HEAD} have flash kernels in PyTorch")
     if not multiplies_mixed(q):

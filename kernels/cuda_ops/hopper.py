@@ -6,20 +6,15 @@ It has two variants: 0 loads the pixels of a tile once per column of taps, 1 onc
 
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import shapes
-from ..constraints import (
-    UNDESCRIBED,
-    described_strides,
-    refuse_convolved,
-    refuse_dtype,
-    refuse_subclass,
-)
-from ..convolution.fused import fuses as fuses
+from ..backends import Launch
+from ..constraints import UNDESCRIBED, described_strides, refuse_dtype, refuse_subclass
+from ..convolution.terms import result_of
 from ..convolution.weight import ConvWeight
 from ..devices import device_kind
 from ..errors import Refusal, first_line, is_out_of_memory, log_once
@@ -35,43 +30,55 @@ _KINDS = {torch.float16: ('"f16"', 6), torch.bfloat16: ('"bf16"', 9)}
 _PACK, _STRUCT = 16, 64
 
 
-def conv3d(
-    x: Tensor,
-    weight: ConvWeight,
-    bias: Tensor | None = None,
-    *,
-    stride: tuple[int, ...],
-    padding: tuple[int, int],
-    tail: Tensor | None = None,
-    residual: Tensor | None = None,
-    residual_bias: Tensor | None = None,
-    gamma: Tensor | None = None,
-    out: Tensor | None = None,
-    variant: int = 0,
-) -> Tensor:
-    """Convolve a video, or frames as one."""
+def refuse(x: Tensor) -> None:
+    """Refuse other devices and dtypes."""
     refuse_chip(x.device)
     refuse_dtype(x, tuple(_KINDS))
     if not x.numel():
         raise Refusal("the tensor is empty")
+
+
+def refuse_chip(device: torch.device) -> None:
+    """Refuse devices other than the chip, whose instructions no other has."""
+    if device_kind(device) != "nvidia" or torch.cuda.get_device_capability(device) != (9, 0):
+        raise Refusal("it needs an NVIDIA GPU of compute capability 9.0")
+    runtime.refuse_device(device)
+
+
+def launches() -> Mapping[str, Launch]:
+    """Return the launch."""
+    return {"conv3d": conv3d}
+
+
+def conv3d(
+    x: Tensor,
+    weight: ConvWeight,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    residual_bias: Tensor | None,
+    gamma: Tensor | None,
+    tail: Tensor | None,
+    out: Tensor | None,
+    stride: tuple[int, int, int],
+    padding: tuple[int, int],
+    variant: int,
+) -> Tensor:
+    """Convolve a video, or each of its frames."""
     if any(step != 1 for step in stride) or variant not in (0, 1):
         raise Refusal(f"it has variants 0 and 1 at stride 1, not {variant} at {list(stride)}")
     outputs, inputs, *kernel = weight.shape
     copies, norm = not variant, gamma is not None
     tile = tile_of((1, *kernel)[-3:], inputs, outputs, copies=copies, norm=norm)
     tail, taps = tail if tail is not None and tail.shape[2] else None, weight.plain()
-    if out is None:
-        out = shapes.new_video(x, shapes.convolved(x, weight.shape, stride, padding, tail))
-    frames, result = shapes.as_video(x), shapes.as_video(out)
-    added = None if residual is None else shapes.as_video(residual)
-    vectors = _dense(x, bias, residual_bias, gamma)
-    _refuse_memory(frames, tail, added, result, [taps, *vectors])
-    batch, _, times, height, width = result.shape
+    out = result_of(x, weight, tail, out, stride, padding)
+    vectors = _of_one_dtype(x, bias, residual_bias, gamma)
+    _refuse_memory(x, tail, residual, out, [taps, *vectors])
+    batch, _, times, height, width = out.shape
     parts = outputs // tile.width, times, blocks(width, TILE), blocks(height, TILE)
     tiles, known = math.prod(parts) * batch, 0 if tail is None else tail.shape[2]
     runtime.refuse_counts(tiles, (height + TILE) * (width + TILE) * outputs)
     arguments = packed(
-        *_maps(tile, frames, tail, taps), video(added), video(result),
+        *_maps(tile, x, tail, taps), video(residual), video(out),
         *map(pointer, vectors), ("I", (tiles,)), *map(divisor, parts),
         ("iiiiiii", (height, width, outputs, inputs, known, *padding)),
         ("f", (math.sqrt(outputs),)),
@@ -88,16 +95,6 @@ def conv3d(
             raise
         raise _refusal(error) from error
     return out
-
-
-conv2d = conv3d
-
-
-def refuse_chip(device: torch.device) -> None:
-    """Refuse devices other than the chip, whose instructions no other has."""
-    if device_kind(device) != "nvidia" or torch.cuda.get_device_capability(device) != (9, 0):
-        raise Refusal("it needs an NVIDIA GPU of compute capability 9.0")
-    runtime.refuse_device(device)
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -143,7 +140,6 @@ def _refuse_memory(
     x: Tensor, tail: Tensor | None, residual: Tensor | None, out: Tensor, others: list[Any]
 ) -> None:
     """Refuse memory that the kernel cannot read; `others` are the weight and vectors, or None."""
-    refuse_convolved(x, out, tail=tail, residual=residual)
     known = [each for each in (x, tail, residual, out, *others) if each is not None]
     for each in known:
         refuse_subclass(each)
@@ -152,8 +148,8 @@ def _refuse_memory(
         raise Refusal(UNDESCRIBED)
 
 
-def _dense(x: Tensor, *vectors: Tensor | None) -> list[Tensor | None]:
-    """Return vectors `[C]` dense, all in the dtype of `x` or all in float32."""
+def _of_one_dtype(x: Tensor, *vectors: Tensor | None) -> list[Tensor | None]:
+    """Return vectors `[C]` all in the dtype of `x` or all in float32."""
     same = all(each is None or each.dtype == x.dtype for each in vectors)
     dtype = x.dtype if same else torch.float32
-    return [None if each is None else each.to(dtype).contiguous() for each in vectors]
+    return [None if each is None else each.to(dtype) for each in vectors]

@@ -1,20 +1,17 @@
 """Norms over the channels of a pixel, and over the pixels and groups of channels of a frame."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .. import shapes
-from ..constraints import NormWindow, refuse_videos, window_of
-from ..errors import Refusal
+from ..constraints import refuse_dtype
 from .arguments import (
     THREADS,
     Fields,
     blocks,
-    dense,
     divisor,
     items,
     pack_of,
@@ -39,64 +36,65 @@ _CHUNKS = 512
 _SHARE = 256
 
 
+# What a norm writes: tail, `out`, codes, saturated, border, and whether it applies SiLU.
+_Window = tuple[Tensor | None, Tensor, Tensor | None, Tensor | None, int, bool]
+
+
 def rms_norm_silu(
     x: Tensor,
     gamma: Tensor,
-    *,
-    silu: bool = True,
-    bias: Tensor | None = None,
-    **written: Any,  # noqa: ANN401, those of `window_of`
+    bias: Tensor | None,
+    tail: Tensor | None,
+    out: Tensor,
+    codes: Tensor | None,
+    saturated: Tensor | None,
+    silu: bool,
+    border: int,
 ) -> Tensor:
     """Normalise each pixel by a team of up to 32 lanes."""
-    window = _target(x, written)
-    channels = x.shape[1]
-    scale, offset = dense(gamma, x), dense(bias, x)
-    vectors = vector(scale), vector(offset)
+    window = tail, out, codes, saturated, border, silu
+    channels, vectors = x.shape[1], (vector(gamma), vector(bias))
     pack = _pack(x, window, *vectors)
     team = 1
     while team < _WARP and team * _HELD * pack < channels:
         team *= 2
-    teams = THREADS // team
-    fields, count = _fields(x, window, teams, silu=silu)
-    arguments = packed(*vectors, *fields, ("f", (math.sqrt(channels),)))
-    coded = {} if window.codes is None else {"CODES": 1}
-    launch("rms_norm", "norm_pixels", x, count, (team, teams), arguments, PACK=pack, **coded)
-    return window.out
+    teams, root = THREADS // team, ("f", (math.sqrt(channels),))
+    _write("rms_norm", "norm_pixels", x, window, (team, teams), teams, pack, vectors, [root])
+    return out
 
 
 def group_norm_silu(
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
+    statistics: Tensor | None,
+    tail: Tensor | None,
+    out: Tensor,
+    codes: Tensor | None,
+    saturated: Tensor | None,
     groups: int,
-    *,
-    eps: float = 1e-6,
-    silu: bool = True,
-    statistics: Tensor | None = None,
-    **written: Any,  # noqa: ANN401, those of `window_of`
+    eps: float,
+    silu: bool,
+    border: int,
 ) -> Tensor:
     """Measure the frames unless `statistics` are given, and write some pixels per block."""
-    window = _target(x, written)
+    window = tail, out, codes, saturated, border, silu
     if statistics is None:
-        statistics = group_norm_statistics(x, groups, eps)
-    channels = x.shape[1]
-    scale, offset, statistics = dense(weight, x), dense(bias, x), statistics.contiguous()
-    vectors = vector(scale), vector(offset)
+        statistics = x.new_empty(shapes.statistics(x, groups), dtype=torch.float32)
+        group_norm_statistics(x, statistics, groups, eps)
+    vectors, statistics = (vector(weight), vector(bias)), statistics.contiguous()
     pack = _pack(x, window, *vectors)
-    threads = _threads(channels // pack)
-    fields, count = _fields(x, window, threads[1] * _PIXELS, silu=silu)
-    arguments = packed(
-        *vectors, pointer(statistics), *fields, divisor(channels // groups), ("i", (groups,))
-    )
-    coded = {} if window.codes is None else {"CODES": 1}
-    launch("group_norm", "write_pixels", x, count, threads, arguments, PACK=pack, **coded)
-    return window.out
+    threads = _threads(x.shape[1] // pack)
+    before = *vectors, pointer(statistics)
+    after = divisor(x.shape[1] // groups), ("i", (groups,))
+    each = threads[1] * _PIXELS
+    _write("group_norm", "write_pixels", x, window, threads, each, pack, before, after)
+    return out
 
 
-def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
+def group_norm_statistics(x: Tensor, out: Tensor, groups: int, eps: float) -> Tensor:
     """Measure chunks of the frames, and combine them."""
     # The division into chunks depends on the size only, so two calls are bit-identical.
-    refuse_videos(x=x)
     batch, channels, frames, height, width = x.shape
     pixels = height * width
     refuse_counts(pixels)
@@ -105,7 +103,6 @@ def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
     partial = torch.empty(
         (batch * frames, chunks, 2, channels), dtype=torch.float32, device=x.device
     )
-    statistics = torch.empty(shapes.statistics(x, groups), dtype=torch.float32, device=x.device)
     pack = pack_of(x.dtype, channels, video(x))
     work, size = items(chunks, frames, batch), channels // groups
     arguments = packed(video(x), pointer(partial), work.fields, ("III", (share, pixels, channels)))
@@ -113,13 +110,13 @@ def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
     launch("group_norm", "sum_chunks", x, work.count, threads, arguments, PACK=pack)
     work = items(groups, frames, batch)
     arguments = packed(
-        video(x), pointer(partial), pointer(statistics), work.fields,
+        video(x), pointer(partial), pointer(out), work.fields,
         ("IIIiif", (chunks, share, pixels, channels, size, eps)),
     )  # fmt: skip
     wide = min(_WARP, 1 << (size - 1).bit_length())
     threads = wide, THREADS // wide
     launch("group_norm", "combine_chunks", x, work.count, threads, arguments, PACK=pack)
-    return statistics
+    return out
 
 
 def _threads(packs: int) -> tuple[int, int]:
@@ -128,34 +125,38 @@ def _threads(packs: int) -> tuple[int, int]:
     return wide, THREADS // wide
 
 
-def _target(x: Tensor, written: Mapping[str, Any]) -> NormWindow:
-    """Return what a norm writes, with dense steps of codes, or refuse it."""
-    window = window_of(x, **written)
-    dtype = window.out.dtype
-    if window.codes is not None and dtype != torch.int8:
-        raise Refusal(f"there is no kernel for codes in {str(dtype).removeprefix('torch.')}")
-    return window._replace(codes=dense(window.codes, x))
-
-
-def _pack(x: Tensor, window: NormWindow, *vectors: Fields) -> int:
-    """Return the numbers that a thread of a norm reads at once."""
-    written = video(window.tail), video(window.out)
-    if window.codes is None:
+def _pack(x: Tensor, window: _Window, *vectors: Fields) -> int:
+    """Return the numbers that a thread of a norm reads at once, or refuse the dtype of codes."""
+    tail, out, codes, *_ = window
+    written = video(tail), video(out)
+    if codes is None:
         return pack_of(x.dtype, x.shape[1], video(x), *written, *vectors)
-    return pack_of(x.dtype, x.shape[1], video(x), vector(window.codes), *vectors, codes=written)
+    refuse_dtype(out, (torch.int8,))
+    return pack_of(x.dtype, x.shape[1], video(x), vector(codes), *vectors, codes=written)
 
 
-def _fields(
-    x: Tensor, window: NormWindow, each: int, *, silu: bool
-) -> tuple[tuple[Fields, ...], int]:
-    """Return `Window` of the sources for items of `each` pixels, and the number of items."""
-    tail, out, border, codes, saturated = window
+def _write(
+    source: str,
+    kernel: str,
+    x: Tensor,
+    window: _Window,
+    threads: tuple[int, int],
+    each: int,
+    pack: int,
+    before: Sequence[Fields],
+    after: Sequence[Fields],
+) -> None:
+    """Launch a norm for items of `each` pixels, with fields `before` and `after` its `Window`."""
+    tail, out, codes, saturated, border, silu = window
     batch, channels, frames, height, width = x.shape
     pixels = out.shape[3] * out.shape[4]
     refuse_counts(pixels + each, channels * 2)
     work = items(blocks(pixels, each), frames, batch)
     known = 0 if tail is None else tail.shape[2]
     sizes = pixels, height, width, border, channels, frames, known, silu
-    videos, pointers = map(video, (x, tail, out)), map(pointer, (codes, saturated))
-    fields = *videos, *pointers, work.fields, divisor(out.shape[4]), ("IIIIiiii", sizes)
-    return fields, work.count
+    arguments = packed(
+        *before, *map(video, (x, tail, out)), *map(pointer, (codes, saturated)), work.fields,
+        divisor(out.shape[4]), ("IIIIiiii", sizes), *after,
+    )  # fmt: skip
+    coded = {} if codes is None else {"CODES": 1}
+    launch(source, kernel, x, work.count, threads, arguments, PACK=pack, **coded)

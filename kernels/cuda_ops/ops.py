@@ -1,42 +1,27 @@
-"""The ops of this backend; each loads the file of its launch on the first call."""
+"""The launches of the ops in CUDA C++."""
 
-import importlib
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Mapping
 
 from torch import Tensor
 
+from ..backends import SIGNATURES, Launch
 from ..constraints import refuse_dtype, refuse_subclass
 from ..errors import Refusal
-from . import runtime
+from . import attention, layout, norms, rows, runtime
 
 
-def _op(file: str, name: str) -> Callable[..., Tensor]:
-    """Return an op whose first tensor is the activation."""
-
-    def run(*args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401, those of the op
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        x = tensors[0]
-        runtime.refuse_device(x.device)
-        refuse_dtype(x)
-        for tensor in tensors:
-            refuse_subclass(tensor)
-        if not x.numel():
-            raise Refusal("the tensor is empty")
-        launches = importlib.import_module(f".{file}", __package__)
-        return getattr(launches, name)(*args, **kwargs)
-
-    return run
+def refuse(x: Tensor) -> None:
+    """Refuse devices and dtypes without kernels."""
+    runtime.refuse_device(x.device)
+    refuse_dtype(x)
+    refuse_subclass(x)
+    if not x.numel():
+        raise Refusal("the tensor is empty")
 
 
-attention = _op("attention", "attention")
-average_down = _op("layout", "average_down")
-bias_residual = _op("rows", "bias_residual")
-frames_to_images = _op("layout", "frames_to_images")
-group_norm_silu = _op("norms", "group_norm_silu")
-group_norm_statistics = _op("norms", "group_norm_statistics")
-interleave_time = _op("layout", "interleave_time")
-merge_phases = _op("layout", "merge_phases")
-pixel_shuffle_3d = _op("layout", "pixel_shuffle_3d")
-rms_norm_silu = _op("norms", "rms_norm_silu")
-silu_mul = _op("rows", "silu_mul")
+@functools.cache
+def launches() -> Mapping[str, Launch]:
+    """Return the launches by op."""
+    modules = attention, layout, norms, rows
+    return {op: getattr(each, op) for each in modules for op in SIGNATURES if hasattr(each, op)}

@@ -1,20 +1,19 @@
 """Ops on independent numbers: gates and sums."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
-from ..constraints import refuse_overlap, refuse_rows, row_distance, video_target
-from .arguments import THREADS, blocks, dense, divisor, items, pack_of, packed, vector, video
+from ..constraints import row_distance
+from .arguments import THREADS, Fields, blocks, divisor, items, pack_of, packed, vector, video
 from .runtime import launch, refuse_counts
 
 # Packs of an item: `kEach * kThreads` of both sources.
 _ITEM = 2 * THREADS
 
 
-def silu_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
+def silu_mul(x: Tensor, gate: Tensor, out: Tensor) -> Tensor:
     """Gate two packs per thread."""
-    refuse_rows(x=x, gate=gate, out=out)
-    refuse_overlap(out, x=x, gate=gate, same=True)
-    out = x.new_empty(x.shape) if out is None else out
     channels, tensors = x.shape[-1], (x, gate, out)
     distances = [row_distance(each) for each in tensors]
     rows = [
@@ -34,21 +33,35 @@ def silu_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 def bias_residual(
     x: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    residual_bias: Tensor | None = None,
-    *,
-    out: Tensor | None = None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    residual_bias: Tensor | None,
+    out: Tensor,
 ) -> Tensor:
     """Add the terms to two packs per thread."""
-    out = video_target(x.shape, out, x=x, residual=residual, same=True)
-    batch, channels, frames, height, width = x.shape
-    bias, residual_bias = dense(bias, x), dense(residual_bias, x)
     fields = video(x), video(residual), video(out), vector(bias), vector(residual_bias)
-    pack = pack_of(x.dtype, channels, *fields)
-    packs = height * width * channels // pack
-    refuse_counts(packs + _ITEM)
-    work = items(blocks(packs, _ITEM), frames, batch)
-    arguments = packed(*fields, work.fields, divisor(channels // pack), ("I", (packs,)))
-    launch("bias_residual", "add_terms", x, work.count, (THREADS, 1), arguments, PACK=pack)
+    pack = pack_of(x.dtype, x.shape[1], *fields)
+    launch_packs("bias_residual", "add_terms", x, out, fields, _ITEM, pack)
     return out
+
+
+def launch_packs(
+    source: str,
+    kernel: str,
+    x: Tensor,
+    out: Tensor,
+    fields: Sequence[Fields],
+    each: int,
+    pack: int,
+    divisors: Sequence[int] = (),
+    numbers: Fields = ("", ()),
+    **constants: object,
+) -> None:
+    """Write the frames of `out` `[B, C, T, H, W]` in items of `each` packs of `pack` numbers."""
+    batch, channels, frames, height, width = out.shape
+    packs = height * width * channels // pack
+    refuse_counts(packs + each)
+    work = items(blocks(packs, each), frames, batch)
+    divisors = channels // pack, *divisors
+    arguments = packed(*fields, work.fields, *map(divisor, divisors), ("I", (packs,)), numbers)
+    launch(source, kernel, x, work.count, (THREADS, 1), arguments, PACK=pack, **constants)

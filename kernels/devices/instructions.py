@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from .kinds import device_kind
+
 # Where Linux names the processor, and lists its features for versions of PyTorch without a query.
 _CPUINFO = Path("/proc/cpuinfo")
 
@@ -36,6 +38,16 @@ def slow_on_cpu(dtype: torch.dtype) -> bool:
     is_x86 = "AVX" in torch.backends.cpu.get_cpu_capability() or "sse2" in cpu_features()
     narrow = dtype == torch.float16 and is_x86
     return narrow and not {"avx512_fp16", "amx_fp16"} & cpu_features()
+
+
+def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype for matrix products: `dtype` where its sums are float32 internally."""
+    wide = torch.promote_types(dtype, torch.float32)
+    if device_kind(device) in ("nvidia", "amd"):
+        return dtype
+    if device.type != "cpu" or dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
+        return wide
+    return dtype if torch.ops.mkldnn._is_mkldnn_bf16_supported() else wide
 
 
 @functools.cache

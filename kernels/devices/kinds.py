@@ -93,6 +93,16 @@ def has_bfloat16(device: torch.device) -> bool:
     return kind in GPUS and not lacks(device, torch.bfloat16)
 
 
+def has_own_memory(device: torch.device) -> bool:
+    """Return whether tensors on `device` are not in the pages of the process."""
+    return device.type not in ("cpu", "meta")
+
+
+def sums_float64(device: torch.device) -> bool:
+    """Return whether `device` is a GPU that sums in float64 without a conversion by its driver."""
+    return device_kind(device) in ("nvidia", "amd")
+
+
 def searches_shapes(device: torch.device) -> bool:
     """Return whether the library of `device` looks for an algorithm at each new shape."""
     # MIOpen takes 7.6 to 83 s for the first convolution of a shape (ROCm/TheRock#2591). So a video

@@ -96,7 +96,9 @@ class Library:
                 self._outcome = ""
             except Failure as failure:
                 self._outcome = str(failure)
-                if failure.advice:
+                if not failure.advice:
+                    _logger.info("Fast Video VAE: %s", failure)
+                else:
                     log_once(
                         f"no native CPU kernels: {failure}. PyTorch runs these ops instead, more "
                         f"slowly. To build them: {failure.advice}."

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from .. import routes
-from ..backends import within
+from ..backends import SIGNATURES, Kernel, within
 from ..convolution.weight import ConvWeight
 from ..devices import memory_bytes, runtime
 from ..errors import Refusal, is_out_of_memory
+from ..modules import ask
 from . import background, selfcheck, serving, variants
 
 # The call of a kind that is used: the first ones load kernels and workspaces.
@@ -30,6 +31,9 @@ _CALL = 3
 # Multiply-adds of a frame from which on a tile can matter: 1e10 take 50 us at 400 TFLOP/s. The
 # layers with 16 or 3 channels have less, about 1 % of a decode of Wan 2.1.
 _PRODUCTS = 1e10
+
+# What is proved: the first tile of a chip.
+_TILE = Kernel("triton", 0)
 
 # Results may differ by two roundings of bfloat16, of which each has been checked on its own.
 _DIFFERENCE = torch.finfo(torch.bfloat16).eps
@@ -61,15 +65,12 @@ class Proofs:
     _pending: list[_Pending] = field(default_factory=list, init=False)
 
     def proved(
-        self,
-        ask: selfcheck.Ask,
-        key: routes.ProofKey,
-        op: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        plain: Callable[[], Tensor],
+        self, key: routes.ProofKey, args: tuple[Any, ...], plain: Callable[[], Tensor]
     ) -> Tensor:
-        """Run a call of the library, `plain`, and perhaps a tile next to it; return its result."""
+        """Run a call of the library, `plain`, and perhaps a tile next to it; return its result.
+
+        `args` are those of a launch, without the tile.
+        """
         x, weight = args[:2]
         products = x.shape[-2] * x.shape[-1] * math.prod(weight.shape)
         if key in _begun or products < _PRODUCTS or len(self._pending) >= self.most:
@@ -77,12 +78,14 @@ class Proofs:
         if key.device.type not in _TIMED:
             return plain()
         # Nothing is converted before the proof itself: this is a call of every layer.
-        variant = variants.in_dtype(variants.key_of(op, args, kwargs, key.device), key.dtype)
+        args = *args, _TILE.tile
+        variant = variants.key_of("conv3d", args, key.device, _TILE)
+        variant = variants.in_dtype(variant, key.dtype)
 
-        def samples() -> variants.Samples:
-            return variants.samples_of(op, *_in(key.dtype, args, kwargs), key.device)
+        def sample() -> selfcheck.Sample:
+            return variants.samples_of("conv3d", _in(key.dtype, args), variant)
 
-        if serving.kernel_of(ask, variant, op, samples) != ("triton",):
+        if not serving.kernel_of(variant, sample):
             return plain()
         with _lock:
             _calls[key] += 1
@@ -95,9 +98,9 @@ class Proofs:
             _begun.add(key)
         events = [runtime(key.device).Event(enable_timing=True) for _ in range(4)]
         try:
-            given, options = _in(key.dtype, args, kwargs)
+            given = _in(key.dtype, args)
             events[0].record()
-            made = ask("triton:0", op, *given, **{**options, "out": None})
+            made = ask(_TILE.backend, "conv3d", *given)
             events[1].record()
         except Exception as error:
             if not (isinstance(error, Refusal) or is_out_of_memory(error)):
@@ -130,22 +133,17 @@ def proving(proofs: Proofs | None) -> AbstractContextManager[object]:
     return within(_current, proofs)
 
 
-def _in(
-    dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a call with its activations and weight in the dtype of the tile."""
-    if args[0].dtype == dtype:
-        return args, kwargs
-    weight: ConvWeight = args[1]
-    narrow = ConvWeight(
-        weight.shape, dtype, weight.device, lambda: weight.plain().to(dtype), keeps=False
-    )
-    changed = {
-        name: value.to(dtype) if isinstance(value, Tensor) else value
-        for name, value in kwargs.items()
-        if name in ("tail", "residual")
-    }
-    return (args[0].to(dtype), narrow, *args[2:]), {**kwargs, **changed, "out": None}
+def _in(dtype: torch.dtype, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a call with its activations and weight in the dtype of the tile, into new memory."""
+    given: dict[str, Any] = dict(zip(SIGNATURES["conv3d"], args, strict=True)) | {"out": None}
+    weight: ConvWeight = given["weight"]
+    if weight.dtype != dtype:
+        given["weight"] = ConvWeight(
+            weight.shape, dtype, weight.device, lambda: weight.plain().to(dtype), keeps=False
+        )
+        for name in ("x", "tail", "residual"):
+            given[name] = None if given[name] is None else given[name].to(dtype)
+    return tuple(given.values())
 
 
 def _difference(made: Tensor, plain: Tensor) -> Tensor:

@@ -6,18 +6,20 @@ order, so single values can differ by more than their rounding while the error a
 larger: the rule compares root mean squares, of few enough rows that one wrong block is found.
 """
 
+import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..backends import OWN_CONVOLUTIONS
+from ..backends import SIGNATURES
 from ..codes import zero_of
 from ..convolution.weight import ConvWeight
 from ..devices import device_kind, device_name
-from ..errors import Refusal, first_line, is_out_of_memory, log_once
+from ..errors import Refusal, is_out_of_memory, log_failure, log_once
+from ..modules import ask, backend
 from ..shapes import white
 
 _logger = logging.getLogger(__name__)
@@ -37,14 +39,8 @@ _HALVES = 2
 # the integers.
 _BEFORE_ROUNDING = 16 * torch.finfo(torch.float32).eps
 
-# Most characters of an error in the log.
-_REASON_LENGTH = 80
-
-# Backends whose kernels are checked, fastest first.
-_CHECKED = ("triton", "cuda")
-
-# Runs an op on a backend, or raises its `Refusal`: `dispatch.ask`.
-Ask = Callable[..., Tensor]
+# Generates the arguments of the launches of an op, the same numbers in new memory each time.
+Sample = Callable[[], Sequence[Any]]
 
 
 def is_right(result: Tensor, plain: Tensor, exact: Tensor) -> bool:
@@ -73,36 +69,24 @@ def are_codes_right(codes: Tensor, exact: Tensor, lowest: int, highest: int) -> 
     return bool((distance <= 0.5 + _BEFORE_ROUNDING * (highest - lowest)).all())
 
 
-def kernels_of(op: str) -> tuple[str, ...]:
-    """Return the backends or candidates whose kernels for `op` are checked."""
-    return OWN_CONVOLUTIONS if op in ("conv2d", "conv3d") else _CHECKED
-
-
-def checked(ask: Ask, op: str, samples: list[Callable[[], dict[str, Any]]]) -> tuple[str, ...]:
-    """Return the first backend of an op that computes all samples rightly; empty: none does."""
-    cases = [_Case(ask, op, sample) for sample in samples]
-    for name in kernels_of(op):
-
-        def right(name: str = name) -> bool:
-            return all(case.is_right(name) for case in cases)
-
-        if _answer(name, op, cases[0].device, right):
+def checked(names: Sequence[str], op: str, sample: Sample) -> tuple[str, ...]:
+    """Return the first of some backends that computes a sample rightly; empty: none does."""
+    case = _Case(op, sample)
+    for name in names:
+        if _answer(name, op, case.device, functools.partial(case.is_right, name)):
             return (name,)
     return ()
 
 
-def running(
-    ask: Ask, name: str, op: str, samples: list[Callable[[], dict[str, Any]]]
-) -> tuple[str, ...]:
-    """Return the backend `name` if it runs the samples of `op`, without a comparison."""
+def running(name: str, op: str, sample: Sample) -> tuple[str, ...]:
+    """Return the backend `name` if it runs the sample of `op`, without a comparison."""
+    args = sample()
 
     def runs() -> bool:
-        for sample in samples:
-            ask(name, op, **sample())
+        ask(name, op, *args)
         return True
 
-    device = next(v for v in samples[0]().values() if isinstance(v, Tensor)).device
-    return (name,) if _answer(name, op, device, runs) else ()
+    return (name,) if _answer(name, op, args[0].device, runs) else ()
 
 
 def _answer(name: str, op: str, device: torch.device, question: Callable[[], bool]) -> bool:
@@ -119,33 +103,23 @@ def _answer(name: str, op: str, device: torch.device, question: Callable[[], boo
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        log_failure(name, op, device, error)
+        log_failure(name, op, device_name(device), error)
     return False
-
-
-def log_failure(name: str, op: str, device: torch.device, error: Exception) -> None:
-    """Log once that `name` failed for `op` with `error` on `device`."""
-    reason = first_line(error)[:_REASON_LENGTH]
-    log_once(
-        f"{name} {op} failed on {device_name(device)} ({type(error).__name__}: {reason}); another "
-        "backend runs such calls"
-    )
 
 
 class _Case:
     """One call, with its results in float64 and by the plain op."""
 
-    def __init__(self, ask: Ask, op: str, sample: Callable[[], dict[str, Any]]) -> None:
-        self._ask, self._op, self._sample = ask, op, sample
-        self.device = next(v for v in sample().values() if isinstance(v, Tensor)).device
-        self._convolves = op in ("conv2d", "conv3d")
+    def __init__(self, op: str, sample: Sample) -> None:
+        self._op, self._sample = op, sample
+        self.device = sample()[0].device
 
     def is_right(self, name: str) -> bool:
         """Run the call on the backend `name`, and compare all that it writes."""
-        given = self._sample()
-        y = self._ask(name, self._op, **given)
+        given = self._given()
+        y = ask(name, self._op, *given.values())
         if self._op == "int8_conv3d":  # its sums are exact, and its terms have an order
-            here = _moved(self._sample(), torch.device("cpu"), None)
+            here = _moved(self._given(), torch.device("cpu"), None)
             return torch.equal(y.cpu(), self._run("reference", here))
         if given.get("codes") is not None:
             return self._has_right_codes(y, given)
@@ -154,13 +128,27 @@ class _Case:
         pairs = zip(_written(y, given), self._plain(), self._exact(), strict=True)
         return all(is_right(*map(_rows, each)) for each in pairs)
 
+    def _given(self) -> dict[str, Any]:
+        return dict(zip(SIGNATURES[self._op], self._sample(), strict=True))
+
     def _run(self, name: str, given: dict[str, Any]) -> Tensor:
-        return self._ask(name, self._op, **given)
+        """Run the call on the library or the reference, with the passes of the reference."""
+        launches = backend("reference").launches()
+        if self._op != "conv3d":
+            return launches[self._op](*given.values())
+        x, weight, *terms, gamma, tail, _, stride, padding, _ = given.values()
+        sums, none = backend(name).fuses(weight).sums, (None,) * 3
+        convolve = backend(name).launches()["conv3d"]
+        y = convolve(x, weight, *(terms if sums else none), None, tail, None, stride, padding, 0)
+        y = y if sums else launches["bias_residual"](y, *terms, y)
+        if gamma is None:
+            return y
+        return launches["rms_norm_silu"](y, gamma, None, None, y, None, None, True, 0)
 
     def _plain(self) -> list[Tensor]:
         """Return what the plain op writes: convolutions in bfloat16, other ops in their dtype."""
-        given = self._sample()
-        if not self._convolves:
+        given = self._given()
+        if self._op != "conv3d":
             return _written(self._run("reference", given), given)
         # The limit of a convolution in float16, whose products may be summed in float16, is the
         # plain op in bfloat16.
@@ -170,16 +158,18 @@ class _Case:
         return _written(self._run("aten", given), given)
 
     def _exact(self) -> list[Tensor]:
-        given = _moved(self._sample(), torch.device("cpu"), torch.float64)
+        given = _moved(self._given(), torch.device("cpu"), torch.float64)
         return _written(self._run("reference", given), given)
 
     def _has_right_codes(self, y: Tensor, given: dict[str, Any]) -> bool:
         """Compare codes, their border, the tail, and the counts of values without a code."""
-        again = self._sample()
-        info, border = torch.iinfo(y.dtype), given.get("border", 0)
-        tail, before = given.get("tail"), again.get("tail")
-        plain = {**again, "border": 0} | dict.fromkeys(("codes", "saturated", "out", "tail"))
-        values = self._run("reference", _moved(plain, torch.device("cpu"), torch.float64))
+        again = self._given()
+        info, border = torch.iinfo(y.dtype), given["border"]
+        tail, before = given["tail"], again["tail"]
+        plain = _moved(again, torch.device("cpu"), torch.float64)
+        plain |= dict.fromkeys(("codes", "saturated", "tail")) | {"border": 0}
+        plain["out"] = torch.empty_like(plain["x"])
+        values = self._run("reference", plain)
         steps = given["codes"].cpu().double().view(-1, 1, 1, 1)
         exact = values * steps + zero_of(y.dtype)
         inner = y[..., border : y.shape[3] - border, border : y.shape[4] - border].cpu()
@@ -188,10 +178,10 @@ class _Case:
         rim[..., border : y.shape[3] - border, border : y.shape[4] - border] = zero_of(y.dtype)
         right = bool((rim == zero_of(y.dtype)).all())
         right &= are_codes_right(inner[:, :, known:], exact, info.min, info.max)
-        if tail is not None and before is not None:
+        if tail is not None:
             right &= torch.equal(inner[:, :, :known], before.cpu())
             right &= torch.equal(tail.cpu(), inner[:, :, y.shape[2] - tail.shape[2] :])
-        expected = self._sample()
+        expected = self._given()
         self._run("reference", expected)
         counts = zip(given["saturated"].tolist(), expected["saturated"].tolist(), strict=True)
         # Rounding decides whether a value at the last half has a code.
@@ -199,9 +189,10 @@ class _Case:
 
     def _has_right_levels(self, y: Tensor) -> bool:
         """Compare images in uint8, which are rounded down, or uint16, rounded to nearest."""
-        given = self._sample()
+        given = self._given()
         most = white(y.dtype)
-        wide = self._run("reference", {**given, "dtype": torch.float32, "out": None})
+        given["out"] = y.new_empty(y.shape, dtype=torch.float32)
+        wide = self._run("reference", given)
         exact = wide.cpu().double() * most - (0.5 if y.dtype == torch.uint8 else 0)
         return are_codes_right(y.cpu().to(torch.int64).view(exact.shape), exact, 0, most)
 
@@ -209,7 +200,7 @@ class _Case:
 def _written(y: Tensor, given: dict[str, Any]) -> list[Tensor]:
     """Return what a call has written: its result `[...]`, and the tail that it was given."""
     # The tail of a convolution is read only.
-    tail = None if isinstance(given.get("weight"), ConvWeight) else given.get("tail")
+    tail = None if "stride" in given else given.get("tail")
     return [y] if tail is None else [y, tail]
 
 
@@ -225,11 +216,11 @@ def _moved(
     # A result in the memory of the residual stays so.
     moved: dict[str, Any] = {}
     for name, value in given.items():
-        if isinstance(value, ConvWeight):
+        if name == "out" and value is not None and given.get("residual") is value:
+            value = moved["residual"]
+        elif isinstance(value, ConvWeight):
             value = ConvWeight.of(value.plain().to(device, dtype))
         elif isinstance(value, Tensor):
             value = value.to(device, dtype if value.is_floating_point() else None, copy=True)
         moved[name] = value
-    if given.get("out") is not None:
-        moved["out"] = moved["residual"] if given.get("residual") is given["out"] else None
     return moved

@@ -9,7 +9,7 @@ the library serves. What a family needs is known before its first decode: its ne
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,22 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends import CONVOLUTIONS_OPS, TRIED, within
+from ..backends import TRIED, Kernel, within
 from ..convolution.weight import ConvWeight
 from ..cuda_ops.driver import relaxed_captures
 from ..devices import current as on_device
 from ..devices import device_kind, indexed, runtime
 from ..native_ops.build import CPU
 from ..warmup_log import preparing
-from . import background, facts, selfcheck, variants
+from . import background, facts, recording, selfcheck, variants
 
 LIBRARY = ("reference",)
 
 # What the store has of a variant in addition to the name of its backend.
 _NONE, _TRYING, _AGAIN = "none", "trying", "trying again"
-
-# Takes what asks a backend (None: the library runs the call), an op, its arguments and its result.
-Note = Callable[[Any, str, Sequence[Any], Mapping[str, Any], Tensor], object]
 
 _lock = threading.Lock()
 _numbers = itertools.count(1)
@@ -54,17 +51,7 @@ class Snapshot:
     native: bool  # the C++ kernels of the CPU are loaded
 
 
-@dataclass(frozen=True)
-class Recorder:
-    """A network that runs on `meta` plays `device`: its calls only allocate, and are noted."""
-
-    device: torch.device
-    note: Note
-    tiles: bool  # the convolutions run on our kernels where they may; otherwise on the library
-
-
 _snapshot: ContextVar[Snapshot | None] = ContextVar("snapshot", default=None)
-_recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 
 
 def next_number(*, proof: bool = False) -> int:
@@ -81,51 +68,38 @@ def snapshot() -> Snapshot | None:
     return _snapshot.get()
 
 
-def recorder() -> Recorder | None:
-    """Return what notes the calls of this thread on `meta`; None: nothing."""
-    return _recorder.get()
-
-
-def device_of(x: Tensor) -> torch.device:
-    """Return the device of `x` `[...]`, or the one that this thread plays on `meta`."""
-    made = _recorder.get()
-    return x.device if made is None else made.device
-
-
-def playing(device: torch.device, note: Note) -> AbstractContextManager[object]:
-    """Let calls of this thread on `meta` play `device` with its library until the block ends."""
-    return within(_recorder, Recorder(device, note, tiles=False))
-
-
 def seeing(seen: Snapshot) -> AbstractContextManager[object]:
     """Let ops in this thread run what `seen` has, until the end of the block."""
     return within(_snapshot, seen)
 
 
-def backends_of(
-    ask: selfcheck.Ask, op: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[str, ...]:
+def backends_of(op: str, args: Sequence[Any]) -> tuple[str, ...]:
     """Return the backends that run a call on a GPU; ask for a variant that is not there yet."""
-    x: Tensor = args[0]
-    if not x.numel():
+    if not args[0].numel():
         return LIBRARY
-    key = variants.key_of(op, args, kwargs, x.device)
-    samples = functools.partial(variants.samples_of, op, args, kwargs, x.device)
-    return (*kernel_of(ask, key, op, samples), *LIBRARY)
+    key = variants.key_of(op, args, args[0].device)
+    own = kernel_of(key, lambda: variants.samples_of(op, args, key))
+    return (*own, *LIBRARY) if own else LIBRARY
 
 
-def kernel_of(
-    ask: selfcheck.Ask, key: variants.Key, op: str, samples_of: Callable[[], variants.Samples]
-) -> tuple[str, ...]:
+def serves(kernel: Kernel, args: Sequence[Any]) -> bool:
+    """Return whether a kernel of ours runs a convolution; ask for a variant that is not there."""
+    if not args[0].numel():
+        return False
+    key = variants.key_of("conv3d", args, args[0].device, kernel)
+    return bool(kernel_of(key, lambda: variants.samples_of("conv3d", args, key)))
+
+
+def kernel_of(key: variants.Key, samples_of: Callable[[], selfcheck.Sample]) -> tuple[str, ...]:
     """Return the backend of a variant, as the thread sees it; without any, let it be built."""
     found, seen = _found.get(key), _snapshot.get()
     if found is None:
         if key not in _asked and not background.is_here():
-            samples = samples_of()
+            sample = samples_of()
             with _lock:
                 is_new, _ = key not in _asked, _asked.add(key)
             if is_new:
-                background.submit(f"{op} of {key[1]}", lambda: build(ask, key, op, samples))
+                background.submit(f"{key.op} of {key.device}", lambda: build(key, sample))
         return ()
     since, names = found
     return names if seen is None or since <= seen.kernels else ()
@@ -133,58 +107,49 @@ def kernel_of(
 
 def _want(
     device: torch.device,
-    wanted: dict[variants.Key, Callable[[], None]],
-    ask: selfcheck.Ask | None,
+    wanted: dict[variants.Key, selfcheck.Sample],
+    kernel: Kernel | None,
     op: str,
     args: Sequence[Any],
-    kwargs: Mapping[str, Any],
     _: Tensor,
 ) -> None:
     """Note the variants of kernels that a call needs; the library needs none."""
-    if ask is None:
+    if op == "conv3d" and kernel is None:
         return
     for given in variants.sizes_of(op, args):
-        key = variants.key_of(op, given, kwargs, device)
+        key = variants.key_of(op, given, device, kernel)
         if key not in _found and key not in wanted:
-            samples = variants.samples_of(op, given, kwargs, device)
-            wanted[key] = functools.partial(build, ask, key, op, samples)
+            wanted[key] = variants.samples_of(op, given, key)
 
 
-def build(ask: selfcheck.Ask, key: variants.Key, op: str, samples: variants.Samples) -> None:
+def build(key: variants.Key, sample: selfcheck.Sample) -> None:
     """Build the kernels of a variant on its device, and check them unless that was done before."""
     # The check runs the kernels, which compiles and loads them. It is on a stream of its own.
-    device: torch.device = key[1]
     if key in _found:
         return
-    kept, name = facts.of_kernels(device), f"right: {variants.name_of(key)}"
-    known = kept.get(name)
-    with _apart(device), preparing("kernel build", op):
+    kept, name = facts.of_kernels(key.device), f"right: {variants.name_of(key)}"
+    known, able = kept.get(name), variants.kernels_of(key)
+    with _apart(key.device), preparing("kernel build", key.op):
         names: tuple[str, ...] = ()
-        if known in selfcheck.kernels_of(op):
+        if known in able:
             # It was right in an earlier process: a call loads it from the disk.
-            names = selfcheck.running(ask, str(known), op, samples)
+            names = selfcheck.running(str(known), key.op, sample)
         if not names and known not in (_NONE, _AGAIN):
             # A kernel that ends the process is tried twice, because users end processes too.
             kept.put(name, _TRYING if known is None else _AGAIN)
-            names = selfcheck.checked(ask, op, samples)
+            names = selfcheck.checked(able, key.op, sample)
             kept.put(name, names[0] if names else _NONE)
     found = next_number()
-    if names and op in CONVOLUTIONS_OPS:
-        _tiled.setdefault((op, *_tile_key(key)), found)
+    if names and key.kernel is not None:
+        _tiled.setdefault((key.device, *key.kinds[:2], key.kinds[-2]), found)
     _found[key] = found, names
 
 
-def _tile_key(key: variants.Key) -> tuple[Any, ...]:
-    """Return device, dtype, shape of the weight and strides of the variant of a convolution."""
-    _, device, dtype, _, shape, strides, *_ = key
-    return device, dtype, shape, strides
-
-
-def has_tile(op: str, x: Tensor, weight: ConvWeight, stride: tuple[int, ...]) -> bool:
+def has_tile(weight: ConvWeight, stride: tuple[int, ...]) -> bool:
     """Return whether a convolution has a tile that serves, or will have one (calls are noted)."""
-    if _recorder.get() is not None:
+    if recording.recorder() is not None:
         return True
-    since = _tiled.get((op, x.device, x.dtype, weight.shape, tuple(stride)))
+    since = _tiled.get((weight.device, weight.dtype, weight.shape, stride))
     seen = _snapshot.get()
     return since is not None and (seen is None or since <= seen.kernels)
 
@@ -204,14 +169,17 @@ def _apart(device: torch.device) -> Iterator[None]:
 
 
 class Prepared:
-    """What a network needs on a device, built in the background; `record` runs it on `meta`."""
+    """What a network needs on a device, which the background thread builds.
 
-    def __init__(
-        self, ask: selfcheck.Ask, device: torch.device, record: Callable[[], object]
-    ) -> None:
+    Args:
+        device: The device.
+        record: Runs the network once on `meta`, with all of its ops and sizes.
+    """
+
+    def __init__(self, device: torch.device, record: Callable[[], object]) -> None:
         # With an index, as the tensors of calls have one.
         named = indexed(device) if device.type in ("cuda", "xpu") else None
-        self._ask, self._device, self._record = ask, named or device, record
+        self._device, self._record = named or device, record
         self._proofs, self.is_ready = 0, device_kind(device) not in TRIED
         self.job = CPU.prepare() if device.type == "cpu" else self._begun()
 
@@ -233,10 +201,10 @@ class Prepared:
 
     def _work(self) -> None:
         proofs = _last
-        wanted = dict[variants.Key, Callable[[], None]]()
+        wanted = dict[variants.Key, selfcheck.Sample]()
         note = functools.partial(_want, self._device, wanted)
-        with within(_recorder, Recorder(self._device, note, tiles=True)):
+        with recording.playing(self._device, note, tiles=True):
             self._record()
-        for each in wanted.values():
-            each()
+        for key, sample in wanted.items():
+            build(key, sample)
         self._proofs, self.is_ready = proofs, True

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..codes import zero_of
 from ..convolution.fused import Fused
 from ..convolution.weight import ConvWeight, channels_last
-from ..shapes import convolved, new_video
+from ..shapes import as_frames, as_video, new_sums
 
 # float32 holds the sum of this many products of a code less its zero, 238 at most, and a weight,
 # 127 at most: it is below 2^24.
@@ -19,9 +19,7 @@ _EXACT = 512
 _WINDOW_VALUES = 1 << 22
 
 
-def fuses(
-    x: Tensor, weight: ConvWeight, stride: tuple[int, ...], padding: tuple[int, int], *, norm: bool
-) -> Fused:
+def fuses(_: ConvWeight) -> Fused:
     """Return what is fused: nothing."""
     return Fused()
 
@@ -29,46 +27,47 @@ def fuses(
 def conv3d(
     x: Tensor,
     weight: ConvWeight,
-    *,
-    stride: tuple[int, ...],
+    bias: None,
+    residual: None,
+    residual_bias: None,
+    gamma: None,
+    tail: Tensor | None,
+    out: None,
+    stride: tuple[int, int, int],
     padding: tuple[int, int],
-    tail: Tensor | None = None,
+    tile: int,
 ) -> Tensor:
-    """Convolve the joined frames of a video, or frames on their own."""
-    if x.ndim == 4:
-        return channels_last(F.conv2d(x, weight.plain(), None, stride, padding))
+    """Convolve the joined frames of a video, or each frame, without terms, in new memory."""
+    if weight.ndim == 4:
+        y = channels_last(F.conv2d(as_frames(x), weight.plain(), None, stride[1:], padding))
+        return as_video(y, x.shape[0])
     window = x if tail is None else torch.cat([tail, x], dim=2)
     return channels_last(F.conv3d(window, weight.plain(), None, stride, (0, *padding)))
-
-
-conv2d = conv3d
 
 
 def int8_conv3d(
     x: Tensor,
     weight: ConvWeight,
     scale: Tensor | None,
-    bias: Tensor | None = None,
-    *,
-    residual: Tensor | None = None,
-    residual_bias: Tensor | None = None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    residual_bias: Tensor | None,
+    out: Tensor | None,
     dtype: torch.dtype,
-    out: Tensor | None = None,
 ) -> Tensor:
     """Sum up to 512 products in float32, which is exact, and these sums in int32."""
     taps = weight.plain()
     matrix = taps.flatten(1).float().T
-    shape = convolved(x, taps.shape, (1, 1, 1), (0, 0, 0))
-    out = new_video(x.new_empty(0, dtype=dtype), shape) if out is None else out
-    for each, frame in itertools.product(range(shape[0]), range(shape[2])):
+    out = new_sums(x, taps, dtype) if out is None else out
+    for each, frame in itertools.product(range(out.shape[0]), range(out.shape[2])):
         seen = x[each, :, frame : frame + taps.shape[2]]
         sums = _int8_sums(seen, matrix, taps.shape[3], taps.shape[4])
         if scale is not None:
-            sums = sums.float().mul_(scale.flatten().float())
-            sums = sums if bias is None else sums.add_(bias.flatten().float())
+            sums = sums.float().mul_(scale.flatten())
+            sums = sums if bias is None else sums.add_(bias.flatten())
             if residual is not None:
                 sums += residual[each, :, frame].movedim(0, -1)
-            sums = sums if residual_bias is None else sums.add_(residual_bias.flatten().float())
+            sums = sums if residual_bias is None else sums.add_(residual_bias.flatten())
         out[each, :, frame] = sums.movedim(-1, 0)
     return out
 

@@ -8,9 +8,8 @@ from .. import shapes
 from .memory import map_blocks, widened
 
 
-def interleave_time(x: Tensor, phases: int, *, out: Tensor | None = None) -> Tensor:
+def interleave_time(x: Tensor, out: Tensor, phases: int) -> Tensor:
     """Interleave as one strided copy."""
-    out = shapes.new_video(x, shapes.interleaved(x, phases)) if out is None else out
     target = out.unflatten(2, (x.shape[2], phases))
     # No `rearrange`, which imports TorchDynamo before PyTorch 2.8: seconds in a first decode.
     target.copy_(x.unflatten(1, (phases, -1)).permute(0, 2, 3, 1, 4, 5))
@@ -18,17 +17,11 @@ def interleave_time(x: Tensor, phases: int, *, out: Tensor | None = None) -> Ten
 
 
 def merge_phases(
-    grid: Tensor,
-    source: Tensor | None = None,
-    times: int = 1,
-    *,
-    bias: Tensor | None = None,
-    out: Tensor | None = None,
+    grid: Tensor, source: Tensor | None, bias: Tensor | None, out: Tensor, times: int
 ) -> Tensor:
     """Merge as a strided copy or sum per phase."""
     _, channels, frames, height, width = grid.shape
     channels, height, width = channels // 4, height - 1, width - 1
-    out = shapes.new_video(grid, shapes.merged(grid)) if out is None else out
     windows = grid.movedim(1, -1).unflatten(4, (4, channels))
     pixels = out.movedim(1, -1).unflatten(3, (width, 2)).unflatten(2, (height, 2))
     bias = None if bias is None else bias.flatten().to(widened(grid))
@@ -50,21 +43,19 @@ def merge_phases(
     return out
 
 
-def pixel_shuffle_3d(
-    x: Tensor, size: tuple[int, int, int], order: str = "cthw", *, out: Tensor | None = None
-) -> Tensor:
+def pixel_shuffle_3d(x: Tensor, out: Tensor, size: tuple[int, int, int], order: str) -> Tensor:
     """Shuffle as a copy."""
     _, _, frames, height, width = x.shape
     times, high, wide = size
-    out = shapes.new_video(x, shapes.shuffled(x, size)) if out is None else out
     target = out.unflatten(4, (width, wide)).unflatten(3, (height, high))
     target.unflatten(2, (frames, times)).copy_(_blocks_of_pixels(x, size, order))
     return out
 
 
-def average_down(x: Tensor, channels: int, *, times: int, size: int) -> Tensor:
+def average_down(x: Tensor, out: Tensor, times: int, size: int) -> Tensor:
     """Average the pixels of each block, then its frames and channels."""
     batch, before, frames, height, width = x.shape
+    channels = out.shape[1]
     group = before * times * size * size // channels
     blocks = x.movedim(1, -1).unflatten(3, (width // size, size))
     blocks = blocks.unflatten(2, (height // size, size))
@@ -89,23 +80,13 @@ def average_down(x: Tensor, channels: int, *, times: int, size: int) -> Tensor:
         fine = grown.flatten(4)
     if group > 1:
         fine = fine.unflatten(4, (channels, group)).mean(dim=5)
-    result = fine.to(x.dtype).contiguous()
-    return (result.clone() if result.data_ptr() == x.data_ptr() else result).movedim(-1, 1)
+    return out.copy_(fine.movedim(-1, 1))
 
 
-def frames_to_images(
-    frames: Tensor,
-    *,
-    dtype: torch.dtype = torch.float32,
-    patch: int = 1,
-    order: str = "cthw",
-    out: Tensor | None = None,
-) -> Tensor:
+def frames_to_images(frames: Tensor, out: Tensor, patch: int, order: str) -> Tensor:
     """Convert some rows at a time, so that the whole video is never held in float32."""
     batch, _, length, height, width = frames.shape
     pixels = _blocks_of_pixels(frames, (1, patch, patch), order)[:, :, :, 0].movedim(1, -1)
-    if out is None:
-        out = torch.empty(shapes.images(frames, patch), dtype=dtype, device=frames.device)
     words, white = out.dtype == torch.uint16, shapes.white(out.dtype)
     # int16 of the same bits: Apple GPUs have no uint16 before PyTorch 2.9.
     target = out.view(torch.int16) if words else out

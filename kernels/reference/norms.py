@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import shapes
 from ..codes import zero_of
 from .memory import copies, map_blocks, widened
 
@@ -20,14 +19,13 @@ _NORM_EPS = 1e-12
 def rms_norm_silu(
     x: Tensor,
     gamma: Tensor,
-    *,
-    silu: bool = True,
-    bias: Tensor | None = None,
-    tail: Tensor | None = None,
-    out: Tensor | None = None,
-    border: int = 0,
-    codes: Tensor | None = None,
-    saturated: Tensor | None = None,
+    bias: Tensor | None,
+    tail: Tensor | None,
+    out: Tensor,
+    codes: Tensor | None,
+    saturated: Tensor | None,
+    silu: bool,
+    border: int,
 ) -> Tensor:
     """Multiply by the inverse norm of each pixel and by `sqrt(C) * gamma`."""
     wide = widened(x)
@@ -43,7 +41,6 @@ def rms_norm_silu(
             F.silu(rows, inplace=True)
         encode(rows)
 
-    out = shapes.new_window(x, tail, border, coded=codes is not None) if out is None else out
     inner, encode = _bordered(out, border), _encoder(out, codes, saturated)
     map_blocks(norm, x.movedim(1, -1), _behind(tail, inner).movedim(1, -1))
     _roll(tail, inner)
@@ -54,21 +51,19 @@ def group_norm_silu(
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
+    statistics: Tensor | None,
+    tail: Tensor | None,
+    out: Tensor,
+    codes: Tensor | None,
+    saturated: Tensor | None,
     groups: int,
-    *,
-    eps: float = 1e-6,
-    silu: bool = True,
-    statistics: Tensor | None = None,
-    tail: Tensor | None = None,
-    out: Tensor | None = None,
-    border: int = 0,
-    codes: Tensor | None = None,
-    saturated: Tensor | None = None,
+    eps: float,
+    silu: bool,
+    border: int,
 ) -> Tensor:
     """Normalise each frame in three passes over cached blocks: means, squares, result."""
     wide = widened(x)
     weight, bias = weight.flatten().to(wide), bias.flatten().to(wide)
-    out = shapes.new_window(x, tail, border, coded=codes is not None) if out is None else out
     inner, encode = _bordered(out, border), _encoder(out, codes, saturated)
     new = _behind(tail, inner)
     for b, t in product(range(x.shape[0]), range(x.shape[2])) if x.numel() else ():
@@ -79,35 +74,31 @@ def group_norm_silu(
     return out
 
 
-def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
+def group_norm_statistics(x: Tensor, out: Tensor, groups: int, eps: float) -> Tensor:
     """Measure each frame in two passes."""
-    wide = widened(x)
-    shape = shapes.statistics(x, groups)
-    statistics = torch.full(shape, math.nan, dtype=wide, device=x.device)
+    out.fill_(math.nan)
     for b, t in product(range(x.shape[0]), range(x.shape[2])) if x.numel() else ():
-        statistics[b, t] = _measure(x[b, :, t].movedim(0, -1), wide, groups, eps)
-    return statistics
+        out[b, t] = _measure(x[b, :, t].movedim(0, -1), widened(x), groups, eps)
+    return out
 
 
-def silu_mul(x: Tensor, gate: Tensor, *, out: Tensor | None = None) -> Tensor:
+def silu_mul(x: Tensor, gate: Tensor, out: Tensor) -> Tensor:
     """Gate in blocks of rows."""
-    out = x.new_empty(x.shape) if out is None else out
     map_blocks(lambda rows, gates: F.silu(rows, inplace=True).mul_(gates), x, out, gate)
     return out
 
 
 def bias_residual(
     x: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    residual_bias: Tensor | None = None,
-    *,
-    out: Tensor | None = None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    residual_bias: Tensor | None,
+    out: Tensor,
 ) -> Tensor:
     """Add the terms in blocks of rows."""
     wide = widened(x)
     bias, residual_bias = (
-        None if numbers is None else numbers.flatten().to(wide) for numbers in (bias, residual_bias)
+        None if y is None else y.flatten().to(wide) for y in (bias, residual_bias)
     )
 
     def sums(rows: Tensor, *residuals: Tensor) -> None:
@@ -116,7 +107,6 @@ def bias_residual(
                 rows.add_(added)
 
     added = () if residual is None else (residual.movedim(1, -1),)
-    out = shapes.new_video(x, x.shape) if out is None else out
     map_blocks(sums, x.movedim(1, -1), out.movedim(1, -1), *added)
     return out
 

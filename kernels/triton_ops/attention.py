@@ -2,7 +2,7 @@
 
 The scheme of Dao, "FlashAttention-2", 2023: a program holds a block of queries, loops over the keys
 and values, and updates the softmax. Block sizes are powers of two but heads are not, so a head is
-split into a few parts, each with its own matrix products and sums: 384 is 256 and 128.
+split into two parts, each with its own matrix products and sums: 384 is 256 and 128.
 
 PyTorch's flash kernels end at heads of 256; the heads of the VAEs have 384 to 1024 channels.
 """
@@ -20,17 +20,13 @@ from torch import Tensor
 from ..devices import device_kind
 from ..errors import Refusal
 from ..reference.attention import FLASH_HEAD
-from .runtime import interpreted, launch
+from .convolution_kernels import product
+from .runtime import launch
 from .scalars import narrow
 from .tiles import Chip, blocks, chip_of, refuse_span
 
-# Triton's interpreter multiplies bfloat16 incorrectly, so products use float32 there.
-_WIDEN = tl.constexpr(interpreted())
-
 # Smallest part of a matrix product, and the largest with affordable blocks.
-_SMALLEST_PART = 16
-_LARGEST_PART = 512
-_MOST_PARTS = 3
+_SMALLEST_PART, _LARGEST_PART = 16, 512
 
 
 @dataclass(frozen=True)
@@ -47,11 +43,10 @@ class AttentionTile:
 # 227, 227 and 99 KiB per program); of those that do, the ones with 64 queries, because each block
 # reads all keys and values. They are not timed. On chips with fast memory, wider heads use matrix
 # products, which move 20 to 28 bytes per pair of pixels for any head.
+_LARGE = {384: AttentionTile(64, 32, 8, 3), 512: AttentionTile(64, 16, 8, 2)}
 _TILES = {
-    (8, 0): {384: AttentionTile(64, 32, 8, 3), 512: AttentionTile(64, 16, 8, 2)},
+    **dict.fromkeys(((8, 0), (10, 0), (10, 3)), _LARGE),
     (9, 0): {384: AttentionTile(64, 32, 8, 2)},
-    (10, 0): {384: AttentionTile(64, 32, 8, 3), 512: AttentionTile(64, 16, 8, 2)},
-    (10, 3): {384: AttentionTile(64, 32, 8, 3), 512: AttentionTile(64, 16, 8, 2)},
 }
 _TILES_OF_OTHERS = {
     384: AttentionTile(64, 16, 8, 3),
@@ -90,7 +85,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         (batch * blocks(length, tile.queries),),
         *(q, k, v, out, length, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]),
         math.log2(math.e) / math.sqrt(channels),
-        **{f"PART_{number}": part for number, part in enumerate(parts)},
+        PART_0=parts[0],
+        PART_1=parts[1],
         QUERIES=tile.queries,
         KEYS=tile.keys,
         EVEN=length % tile.keys == 0,
@@ -100,36 +96,29 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out
 
 
-def head_parts(channels: int) -> tuple[int, int, int]:
-    """Split a head into three powers of two, the largest first and unused ones 0, or refuse it."""
-    parts, rest = [], channels
-    while rest:
-        parts.append(min(_LARGEST_PART, 1 << rest.bit_length() - 1))
-        rest -= parts[-1]
-    if len(parts) > _MOST_PARTS or parts[-1] < _SMALLEST_PART:
+def head_parts(channels: int) -> tuple[int, int]:
+    """Split a head into two powers of two, of which the second can be 0, or refuse it."""
+    large = min(_LARGEST_PART, 1 << channels.bit_length() - 1)
+    small = channels - large
+    if small & (small - 1) or not _SMALLEST_PART <= (small or large) <= _LARGEST_PART:
         raise Refusal(
-            f"a head of {channels} is not a sum of up to {_MOST_PARTS} powers of two from "
+            f"a head of {channels} is not a sum of up to two powers of two from "
             f"{_SMALLEST_PART} to {_LARGEST_PART}"
         )
-    first, second, third = (*parts, 0, 0)[:3]
-    return first, second, third
-
-
-def tiles_of(chip: Chip) -> dict[int, AttentionTile]:
-    """Return the tiles of a chip by the widest head that each takes, the narrowest first."""
-    if isinstance(chip, str):
-        found = (tiles for start, tiles in _TILES_OF_AMD.items() if chip.startswith(start))
-        if (tiles := next(found, None)) is None:
-            raise Refusal(f"it has no tiles for {chip}; expected {', '.join(_TILES_OF_AMD)}")
-        return tiles
-    if chip < (8, 0):
-        raise Refusal(f"compute capability is {chip[0]}.{chip[1]}; expected 8.0 or more")
-    return _TILES.get(chip, _TILES_OF_OTHERS)
+    return large, small
 
 
 def tile_of(chip: Chip, channels: int) -> AttentionTile:
     """Return the tile for a chip and a head, or refuse."""
-    tiles = tiles_of(chip)
+    if isinstance(chip, str):
+        found = [tiles for start, tiles in _TILES_OF_AMD.items() if chip.startswith(start)]
+        if not found:
+            raise Refusal(f"it has no tiles for {chip}; expected {', '.join(_TILES_OF_AMD)}")
+        tiles = found[0]
+    else:
+        if chip < (8, 0):
+            raise Refusal(f"compute capability is {chip[0]}.{chip[1]}; expected 8.0 or more")
+        tiles = _TILES.get(chip, _TILES_OF_OTHERS)
     for widest, tile in tiles.items():
         if channels <= widest:
             return tile
@@ -140,8 +129,7 @@ def tile_of(chip: Chip, channels: int) -> AttentionTile:
 def _load(base, rows, columns, stride, there, EVEN: tl.constexpr):
     """Load rows of one part, with zeros for missing rows."""
     at = base + rows[:, None] * stride + columns[None, :]
-    part = tl.load(at) if EVEN else tl.load(at, mask=there[:, None], other=0.0)
-    return part.to(tl.float32) if _WIDEN else part
+    return tl.load(at) if EVEN else tl.load(at, mask=there[:, None], other=0.0)
 
 
 @triton.jit
@@ -153,8 +141,8 @@ def _store(base, rows, columns, stride, there, values):
 @triton.jit(do_not_specialize=["length"])
 def _flash(
     q, k, v, out, length, q_frame, q_row, k_frame, k_row, v_frame, v_row, scale,
-    PART_0: tl.constexpr, PART_1: tl.constexpr, PART_2: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, EVEN: tl.constexpr,
+    PART_0: tl.constexpr, PART_1: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
     """Compute one block of the queries of one frame, which has `length` pixels."""
     # `scale` is `log2(e) / sqrt(d)`, because `exp2` replaces `exp`. Offsets within a block fit into
@@ -177,10 +165,6 @@ def _flash(
         columns_1 = PART_0 + tl.arange(0, PART_1)
         q_1 = _load(q, rows, columns_1, q_row, asked, tl.constexpr(False))
         sum_1 = tl.zeros([QUERIES, PART_1], tl.float32)
-    if PART_2 > 0:
-        columns_2 = PART_0 + PART_1 + tl.arange(0, PART_2)
-        q_2 = _load(q, rows, columns_2, q_row, asked, tl.constexpr(False))
-        sum_2 = tl.zeros([QUERIES, PART_2], tl.float32)
     largest = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
 
@@ -188,13 +172,12 @@ def _flash(
     for start in range(0, length, KEYS):
         there = keys < length - start
         part = _load(k, keys, columns_0, k_row, there, EVEN)
-        scores = tl.dot(q_0, tl.trans(part), input_precision="ieee")
+        scores = product(
+            q_0, tl.trans(part), tl.zeros([QUERIES, KEYS], tl.float32), tl.constexpr(False)
+        )
         if PART_1 > 0:
             part = _load(k, keys, columns_1, k_row, there, EVEN)
-            scores = tl.dot(q_1, tl.trans(part), scores, input_precision="ieee")
-        if PART_2 > 0:
-            part = _load(k, keys, columns_2, k_row, there, EVEN)
-            scores = tl.dot(q_2, tl.trans(part), scores, input_precision="ieee")
+            scores = product(q_1, tl.trans(part), scores, tl.constexpr(False))
         if not EVEN:
             scores = tl.where(there[None, :], scores, float("-inf"))
 
@@ -206,24 +189,17 @@ def _flash(
         largest = grown
 
         weights = narrow(weights, dtype)
-        if _WIDEN:
-            weights = weights.to(tl.float32)
         part = _load(v, keys, columns_0, v_row, there, EVEN)
-        sum_0 = tl.dot(weights, part, sum_0 * shrink[:, None], input_precision="ieee")
+        sum_0 = product(weights, part, sum_0 * shrink[:, None], tl.constexpr(False))
         if PART_1 > 0:
             part = _load(v, keys, columns_1, v_row, there, EVEN)
-            sum_1 = tl.dot(weights, part, sum_1 * shrink[:, None], input_precision="ieee")
-        if PART_2 > 0:
-            part = _load(v, keys, columns_2, v_row, there, EVEN)
-            sum_2 = tl.dot(weights, part, sum_2 * shrink[:, None], input_precision="ieee")
+            sum_1 = product(weights, part, sum_1 * shrink[:, None], tl.constexpr(False))
         k += KEYS * k_row
         v += KEYS * v_row
 
-    channels = PART_0 + PART_1 + PART_2
+    channels = PART_0 + PART_1
     out += (frame * length + first) * channels
     inverse = 1.0 / total[:, None]
     _store(out, rows, columns_0, channels, asked, sum_0 * inverse)
     if PART_1 > 0:
         _store(out, rows, columns_1, channels, asked, sum_1 * inverse)
-    if PART_2 > 0:
-        _store(out, rows, columns_2, channels, asked, sum_2 * inverse)

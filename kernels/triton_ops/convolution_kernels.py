@@ -74,19 +74,19 @@ def _normed(total, channel, inverse, gamma, ROOT: tl.constexpr, C_OUT: tl.conste
 
 @triton.jit
 def finish(
-    total_0, total_1, channel, pixel, there, bias, residual, residual_bias, gamma, out, given,
+    total_0, total_1, pixel, there, bias, residual, residual_bias, gamma, out, given,
     C_OUT: tl.constexpr, ROOT: tl.constexpr, NORM: tl.constexpr,
     N0: tl.constexpr, N1: tl.constexpr,
 ):  # fmt: skip
     """Add the terms, apply norm and SiLU, round once, and write a tile."""
     # Each value of the residual is read before the same one of `out` is written, by one program.
-    channel_0 = channel + tl.arange(0, N0)
+    channel_0 = tl.arange(0, N0)
     at_0 = pixel[:, None] * C_OUT + channel_0[None, :]
     total_0 = with_terms(
         total_0, channel_0, at_0, there, bias, residual, residual_bias, given, C_OUT
     )
     if N1 > 0:
-        channel_1 = channel + N0 + tl.arange(0, N1)
+        channel_1 = N0 + tl.arange(0, N1)
         at_1 = pixel[:, None] * C_OUT + channel_1[None, :]
         total_1 = with_terms(
             total_1, channel_1, at_1, there, bias, residual, residual_bias, given, C_OUT
@@ -125,22 +125,19 @@ def convolve(
     KT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
     ST: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
     IN_UNIT: tl.constexpr, OUT_UNIT: tl.constexpr,
-    ROOT: tl.constexpr, NORM: tl.constexpr, HALF: tl.constexpr, CACHE: tl.constexpr,
+    ROOT: tl.constexpr, NORM: tl.constexpr, HALF: tl.constexpr,
     M: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Compute `M` adjacent pixels of a frame for `N0 + N1` output channels."""
-    # Programs of the same pixels are adjacent, for all their output channels, then for all frames:
-    # they find their inputs in the L2 cache. Strides count units of `IN_UNIT` or `OUT_UNIT` values,
-    # so that the compiler knows the alignment. Offsets of frames and of the first row of a tile are
-    # 64 bits wide, those from there 32.
+    """Compute `M` adjacent pixels of a frame for all output channels, at most `N0 + N1`."""
+    # Programs of the same pixels of all frames are adjacent: they find their inputs in the L2
+    # cache. Strides count units of `IN_UNIT` or `OUT_UNIT` values, so that the compiler knows the
+    # alignment. Offsets of frames and of the first row of a tile are 64 bits wide, those from there
+    # 32.
     SUMMED: tl.constexpr = KT * KH * KW * C_IN
     ROW: tl.constexpr = KW * C_IN
     # The constant first: Triton 3.2 has no operators of a plain integer and a constant.
     UNIT_BYTES: tl.constexpr = IN_UNIT * x.dtype.element_ty.primitive_bitwidth // 8
-    TILES: tl.constexpr = (C_OUT + N0 + N1 - 1) // (N0 + N1)
     program = tl.program_id(0)
-    channel = program % TILES * (N0 + N1)
-    program //= TILES
     frame = program % frames
     first = program // frames * M
     video = tl.program_id(1).to(tl.int64)
@@ -166,12 +163,12 @@ def convolve(
     x_frame = x_frame.to(tl.int64) * IN_UNIT
 
     k = tl.arange(0, K)
-    weight_0 = weight_offsets(channel + tl.arange(0, N0), k, SUMMED, C_OUT, N0 + N1)
+    weight_0 = weight_offsets(tl.arange(0, N0), k, SUMMED, C_OUT, N0 + N1)
     total_0 = tl.zeros([M, N0], tl.float32)
     weight_1 = weight_0
     total_1 = total_0
     if N1 > 0:
-        weight_1 = weight_offsets(channel + N0 + tl.arange(0, N1), k, SUMMED, C_OUT, N0 + N1)
+        weight_1 = weight_offsets(N0 + tl.arange(0, N1), k, SUMMED, C_OUT, N0 + N1)
         total_1 = tl.zeros([M, N1], tl.float32)
     for step in range(0, SUMMED, K):
         k = step + tl.arange(0, K)
@@ -190,11 +187,11 @@ def convolve(
                 tap = tl.where(k < SUMMED, tap, 0)
             # Taps do not change within `IN_UNIT` values, a divisor of the channels.
             valid = tl.max_constancy((inside[:, None] & tap[None, :]) != 0, [1, IN_UNIT])
-            a = tl.load(at, mask=valid, other=0.0, cache_modifier=CACHE)  # pyright: ignore
+            a = tl.load(at, mask=valid, other=0.0)
         elif SUMMED % K != 0:
-            a = tl.load(at, mask=(k < SUMMED)[None, :], other=0.0, cache_modifier=CACHE)  # pyright: ignore
+            a = tl.load(at, mask=(k < SUMMED)[None, :], other=0.0)
         else:
-            a = tl.load(at, cache_modifier=CACHE)  # pyright: ignore
+            a = tl.load(at)
         b = weight_rows(weight + step, weight_0, SUMMED - step, SUMMED, K)
         total_0 = product(a, b, total_0, HALF)
         if N1 > 0:
@@ -207,6 +204,6 @@ def convolve(
     residual += (video * residual_batch + skipped * residual_frame) * OUT_UNIT + start
     row = tl.arange(0, M)
     finish(
-        total_0, total_1, channel, row, first + row < pixels,
+        total_0, total_1, row, first + row < pixels,
         bias, residual, residual_bias, gamma, out, given, C_OUT, ROOT, NORM, N0, N1,
     )  # fmt: skip

@@ -9,20 +9,15 @@ Algorithm for Computing Sample Variances", 1979).
 
 # ruff: noqa: ANN001, ANN202, N803, N806 (kernels: Triton's types, constants in capitals)
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .. import shapes
-from ..codes import zero_of
-from ..constraints import refuse_videos, window_of
-from .rows import interior, roll
 from .runtime import launch
-from .scalars import encoded, narrow, silu_of
-from .tiles import ELEMENTS, blocks, dense, power_of_two, refuse_sizes, strides, tile
+from .tiles import ELEMENTS, blocks, frame_grid, power_of_two, strides, tile
+from .windows import tile_at, write_tile, write_window
 
 # Tiles per program: enough that its output is small against its input.
 _STEPS = 32
@@ -32,39 +27,28 @@ def group_norm_silu(
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
+    statistics: Tensor | None,
+    tail: Tensor | None,
+    out: Tensor,
+    codes: Tensor | None,
+    saturated: Tensor | None,
     groups: int,
-    *,
-    eps: float = 1e-6,
-    silu: bool = True,
-    statistics: Tensor | None = None,
-    **written: Any,  # noqa: ANN401, those of `window_of`
+    eps: float,
+    silu: bool,
+    border: int,
 ) -> Tensor:
     """Measure the frames unless `statistics` are given, and write a tile of `out` per program."""
-    refuse_sizes(x)
-    tail, out, border, codes, saturated = window_of(x, **written)
-    refuse_sizes(out)
     if statistics is None:
-        statistics = group_norm_statistics(x, groups, eps)
-    batch, channels, frames, _, width = x.shape
-    pixels = out.shape[3] * out.shape[4]
-    rows, block, warps = tile(channels, ELEMENTS // 2, rows=pixels)
-    launch(
-        _write,
-        (blocks(pixels, rows), frames, batch),
-        x, dense(weight), dense(bias), statistics.contiguous(), out if tail is None else tail, out,
-        None if codes is None else dense(codes), saturated,
-        pixels, frames, 0 if tail is None else tail.shape[2], width,
-        *strides(x), *strides(tail), *strides(out),
-        warps=warps, CHANNELS=channels, GROUPS=groups, SILU=silu, BORDER=border,
-        ZERO=zero_of(out.dtype), ROWS=rows, BLOCK=block,
+        statistics = x.new_empty(shapes.statistics(x, groups), dtype=torch.float32)
+        group_norm_statistics(x, statistics, groups, eps)
+    return write_window(
+        _write, x, (tail, out, codes, saturated), weight, bias, statistics.contiguous(),
+        border=border, elements=ELEMENTS // 2, SILU=silu, GROUPS=groups,
     )  # fmt: skip
-    return out
 
 
-def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
+def group_norm_statistics(x: Tensor, out: Tensor, groups: int, eps: float) -> Tensor:
     """Sum blocks of rows, and combine their means and squares."""
-    refuse_videos(x=x)
-    refuse_sizes(x)
     batch, channels, frames, height, width = x.shape
     pixels = height * width
     rows, block, warps = tile(channels, ELEMENTS // 2)
@@ -75,7 +59,7 @@ def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
     )
     launch(
         _sum,
-        (chunks, frames, batch),
+        frame_grid(chunks, x),
         *(x, partial, pixels, *strides(x)),
         warps=warps,
         CHANNELS=channels,
@@ -85,18 +69,17 @@ def group_norm_statistics(x: Tensor, groups: int, eps: float = 1e-6) -> Tensor:
     )
     size = channels // groups
     block = power_of_two(size)
-    statistics = torch.empty(shapes.statistics(x, groups), dtype=torch.float32, device=x.device)
     launch(
         _combine,
         (batch * frames, groups),
-        *(partial, statistics, pixels, chunks, float(eps)),
+        *(partial, out, pixels, chunks, float(eps)),
         CHANNELS=channels,
         GROUPS=groups,
         SHARE=share,
         CHUNKS=max(1, ELEMENTS // 4 // block),
         BLOCK=block,
     )
-    return statistics
+    return out
 
 
 @triton.jit(do_not_specialize=["pixels"])
@@ -181,49 +164,27 @@ def _combine(
 
 @triton.jit(do_not_specialize=["pixels", "frames", "known", "width"])
 def _write(
-    x, weight, bias, statistics, tail, out, codes, saturated, pixels, frames, known, width,
-    x_batch, x_frame, tail_batch, tail_frame, out_batch, out_frame,
+    x, tail, out, codes, saturated, pixels, frames, known, width,
+    x_batch, x_frame, tail_batch, tail_frame, out_batch, out_frame, weight, bias, statistics,
     CHANNELS: tl.constexpr, GROUPS: tl.constexpr, SILU: tl.constexpr, BORDER: tl.constexpr,
     ZERO: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write some pixels of one new frame, and its share of the tail."""
-    first = tl.program_id(0) * ROWS
-    frame = tl.program_id(1).to(tl.int64)
-    video = tl.program_id(2).to(tl.int64)
-    row, channel = tl.arange(0, ROWS), tl.arange(0, BLOCK)
-    exists = channel < CHANNELS
-    mask = (first + row < pixels)[:, None] & exists[None, :]
-    at = row[:, None] * CHANNELS + channel[None, :]
-    start = first.to(tl.int64) * CHANNELS
-    source, held, origin = at, mask, start
-    if BORDER:
-        place, moved, inside = interior(first, row, pixels, width, BORDER)
-        source = moved[:, None] * CHANNELS + channel[None, :]
-        held, origin = inside[:, None] & exists[None, :], place * CHANNELS
-
+    frame, video = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    channel, start, at, mask, origin, source, held = tile_at(
+        pixels, width, CHANNELS, BORDER, ROWS, BLOCK
+    )
     x += video * x_batch + frame * x_frame + origin
     v = tl.load(x + source, mask=held, other=0).to(tl.float32)
-    group = channel // (CHANNELS // GROUPS)
+    exists, group = channel < CHANNELS, channel // (CHANNELS // GROUPS)
     statistics += (video * frames + frame) * (2 * GROUPS)
     mean = tl.load(statistics + group, mask=exists, other=0)
     scale = tl.load(statistics + GROUPS + group, mask=exists, other=0)
     scale *= tl.load(weight + channel, mask=exists, other=0).to(tl.float32)
     offset = tl.load(bias + channel, mask=exists, other=0).to(tl.float32)
-    y = (v - mean[None, :]) * scale[None, :] + offset[None, :]
-    if SILU:
-        y = silu_of(y)
-    if codes is not None:
-        steps = tl.load(codes + channel, mask=exists, other=0)
-        y = encoded(y, steps, saturated, held, ZERO, out.dtype.element_ty)
-    else:
-        if BORDER:
-            y = tl.where(held, y, 0.0)
-        y = narrow(y, out.dtype.element_ty)
-
-    out += video * out_batch + start
-    tail += video * tail_batch + origin
-    last = frame + known - frames  # negative for all frames without a tail
-    if last >= 0:
-        roll(tail, out, tail_frame, out_frame, last, frames, source, held, at, mask, ZERO)
-        tl.store(tail + last * tail_frame + source, y, mask=held)
-    tl.store(out + (known + frame) * out_frame + at, y, mask=mask)
+    write_tile(
+        (v - mean[None, :]) * scale[None, :] + offset[None, :],
+        channel, start, at, mask, origin, source, held,
+        tail, out, codes, saturated, frames, known, tail_batch, tail_frame, out_batch, out_frame,
+        CHANNELS, SILU, BORDER, ZERO,
+    )  # fmt: skip

@@ -8,15 +8,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import shapes
 from ..codes import zero_of
-from ..constraints import refuse_convolved
+from ..constraints import refuse_dtype
 from ..convolution.weight import ConvWeight
 from ..errors import Refusal
-from .convolution_tiles import ConvTile, grid_of, split_of, widths_of
+from ..shapes import new_sums
+from .convolution_tiles import ConvTile, grid_of, split_of, width_of
 from .int8_kernels import convolve_codes
 from .runtime import launch
-from .tiles import Chip, blocks, chip_of, dense, given, strides, unit_of
+from .tiles import Chip, blocks, chip_of, given, strides, unit_of
 
 # Values of a 16-byte load of codes, and of 16 bits.
 _CODES, _VALUES = 16, 8
@@ -51,20 +51,13 @@ class _Family(NamedTuple):
 #   because the L1 cache has two of three pixels of a kernel row.
 # - A GeForce takes 1,500 cycles for an iteration of two programs, more than a load from memory, so
 #   two buffers suffice; the rest of the memory is the L1 cache.
-_GEFORCE = _Family(
-    {
-        32: ConvTile(256, 64, 8, 3, cached=True),
-        128: ConvTile(128, 64, 4, 3, cached=True),
-        160: ConvTile(128, 64, 8, 3, cached=True),
-    },
-)
-_AMPERE = _Family(
-    {
-        32: ConvTile(256, 64, 8, 4, cached=True),
-        128: ConvTile(128, 64, 4, 4, cached=True),
-        160: ConvTile(128, 64, 8, 4, cached=True),
-    },
-)
+def _with_l1(stages: int, quarter: int = 128) -> _Family:
+    """Return tiles whose pixels are in the L1 cache; up to `quarter` channels take 4 warps."""
+    wide = ConvTile(128, 64, 8, stages, cached=True)
+    tiles = {32: replace(wide, pixels=256), quarter: replace(wide, warps=4), 160: wide}
+    return _Family(tiles)
+
+
 # 128 products per iteration: 384 channels at 4 x 120 x 208 take 0.81 ms, and 0.92 ms with 64; 256
 # channels at 4 x 240 x 416 take 1.20 ms, and 1.44 ms with 64. Triton 3.9 spills 8 bytes of that
 # tile of 256 channels and 320 of the one of 160, after the loop. 160 channels take 0.67 ms so; with
@@ -84,24 +77,13 @@ _BLACKWELL = _Family(
     },
     widths=(192, 160, 128, 96),
 )
-_GEFORCE_BLACKWELL = _Family(
-    {
-        32: ConvTile(256, 64, 8, 3, cached=True),
-        96: ConvTile(128, 64, 4, 3, cached=True),
-        160: ConvTile(128, 64, 8, 3, cached=True),
-    },
-)
-
 # Not (10, 3), which multiplies int8 slowly.
 _FAMILIES = {
-    (8, 0): _AMPERE,
-    (8, 7): _AMPERE,
-    (8, 6): _GEFORCE,
-    (8, 9): _GEFORCE,
+    **dict.fromkeys(((8, 0), (8, 7)), _with_l1(4)),
+    **dict.fromkeys(((8, 6), (8, 9)), _with_l1(3)),
     (9, 0): _HOPPER,
     (10, 0): _BLACKWELL,
-    (12, 0): _GEFORCE_BLACKWELL,
-    (12, 1): _GEFORCE_BLACKWELL,
+    **dict.fromkeys(((12, 0), (12, 1)), _with_l1(3, 96)),
 }
 
 
@@ -109,26 +91,21 @@ def int8_conv3d(
     x: Tensor,
     weight: ConvWeight,
     scale: Tensor | None,
-    bias: Tensor | None = None,
-    *,
-    residual: Tensor | None = None,
-    residual_bias: Tensor | None = None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    residual_bias: Tensor | None,
+    out: Tensor | None,
     dtype: torch.dtype,
-    out: Tensor | None = None,
 ) -> Tensor:
     """Convolve codes in int8."""
+    refuse_dtype(x, (torch.int8,))
     chip, summed = chip_of(x.device), math.prod(weight.shape[1:])
     tile = tile_of(chip, weight.shape[0], weight.shape[1], summed)
-    if tile is None:
-        raise Refusal(f"its int8 convolutions have no tiles for the chip {chip}")
-    if out is None:
-        shape = shapes.convolved(x, weight.shape, (1, 1, 1), (0, 0, 0))
-        out = shapes.new_video(x.new_empty(0, dtype=dtype), shape)
+    out = new_sums(x, weight, dtype) if out is None else out
     if summed > _MOST:
         raise Refusal(f"the tensor cores saturate sums of more than {_MOST} products")
-    refuse_convolved(x, out, residual=residual)
     kernel, taps, sums = weight.shape[2:], weight.plain(), weight.laid_out(("sums",), _sums)
-    vectors = [out if each is None else dense(each) for each in (scale, bias, residual_bias)]
+    vectors = [out if each is None else each for each in (scale, bias, residual_bias)]
     added = out if residual is None else residual
     in_unit = unit_of(_CODES, x.shape[1], x)
     out_unit = unit_of(_VALUES, out.shape[1], out, added)
@@ -143,6 +120,7 @@ def int8_conv3d(
         IN_UNIT=in_unit,
         OUT_UNIT=out_unit,
         ZERO=zero_of(x.dtype),
+        CACHE=".ca" if tile.cached else "",
         **dict(zip(("KT", "KH", "KW"), kernel, strict=True)),
         **tile.constants(x.shape[1], out.shape[1]),
         num_stages=tile.stages,
@@ -151,11 +129,11 @@ def int8_conv3d(
 
 
 @functools.cache
-def tile_of(chip: Chip, outputs: int, inputs: int, summed: int) -> ConvTile | None:
-    """Return the tile for `outputs`, `inputs` and products of a sum; None for other chips."""
+def tile_of(chip: Chip, outputs: int, inputs: int, summed: int) -> ConvTile:
+    """Return the tile for `outputs`, `inputs` and products of a sum, or refuse the chip."""
     family = None if isinstance(chip, str) else _FAMILIES.get(chip)
     if family is None:
-        return None
+        raise Refusal(f"its int8 convolutions have no tiles for the chip {chip}")
     width = _width(outputs, family)
     tile = next(tile for most, tile in family.tiles.items() if width <= most)
     depth = min(tile.depth, inputs & -inputs)
@@ -169,7 +147,7 @@ def tile_of(chip: Chip, outputs: int, inputs: int, summed: int) -> ConvTile | No
 def _width(outputs: int, family: _Family) -> int:
     """Return the channels of a tile for `outputs`."""
     if outputs <= 96:
-        return max(32, widths_of(outputs)[0])
+        return max(32, width_of(outputs))
     return min(family.widths, key=lambda width: blocks(outputs, width) * width)
 
 

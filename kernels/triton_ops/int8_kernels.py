@@ -53,11 +53,11 @@ def convolve_codes(
     M: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """Compute `M` adjacent pixels of a frame for `N0 + N1` output channels."""
-    # Programs have the order of those of `convolve`, and strides the same units. If `K` divides the
-    # channels, an iteration has one tap and its place is computed once per program. The taps of a
-    # kernel row follow each other then for one part of the channels: two of three pixels are in the
-    # L1 cache. Otherwise an iteration crosses taps, and each group of `IN_UNIT` values has its
-    # place.
+    # Programs of the same pixels are adjacent, for all their output channels, then for all frames,
+    # and strides have the units of `convolve`. If `K` divides the channels, an iteration has one
+    # tap and its place is computed once per program. The taps of a kernel row follow each other
+    # then for one part of the channels: two of three pixels are in the L1 cache. Otherwise an
+    # iteration crosses taps, and each group of `IN_UNIT` values has its place.
     SUMMED: tl.constexpr = KT * KH * KW * C_IN
     ROW: tl.constexpr = KW * C_IN
     # An iteration with one tap; the constant first, as in `convolve`.

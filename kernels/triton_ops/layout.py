@@ -2,13 +2,12 @@
 
 # ruff: noqa: ANN001, ANN202, N803 (kernels: Triton's types, constants in capitals)
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .. import shapes
-from ..constraints import DTYPES, image_target, refuse_target, refuse_videos, video_target
+from ..constraints import DTYPES, IMAGE_DTYPES, refuse_target
 from ..errors import Refusal
 from .runtime import launch
 from .scalars import narrow
@@ -16,9 +15,8 @@ from .tiles import (
     ELEMENTS,
     OFFSET_LIMIT,
     blocks,
-    dense,
+    frame_grid,
     power_of_two,
-    refuse_sizes,
     refuse_span,
     strides,
     tile,
@@ -28,29 +26,20 @@ from .tiles import (
 _RUN = ELEMENTS // 2
 
 
-def interleave_time(x: Tensor, phases: int, *, out: Tensor | None = None) -> Tensor:
+def interleave_time(x: Tensor, out: Tensor, phases: int) -> Tensor:
     """Interleave as a shuffle."""
-    out = video_target(shapes.interleaved(x, phases), out, x=x)
-    _write_blocks(x, (phases, 1, 1), "thwc", out)
-    return out
+    return _write_blocks(x, (phases, 1, 1), "thwc", out)
 
 
 def merge_phases(
-    grid: Tensor,
-    source: Tensor | None = None,
-    times: int = 1,
-    *,
-    bias: Tensor | None = None,
-    out: Tensor | None = None,
+    grid: Tensor, source: Tensor | None, bias: Tensor | None, out: Tensor, times: int
 ) -> Tensor:
     """Write the four pixels of each window of a part of a row per program."""
     if 1 in grid.shape[3:]:
         raise Refusal("the picture is empty")
-    refuse_sizes(grid)
-    out = video_target(shapes.merged(grid), out, grid=grid, source=source)
-    batch, channels, frames, height, width = out.shape
-    height, width = height // 2, width // 2
-    size, block, warps = tile(channels, ELEMENTS // 2, rows=width)
+    channels, frames, height, width = out.shape[1], out.shape[2], *grid.shape[3:]
+    height, width = height - 1, width - 1
+    size, block, warps = tile(channels, ELEMENTS // 2)
     parts = blocks(width, size)
     before = 1 if source is None else source.shape[1]
     # The first frame of a video is the last frame of its latent.
@@ -58,53 +47,35 @@ def merge_phases(
     times = 1 if source is None else times
     launch(
         _merge_phases,
-        (parts * height, frames, batch),
-        *(grid, source, None if bias is None else dense(bias), out, width, parts, missing),
-        *(step for each in (grid, source, out) for step in strides(each)),
-        warps=warps,
-        CHANNELS=channels,
-        BEFORE=before,
-        TIMES=times,
-        REPEATS=max(1, 4 * times * channels // before),
-        COLUMNS=size,
-        BLOCK=block,
-    )
+        frame_grid(parts * height, out, grid),
+        *(grid, source, bias, out, width, parts, missing),
+        *strides(grid), *strides(source), *strides(out),
+        warps=warps, CHANNELS=channels, BEFORE=before, TIMES=times,
+        REPEATS=max(1, 4 * times * channels // before), COLUMNS=size, BLOCK=block,
+    )  # fmt: skip
     return out
 
 
-def pixel_shuffle_3d(
-    x: Tensor, size: tuple[int, int, int], order: str = "cthw", *, out: Tensor | None = None
-) -> Tensor:
+def pixel_shuffle_3d(x: Tensor, out: Tensor, size: tuple[int, int, int], order: str) -> Tensor:
     """Write runs of values to `out` of any strides."""
-    refuse_videos(x=x)
     refuse_target(out, x, DTYPES)
-    out = shapes.new_video(x, shapes.shuffled(x, size)) if out is None else out
-    _write_blocks(x, size, order, out)
-    return out
+    return _write_blocks(x, size, order, out)
 
 
-def frames_to_images(
-    frames: Tensor,
-    *,
-    dtype: torch.dtype = torch.float32,
-    patch: int = 1,
-    order: str = "cthw",
-    out: Tensor | None = None,
-) -> Tensor:
+def frames_to_images(frames: Tensor, out: Tensor, patch: int, order: str) -> Tensor:
     """Convert the values that a shuffle moves."""
-    out, pixels = image_target(frames, dtype, patch, out)
+    refuse_target(out, frames, IMAGE_DTYPES)
+    pixels = shapes.images_as_video(out, frames.shape[0])
     _write_blocks(frames, (1, patch, patch), order, pixels, shapes.white(out.dtype))
     return out
 
 
 def _write_blocks(
     x: Tensor, size: tuple[int, int, int], order: str, out: Tensor, white: int = 0
-) -> None:
+) -> Tensor:
     """Write blocks of `size` to `out` `[B, C, T, H, W]`; `white`: [-1, 1] becomes 0 to `white`."""
-    refuse_sizes(out)
     before, height, width = x.shape[1], x.shape[3], x.shape[4]
-    batch, channels, frames = out.shape[:3]
-    _, high, wide = size
+    channels, (_, high, wide) = out.shape[1], size
     steps = shapes.channel_steps(channels, size, order)
     row, column, channel = out.stride(3), out.stride(4), out.stride(1)
     if high == 1 and row == width * wide * column and height * row < OFFSET_LIMIT:
@@ -116,7 +87,7 @@ def _write_blocks(
     runs = blocks(numbers, block)
     launch(
         _spread,
-        (runs * height, frames, batch),
+        frame_grid(runs * height, out),
         *(x, out, numbers, width * before, runs, *strides(x), *strides(out), row, column, channel),
         BEFORE=before,
         CHANNELS=channels,
@@ -126,21 +97,19 @@ def _write_blocks(
         WHITE=white,
         BLOCK=block,
     )
+    return out
 
 
-def average_down(x: Tensor, channels: int, *, times: int, size: int) -> Tensor:
+def average_down(x: Tensor, out: Tensor, times: int, size: int) -> Tensor:
     """Average the values of a part of a row per program."""
-    refuse_videos(x=x)
-    refuse_sizes(x)
-    out = shapes.new_video(x, shapes.averaged(x, channels, times, size))
-    batch, _, frames, height, width = out.shape
+    _, channels, frames, height, width = out.shape
     before = x.shape[1]
-    count, block, warps = tile(channels, ELEMENTS // 2, rows=width)
+    count, block, warps = tile(channels, ELEMENTS // 2)
     parts = blocks(width, count)
     refuse_span(size * x.shape[4] * before)
     launch(
         _average_down,
-        (parts * height, frames, batch),
+        frame_grid(parts * height, out, x),
         *(x, out, width, parts, times * frames - x.shape[2], *strides(x), *strides(out)),
         warps=warps,
         BEFORE=before,

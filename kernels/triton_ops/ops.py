@@ -1,54 +1,33 @@
-"""The ops that Triton supports; each loads the file of its kernel on the first call.
-
-General refusals come first, before that file imports Triton, and its own follow.
-"""
+"""The launches of the ops in Triton; their files import Triton, so they are loaded when needed."""
 
 import functools
 import importlib
-from collections.abc import Callable
-from types import ModuleType
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from ..backends import SIGNATURES, Launch
 from ..constraints import DTYPES, refuse_dtype, refuse_subclass
-from ..convolution.fused import fuses as fuses
 from ..errors import Refusal
 from .runtime import refuse_device, require
 
+# The files with launches.
+_FILES = ("attention", "convolution", "group_norm", "int8_convolution", "layout", "rows")
 
-def _op(file: str, name: str, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Callable[..., Tensor]:
-    """Return an op whose first tensor is the activation, in one of `dtypes`."""
 
-    def run(*args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401, those of the op
-        x = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        refuse_device(x.device, x.dtype)
-        refuse_dtype(x, dtypes)
-        refuse_subclass(x)
-        if not x.numel():
-            raise Refusal("the tensor is empty")
-        require(x.device)
-        return getattr(_kernels(file), name)(*args, **kwargs)
-
-    return run
+def refuse(x: Tensor) -> None:
+    """Refuse devices and dtypes without kernels, and devices on which Triton does not work."""
+    refuse_device(x.device, x.dtype)
+    refuse_dtype(x, (*DTYPES, torch.int8))
+    refuse_subclass(x)
+    if not x.numel():
+        raise Refusal("the tensor is empty")
+    require(x.device)
 
 
 @functools.cache
-def _kernels(file: str) -> ModuleType:
-    return importlib.import_module(f".{file}", __package__)
-
-
-attention = _op("attention", "attention")
-average_down = _op("layout", "average_down")
-bias_residual = _op("rows", "bias_residual")
-conv2d = conv3d = _op("convolution", "conv3d")
-frames_to_images = _op("layout", "frames_to_images")
-group_norm_silu = _op("group_norm", "group_norm_silu")
-group_norm_statistics = _op("group_norm", "group_norm_statistics")
-int8_conv3d = _op("int8_convolution", "int8_conv3d", (torch.int8,))
-interleave_time = _op("layout", "interleave_time")
-merge_phases = _op("layout", "merge_phases")
-pixel_shuffle_3d = _op("layout", "pixel_shuffle_3d")
-rms_norm_silu = _op("rows", "rms_norm_silu")
-silu_mul = _op("rows", "silu_mul")
+def launches() -> Mapping[str, Launch]:
+    """Return the launches by op."""
+    modules = [importlib.import_module(f".{file}", __package__) for file in _FILES]
+    return {op: getattr(each, op) for each in modules for op in SIGNATURES if hasattr(each, op)}

@@ -97,38 +97,29 @@ def _variant(
 
 def _try(device: torch.device) -> str:
     try:
-        importlib.import_module("triton")
-    except ImportError:
-        log_once(
-            "Triton is not installed, so other kernels are used; its own can be faster: "
-            "pip install triton (on Windows: triton-windows)"
-        )
-        return "triton is not installed"
-    except Exception as error:  # a broken installation raises anything
-        if is_out_of_memory(error):
-            raise
-        return _complain("cannot be imported", error)
-    try:
         probe = importlib.import_module(".probe", __package__).probe
         numbers = torch.zeros(16, dtype=torch.int32, device=device)
         with current(device):
             probe[(1,)](numbers, COUNT=16, num_warps=1, enable_fp_fusion=True)
         if numbers.tolist() != list(range(16)):
             raise RuntimeError("a kernel wrote incorrect values")
-    except Exception as error:  # whatever the compiler and the driver raise
+    except Exception as error:  # whatever a broken installation, compiler and driver raise
         if is_out_of_memory(error):
             raise
-        return _complain(f"cannot run a kernel on {device}", error)
+        if isinstance(error, ModuleNotFoundError) and error.name == "triton":
+            log_once(
+                "Triton is not installed, so other kernels are used; its own can be faster: "
+                "pip install triton (on Windows: triton-windows)"
+            )
+            return "triton is not installed"
+        reason = f"cannot run a kernel on {device}"
+        cause = _first_line(error)
+        log_once(
+            f"Triton {reason}, so other kernels are used ({cause}). It needs a C compiler (set "
+            "CC), the headers of Python, and a matching driver and PyTorch"
+        )
+        return f"triton {reason} ({cause})"
     return ""
-
-
-def _complain(what: str, error: Exception) -> str:
-    cause = _first_line(error)
-    log_once(
-        f"Triton {what}, so other kernels are used ({cause}). It needs a C compiler (set CC), the "
-        "headers of Python, and a matching driver and PyTorch"
-    )
-    return f"triton {what} ({cause})"
 
 
 def _first_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Functions that all kernels share: rounding of a result, to a dtype or to codes, and SiLU."""
+"""Functions that kernels share: rounding of a result, to a dtype or to codes, SiLU, and terms."""
 
 # ruff: noqa: ANN001, ANN201, N803 (kernels: Triton's types, constants in capitals)
 
@@ -39,6 +39,20 @@ def narrow(x, dtype: tl.constexpr):
 def silu_of(y):
     """Return `y * sigmoid(y)`: 0 where `exp` overflows, NaN for `-inf`, like the product."""
     return y / (1 + tl.exp(-y))
+
+
+@triton.jit
+def with_terms(
+    total, channel, at, mask, bias, residual, residual_bias, given, CHANNELS: tl.constexpr
+):
+    """Add bias, residual and its bias, from left to right, those that `given` has a bit for."""
+    wanted = channel < (given & 1) * CHANNELS
+    total += tl.load(bias + channel, mask=wanted, other=0).to(tl.float32)[None, :]
+    wanted = channel < (given >> 1 & 1) * CHANNELS
+    total += tl.load(residual + at, mask=mask & wanted[None, :], other=0).to(tl.float32)
+    wanted = channel < (given >> 2) * CHANNELS
+    total += tl.load(residual_bias + channel, mask=wanted, other=0).to(tl.float32)[None, :]
+    return total
 
 
 @triton.jit

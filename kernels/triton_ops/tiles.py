@@ -9,14 +9,13 @@ import math
 import torch
 from torch import Tensor
 
-from ..constraints import DTYPES
 from ..devices import amd_chip, device_kind
 from ..errors import Refusal
 from ..shapes import blocks as blocks
 from ..shapes import strides as strides
 from .runtime import GRID_LIMIT
 
-# Compute capability, or the architecture of an AMD GPU, such as "gfx942".
+# Compute capability, the architecture of an AMD GPU such as "gfx942", or the kind of another GPU.
 Chip = tuple[int, int] | str
 
 # Values per program of four warps, not measured: 32 float32 values of each thread stay in
@@ -34,21 +33,19 @@ OFFSET_LIMIT = 2**31
 def chip_of(device: torch.device) -> Chip:
     """Return the chip of `device`; for the interpreter on a CPU, one that sums in float16 too."""
     kind = device_kind(device)
+    if kind == "nvidia":
+        return torch.cuda.get_device_capability(device)
     if kind == "amd":
         return amd_chip(device)
-    return torch.cuda.get_device_capability(device) if kind == "nvidia" else (8, 9)
+    return (8, 9) if kind == "cpu" else kind
 
 
-def tile(
-    channels: int, elements: int = ELEMENTS, *, rows: int | None = None
-) -> tuple[int, int, int]:
-    """Return rows (at most `rows`) and channels of a tile, powers of two, and its warps."""
+def tile(channels: int, elements: int = ELEMENTS) -> tuple[int, int, int]:
+    """Return rows and channels of a tile of about `elements`, powers of two, and its warps."""
     if channels > _CHANNEL_LIMIT:
         raise Refusal(f"more than {_CHANNEL_LIMIT} channels")
     block = power_of_two(channels)
     count = max(1, elements // block)
-    if rows is not None:
-        count = min(count, power_of_two(rows))
     return count, block, 8 if count * block > ELEMENTS else 4
 
 
@@ -65,22 +62,19 @@ def unit_of(most: int, channels: int, *tensors: Tensor) -> int:
     return unit
 
 
-def dense(values: Tensor) -> Tensor:
-    """Return `values` `[C]` dense and in a dtype that the kernels convert."""
-    return (values if values.dtype in DTYPES else values.float()).contiguous()
-
-
 def given(*tensors: Tensor | None) -> int:
     """Return a number whose bit `n` is set if `tensors[n]` `[...]` is not None."""
     return sum(1 << bit for bit, x in enumerate(tensors) if x is not None)
 
 
-def refuse_sizes(x: Tensor) -> None:
-    """Refuse more frames, videos or pixels than a grid counts."""
-    if x.shape[0] > GRID_LIMIT or x.shape[2] > GRID_LIMIT:
-        raise Refusal(f"more than {GRID_LIMIT} frames or videos")
-    if x.shape[3] * x.shape[4] >= OFFSET_LIMIT:
-        raise Refusal("more pixels per frame than 31 bits count")
+def frame_grid(parts: int, x: Tensor, *others: Tensor) -> tuple[int, int, int]:
+    """Return a grid of `parts` per frame of `x`, or refuse more frames or pixels than it counts."""
+    for each in (x, *others):
+        if max(each.shape[0], each.shape[2]) > GRID_LIMIT:
+            raise Refusal(f"more than {GRID_LIMIT} frames or videos")
+        if each.shape[3] * each.shape[4] >= OFFSET_LIMIT:
+            raise Refusal("more pixels per frame than 31 bits count")
+    return parts, x.shape[2], x.shape[0]
 
 
 def refuse_span(*counts: int) -> None:

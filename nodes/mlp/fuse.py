@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 
-from ...kernels import run_kernel
+from ...kernels import silu_mul_by_kernel
 from .swiglu import Wiring, recognise, saturated
 
 _logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ def _product(module: Any, wiring: Wiring, x: Tensor) -> Tensor:  # noqa: ANN401,
     product = None
     # A patched layer may return another dtype, and the formula returns the wider one.
     if (gate.shape, gate.dtype, gate.device) == (value.shape, value.dtype, value.device):
-        product = run_kernel("silu_mul", gate, value, out=out)
+        product = silu_mul_by_kernel(gate, value, out)
     if product is None:
         product = F.silu(gate, inplace=out is gate)
         like = (product.shape, product.dtype) == (value.shape, value.dtype)

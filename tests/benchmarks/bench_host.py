@@ -73,7 +73,7 @@ class Launches(TorchDispatchMode):
 def _convolved(
     x: Tensor, weight: Tensor, _: object, stride: list[int], pads: list[int], *__: object
 ) -> Tensor:
-    return shapes.new_video(x, shapes.convolved(x, weight.shape, stride, pads))
+    return shapes.new_video(x, shapes.convolved_size(x.shape, weight.shape, stride, pads))
 
 
 def _stacked(each: list[Tensor], dim: int = 0) -> Tensor:

@@ -30,8 +30,11 @@ if __name__ == "__main__":
     runpy.run_path(str(Path(__file__).resolve().parents[1] / "conftest.py"))
 
 
-from fast_video_vae.kernels import Snapshot, backends
-from fast_video_vae.kernels.triton_ops import convolution, ops
+from fast_video_vae.kernels import ConvWeight, Snapshot, routes
+from fast_video_vae.kernels.backends import Kernel
+from fast_video_vae.kernels.convolution.fused import WIDEST
+from fast_video_vae.kernels.ready import serving
+from fast_video_vae.kernels.triton_ops import convolution
 from fast_video_vae.tests.benchmarks import record
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.seedvr2 import random_seedvr2
@@ -156,13 +159,18 @@ def counted(*, own: bool = False) -> Iterator[ByteCounter]:
         counter = stack.enter_context(ByteCounter())
         stack.enter_context(FusedAttention(counter))
         if own:
-            order = "triton:0", *backends.CONVOLUTION_ORDER
-            convolved = functools.partial(launched, counter)
-            stack.enter_context(mock.patch.object(backends, "CONVOLUTION_ORDER", order))
-            stack.enter_context(mock.patch.object(convolution, "launch", convolved))
-            for name in ("conv2d", "conv3d"):  # without the check for a GPU
-                stack.enter_context(mock.patch.object(ops, name, convolution.conv3d))
+            for owner, name, value in (
+                (routes, "_chosen", lambda weight, *_, **__: (_tile_for(weight), None)),
+                (serving, "serves", lambda *_: True),
+                (convolution, "launch", functools.partial(launched, counter)),
+            ):
+                stack.enter_context(mock.patch.object(owner, name, value))
         yield counter
+
+
+def _tile_for(weight: ConvWeight) -> Kernel | None:
+    """Return our Triton kernel for a convolution that a tile holds."""
+    return Kernel("triton", 0) if weight.shape[0] <= WIDEST else None
 
 
 def launched(

@@ -16,20 +16,20 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fast_video_vae.kernels import dispatch, synchronize, use_backend
+from fast_video_vae.kernels import BackendError, conv3d, synchronize, use_backend
 from fast_video_vae.kernels.convolution.weight import ConvWeight
-from fast_video_vae.kernels.errors import first_line, is_out_of_memory
+from fast_video_vae.kernels.errors import Refusal, first_line, is_out_of_memory
 from fast_video_vae.kernels.triton_ops.convolution_tiles import ConvTile
 from fast_video_vae.tests.benchmarks import peers
-from fast_video_vae.tests.benchmarks.routed import routed
+from fast_video_vae.tests.benchmarks.routed import kernel_of, route_by, routed
 from fast_video_vae.tests.benchmarks.weights import random_weights
 from fast_video_vae.vae import load_vae
 
 try:
     from fast_video_vae.kernels.triton_ops import convolution
 except ImportError:  # without Triton, as its rows say
-    convolution = SimpleNamespace(_tiles=None, launch=None)
-_listed = convolution._tiles
+    convolution = SimpleNamespace(tile_of=None, launch=None)
+_listed = convolution.tile_of
 
 Values = dict[str, Any]
 Cases = Iterator[tuple[str, Callable[[], Values]]]
@@ -65,7 +65,7 @@ class Bench:
         self.chip = torch.cuda.get_device_capability() if self.cuda else HOPPER
         self.rows: list[Values] = []
         self.until = self.case_s = math.inf  # the end of the running part, and most for a case
-        convolution._tiles = lambda *given: getattr(_asked, "tiles", None) or _listed(*given)
+        convolution.tile_of = lambda *given: getattr(_asked, "tile", None) or _listed(*given)
         if not self.cuda:
             torch.set_num_threads(1)
             os.environ["FAST_VIDEO_VAE_NATIVE"] = "0"  # nothing for CPUs is compiled
@@ -133,19 +133,17 @@ class Call:
 
     def __init__(self, bench: Bench, taps: tuple[int, ...], size: tuple[int, ...], terms: str):
         out, into, *kernel = taps
-        self.op, self.past = f"conv{len(kernel)}d", kernel[0] - 1 if len(kernel) == 3 else 0
+        self.past = kernel[0] - 1 if len(kernel) == 3 else 0
         normal = functools.partial(bench.normal, dtype=NARROW["fp16" in terms])
-        x = normal(size[0] + self.past, *size[1:], into)
-        self.x = (x[None] if len(kernel) == 3 else x).movedim(-1, 1)
+        self.x = normal(1, size[0] + self.past, *size[1:], into).movedim(-1, 1)
         self.before = self.past * ("no tail" not in terms)
         self.tail = self.x[:, :, : self.before].clone() if self.before else None
         order = torch.channels_last_3d if len(kernel) == 3 else torch.channels_last
         weight = normal(*taps) / math.sqrt(math.prod(taps[1:]))
         self.taps = weight.contiguous(memory_format=order)
         self.weight = ConvWeight(taps, weight.dtype, bench.device, lambda: self.taps)
-        pads = tuple(side // 2 for side in kernel[-2:])
-        self.options: Values = {"stride": (1,) * len(kernel), "padding": pads}
-        self.bias = normal(out) if "bias" in terms else None
+        self.options: Values = {"padding": tuple(side // 2 for side in kernel[-2:])}
+        self.options["bias"] = normal(out) if "bias" in terms else None
         if "residual" in terms:
             self.options["residual"] = torch.randn_like(self.run(None))
         if "norm" in terms:
@@ -155,22 +153,26 @@ class Call:
 
     def run(self, way: ConvTile | str | None) -> Tensor:
         """Return the result of a tile or candidate, which reads the tail; None: of the library."""
-        x, options = self.x, self.options
         if way is None:
-            return dispatch.ask("aten", self.op, x, self.weight, self.bias, **options)
-        if self.tail is not None:
-            x, options = x[:, :, self.before :], {**options, "tail": self.tail}
+            return self._convolved("aten", self.x)
+        x = self.x if self.tail is None else self.x[:, :, self.before :]
         if isinstance(way, str):
-            return dispatch.ask(way, self.op, x, self.weight, self.bias, **options)
-        with use_backend("triton"), mock.patch.object(_asked, "tiles", (way,), create=True):
-            return dispatch.ask("triton", self.op, x, self.weight, self.bias, **options)
+            return self._convolved(way, x, tail=self.tail)
+        with use_backend("triton"), mock.patch.object(_asked, "tile", way, create=True):
+            return self._convolved("triton", x, tail=self.tail)
+
+    def _convolved(self, way: str, x: Tensor, **options: Any) -> Tensor:
+        route = route_by(self.weight, (1, 1, 1), kernel_of(way))
+        try:
+            return conv3d(x, self.weight, route=route, **self.options, **options)
+        except BackendError as error:  # of the only candidate
+            raise Refusal(*error.reasons.values()) from None
 
     def exact(self) -> Tensor:
         """Return the result in float64."""
         wide = {k: v.double() if isinstance(v, Tensor) else v for k, v in self.options.items()}
-        bias = None if self.bias is None else self.bias.double()
-        taps = ConvWeight.of(self.taps.double())
-        return dispatch.ask("reference", self.op, self.x.double(), taps, bias, **wide)
+        with use_backend("reference"):
+            return conv3d(self.x.double(), self.taps.double(), **wide)
 
 
 def named(taps: tuple[int, ...], size: tuple[int, ...], terms: str) -> str:

@@ -22,8 +22,9 @@ from unittest import mock
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from fast_video_vae.kernels import dispatch, synchronize, use_backend
-from fast_video_vae.kernels.convolution.fused import WIDEST
+from fast_video_vae.kernels import synchronize, use_backend
+from fast_video_vae.kernels.backends import SIGNATURES
+from fast_video_vae.kernels.modules import ask
 from fast_video_vae.kernels.ready import sample_inputs
 from fast_video_vae.kernels.triton_ops.convolution_tiles import ConvTile, tiles_of
 from fast_video_vae.tests.benchmarks import timing
@@ -47,11 +48,6 @@ from fast_video_vae.vae import load_vae
 from fast_video_vae.vae.streaming import resume
 
 _ROOT = Path(__file__).resolve().parents[2]
-
-# Blocks of 128 channels for 96: pixels are loaded once, and a quarter of the products is wasted.
-_BLOCKS_OF_128 = [
-    ConvTile(m, 64, warps, 3, outputs=(128, 0)) for m, warps in ((128, 4), (128, 8), (256, 8))
-]
 
 _CLIPS = (
     ("decode", 81, 720, 1280), ("decode", 81, 480, 832), ("encode", 81, 480, 832),
@@ -78,7 +74,7 @@ def limits(bench: Bench) -> Cases:
 def attention(bench: Bench) -> Cases:
     """Yield each implementation of one head of 384 over the pixels of 480p, 720p and 4K."""
     module = importlib.import_module("fast_video_vae.kernels.reference.attention")
-    ways = {name: functools.partial(dispatch.ask, name, "attention") for name in ("triton", "cuda")}
+    ways = {name: functools.partial(ask, name, "attention") for name in ("triton", "cuda")}
     ways |= {"blocks": module.in_blocks, "fused": module._fused}
 
     def run(name: str, tokens: int, dtype: torch.dtype) -> Values:
@@ -99,14 +95,11 @@ def attention(bench: Bench) -> Cases:
 
 def _tiles(bench: Bench, taps: tuple[int, ...], terms: str) -> list[tuple[str, ConvTile]]:
     """Return the fields and tiles of a convolution; in fp16 those that sum in it."""
-    if "norm" in terms and taps[0] > WIDEST:
-        return []
-    tiles = [*tiles_of(bench.chip, NARROW["fp16" in terms], *taps[:2])]
+    tiles = [*tiles_of(bench.chip, NARROW["fp16" in terms], taps[0])]
     tiles = [each for each in tiles if each.half] if "fp16" in terms else tiles
-    tiles += _BLOCKS_OF_128 if taps[0] == 96 and "fp16" not in terms else []
     names = (
         f"{each.pixels}x{'+'.join(str(n) for n in each.outputs if n)} k{each.depth} w{each.warps} "
-        f"s{each.stages}{' cached' * each.cached}{f' c{each.columns}' * (each.columns > 0)}"
+        f"s{each.stages}"
         for each in tiles
     )
     return [*zip(names, tiles, strict=True)]
@@ -149,7 +142,7 @@ def convolutions(bench: Bench) -> Cases:
         ways = [("cuDNN", "aten", None), ("cuDNN search", None, None)][: 1 + (terms == "bare")]
         ways += [(name, WAYS[name], WAYS[name]) for name in ways_of(bench, taps, terms)]
         for number, (name, tile) in enumerate(_tiles(bench, taps, terms)):
-            ways.append((name, None if tile in _BLOCKS_OF_128 else f"triton:{number}", tile))
+            ways.append((name, f"triton:{number}", tile))
         for name, route, way in ways:
             if name in fast or terms.startswith("bare"):
                 yield timed_case(bench, taps, size, terms, name, route, way)
@@ -163,13 +156,15 @@ def ops(bench: Bench) -> Cases:
         options = (4, side, side), torch.bfloat16, bench.device
         if op == "rms_norm_silu":
             rows, tail = sample_inputs.row(channels), sample_inputs.video(channels, 2)
-            options += ({"x": sample_inputs.video(channels), "gamma": rows, "tail": tail},)
+            given = {"x": sample_inputs.video(channels), "gamma": rows, "tail": tail}
+            options += ({**given, "silu": True, "border": 0},)
         make = functools.partial(sample_inputs.call, op, *options)
         with use_backend(backend), torch.no_grad():
-            expected, given = dispatch.ask("reference", op, **make()), make()
-            apart = error_of(dispatch.ask(backend, op, **make()), expected.double())
-            ms = bench.ms(lambda: dispatch.ask(backend, op, **given))
-        rate = 1e-6 * timing.moved_bytes(given, expected) / ms
+            expected, given = ask("reference", op, *make()), make()
+            apart = error_of(ask(backend, op, *make()), expected.double())
+            ms = bench.ms(lambda: ask(backend, op, *given))
+        named = dict(zip(SIGNATURES[op], given, strict=True))
+        rate = 1e-6 * timing.moved_bytes(named, expected) / ms
         copy = next((row["GB/s"] for row in bench.found("limits") if "GB/s" in row), math.inf)
         more = {"% of copy": 100 * rate / copy, "apart": apart, "op": op, "route": backend}
         return {"ms": ms, "GB/s": rate, **more}
@@ -293,7 +288,7 @@ def marked_kernels(bench: Bench, way: str | None) -> None:
         with routed(), use_backend("triton"), torch.no_grad(), marks:
             for each in (tile, way, None) if way else (tile, None):
                 call.run(each)
-            dispatch.ask("triton", "rms_norm_silu", **norm)
+            ask("triton", "rms_norm_silu", *norm)
             synchronize(bench.device)
 
 

@@ -4,21 +4,22 @@ import functools
 import math
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import product
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 from fast_video_vae import kernels
-from fast_video_vae.kernels import reference, use_backend
-from fast_video_vae.kernels.backends import ORDER
+from fast_video_vae.kernels import use_backend
+from fast_video_vae.kernels.backends import ORDER, SIGNATURES
 from fast_video_vae.tests.kernels.emulator.library import emulated
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 # The convolutions have candidates instead of backends; test_convolution.py is about them.
-OPS = tuple(op for op in reference.__all__ if "conv" not in op)
+OPS = tuple(op for op in SIGNATURES if "conv" not in op)
 
 # GPU backends that are emulated on the CPU on machines without a GPU, at milliseconds per program.
 PLAYED = () if torch.cuda.is_available() else ("triton", "cuda")
@@ -28,6 +29,18 @@ SERVED = {
     *product(("reference",), OPS, (*DTYPES, torch.float64)),
     *product(("triton", "cuda", "native"), set(OPS) - {"attention"}, DTYPES),
 }
+
+
+def arguments(op, **given):
+    """Return the arguments of the launches of an op, None where none is given."""
+    defaults = {"stride": (1, 1, 1), "padding": (0, 0), "tile": 0} if op == "conv3d" else {}
+    return [(defaults | given).get(name) for name in SIGNATURES[op]]
+
+
+def launched(op, *args, **keywords):
+    """Return the arguments of the launches in a call of an op."""
+    with mock.patch.object(kernels, "run", lambda _, *given: given):
+        return getattr(kernels, op)(*args, **keywords)
 
 
 def has(backend, op):

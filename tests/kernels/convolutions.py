@@ -20,10 +20,10 @@ KERNELS = {
     "1x1x1": ((1, 1, 1), (1, 1, 1)),
     "3x3x3 by 2": ((3, 3, 3), (2, 2, 2)),
     "3x1x1 by 2": ((3, 1, 1), (2, 1, 1)),
-    "2x2": ((2, 2), (1, 1)),
-    "3x3": ((3, 3), (1, 1)),
-    "3x3 by 2": ((3, 3), (2, 2)),
-    "1x1": ((1, 1), (1, 1)),
+    "2x2": ((2, 2), (1, 1, 1)),
+    "3x3": ((3, 3), (1, 1, 1)),
+    "3x3 by 2": ((3, 3), (1, 2, 2)),
+    "1x1": ((1, 1), (1, 1, 1)),
 }
 
 # Candidates that run on the CPU; "any" is the usual order.
@@ -94,23 +94,21 @@ def taps_of(outputs, inputs, *kernel, dtype=torch.float32, seed=1):
 
 
 class Placed:
-    """A video between NaN, `[B, C, T, H, W]` or `[T, C, H, W]`, with its expected values."""
+    """A video between NaN, `[B, C, T, H, W]`, with its expected values."""
 
-    def __init__(self, shape, rank, dtype, pick, seed):
+    def __init__(self, shape, dtype, pick, seed):
         batch, channels, frames, height, width = shape
         spare, offset = pick((0, 1)), pick((64, 1))
         size = batch, frames + 2 * spare, height, width, channels
         self._buffer = Poisoned(*size, dtype=dtype, offset=offset)
-        self._five = self._buffer.memory.movedim(-1, 1)[:, :, spare : spare + frames]
-        self.view = self._five if rank == 5 else self._five[0].movedim(1, 0)
+        self.view = self._buffer.memory.movedim(-1, 1)[:, :, spare : spare + frames]
         if seed is not None:
-            self._five.copy_(video(*shape, dtype=dtype, seed=seed))
+            self.view.copy_(video(*shape, dtype=dtype, seed=seed))
         self.before = self.view.clone()
 
     def take(self):
         """Return the values; fail if anything around them was written."""
-        values = self._buffer.take(self._five)
-        return values if self.view.ndim == 5 else values[0].movedim(1, 0)
+        return self._buffer.take(self.view)
 
 
 @dataclass
@@ -118,7 +116,6 @@ class Example:
     """A call of a convolution, drawn from all that callers pass.
 
     Attributes:
-        op: "conv2d" or "conv3d".
         inputs: Videos by argument name.
         weight: The weight, a tensor.
         options: All other arguments.
@@ -127,7 +124,6 @@ class Example:
         in_place: The result replaces the residual.
     """
 
-    op: str
     inputs: dict[str, Placed]
     weight: torch.Tensor
     options: dict[str, object]
@@ -141,7 +137,7 @@ class Example:
         terms = sorted(set(self.options) - set(numbers))
         target = "residual" if self.in_place else "out" if self.out else "new"
         return (
-            f"{self.op} {shapes} {tuple(self.weight.shape)} {self.weight.dtype} {numbers} {terms} "
+            f"{shapes} {tuple(self.weight.shape)} {self.weight.dtype} {numbers} {terms} "
             f"keeps={self.keeps} {target}"
         )
 
@@ -151,7 +147,7 @@ class Example:
         out = inputs["residual"] if self.in_place else self.out.view if self.out else None
         weight = kept(self.weight) if self.keeps else self.weight
         before = self.weight.clone()
-        result = getattr(kernels, self.op)(weight=weight, out=out, **inputs, **self.options)
+        result = kernels.conv3d(weight=weight, out=out, **inputs, **self.options)
         if out is None:
             assert result.movedim(1, -1).is_contiguous(), self
         else:
@@ -167,8 +163,7 @@ class Example:
     def check(self, result):
         """Compare a result with the formula."""
         inputs = {name: placed.before for name, placed in self.inputs.items()}
-        formula = getattr(formulas, self.op)
-        value, error = formula(weight=self.weight, **inputs, **self.options)
+        value, error = formulas.conv3d(weight=self.weight, **inputs, **self.options)
         if result.dtype == torch.float64:
             error *= 2  # the formula is computed in float64 too
         formulas.check(result, value, error, str(self))
@@ -179,11 +174,10 @@ def build(
     target="new memory", keeps=True, shaped=lambda values: values,
 ):  # fmt: skip
     """Return a call; `pick` chooses spare frames, of (0, 1), and an offset, of (64, 1)."""
-    (inputs, outputs), (known, frames), rank = channels, lengths, len(taps) + 2
+    (inputs, outputs), (known, frames) = channels, lengths
 
     def placed(channels, frames, size, seed):
-        shape = (batch if rank == 5 else 1, channels, frames, *size)
-        return Placed(shape, rank, dtype, pick, seed)
+        return Placed((batch, channels, frames, *size), dtype, pick, seed)
 
     videos = {"x": placed(inputs, frames, size, 2)}
     if known:
@@ -191,7 +185,7 @@ def build(
     frames, *size = (
         (length + 2 * pad - count) // step + 1
         for length, pad, count, step in zip(
-            (known + frames, *size), (0, *padding), (1, *taps)[-3:], (1, *stride)[-3:], strict=True
+            (known + frames, *size), (0, *padding), (1, *taps)[-3:], stride, strict=True
         )
     )
     if "residual" in terms or target == "the residual":
@@ -201,8 +195,7 @@ def build(
     options |= {"stride": stride, "padding": padding}
     out = placed(outputs, frames, size, None) if target == "a slice of frames" else None
     weight = taps_of(outputs, inputs, *taps, dtype=dtype)
-    op = "conv2d" if rank == 4 else "conv3d"
-    return Example(op, videos, weight, options, keeps, out, target == "the residual")
+    return Example(videos, weight, options, keeps, out, target == "the residual")
 
 
 def example(kernel, terms, target, seed):
@@ -210,7 +203,7 @@ def example(kernel, terms, target, seed):
     draw = Random(f"{kernel} {sorted(terms)} {target} {seed}")
     taps, stride = KERNELS[kernel]
     flat, pick, dtype = len(taps) == 2, draw.choice, draw.choice(DTYPES)
-    batch, known = (1, 0) if flat else (pick((1, 2)), pick((0, 1, 2, 4)))
+    batch, known = pick((1, 2)), 0 if flat else pick((0, 1, 2, 4))
     frames = pick([n for n in range(1, 6) if flat or n + known >= taps[0]])
     narrow = pick((dtype, torch.float32))
     return build(

@@ -3,12 +3,12 @@
 `python -m fast_video_vae.tests.kernels.cross_compile 90 bf16,96 ...`, with Triton's interpreter
 off; `bf16,384,3600` is attention with a head of 384 over 3,600 pixels. The ops run on
 meta tensors, and every kernel that they launch is compiled as Triton would on its first call.
-`conv-fp16,96,192` is all tiles of a convolution of 96 to 192 channels, for AMD GPUs such as
-`gfx942` too; `int8-fp16,96,192` is the one of int8 codes. The output is one line of JSON per
-kernel.
+`conv-fp16,96,192` is all tiles of a convolution of 96 to 192 channels; `int8-fp16,96,192` is the
+one of int8 codes. The output is one line of JSON per kernel.
 """
 
 import importlib
+import itertools
 import json
 import re
 import subprocess
@@ -28,11 +28,12 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _NAMES |= {torch.uint8: "u8", torch.uint16: "u16", torch.int8: "i8"}
 _NAMES |= {torch.int32: "i32", torch.int64: "i64"}
 
-rows, group_norm, layout, attention, convolution, int8_convolution, tiles = (
+rows, group_norm, windows, layout, attention, convolution, int8_convolution, tiles = (
     importlib.import_module(f"{_PACKAGE}.{name}")
     for name in (
         "rows",
         "group_norm",
+        "windows",
         "layout",
         "attention",
         "convolution",
@@ -69,7 +70,7 @@ def video(count, frames, dtype, height=360, width=640):
 
 def launches(chip, dtype, channels, length=None):
     """Return the launches of the ops, or of attention over `length` pixels."""
-    started = recording(rows, group_norm, layout, attention)
+    started = recording(rows, group_norm, windows, layout, attention)
     if length:
         attention.chip_of = lambda _: key_of(chip)
         projection = torch.empty(1, length, 3 * channels, dtype=dtype, device="meta")
@@ -77,47 +78,48 @@ def launches(chip, dtype, channels, length=None):
         return started
     x, numbers = video(channels, 4, dtype), torch.empty(channels, dtype=dtype, device="meta")
     flat = x.movedim(1, -1).flatten(0, 3)
-    tail = video(channels, 2, dtype)
-    rows.rms_norm_silu(x, numbers, bias=numbers, tail=tail)
-    rows.rms_norm_silu(x, numbers, out=x)
-    rows.rms_norm_silu(x, numbers, bias=numbers, tail=tail, border=1)
-    rows.silu_mul(flat, flat, out=flat)
-    rows.bias_residual(x, numbers, x, numbers, out=x)
     saturated = torch.empty(2, dtype=torch.int64, device="meta")
-    coded = {"codes": torch.empty(channels, device="meta"), "saturated": saturated}
-    coded["tail"] = video(channels, 2, torch.int8)
-    for border in (0, 1):
-        group_norm.group_norm_silu(x, numbers, numbers, 32, tail=tail, border=border)
-        rows.rms_norm_silu(x, numbers, bias=numbers, border=border, **coded)
-        group_norm.group_norm_silu(x, numbers, numbers, 32, border=border, **coded)
-    grid = video(4 * channels, 4, dtype, 361, 641)
-    layout.merge_phases(grid, video(channels, 2, dtype), 2, bias=numbers)
-    layout.merge_phases(grid)
-    layout.interleave_time(video(2 * channels, 4, dtype), 2)
-    layout.pixel_shuffle_3d(video(8 * channels, 4, dtype), (2, 2, 2), "hwtc")
-    layout.average_down(x, 2 * channels, times=2, size=2)
+    for border, coded in itertools.product((0, 1), (False, True)):
+        written = torch.int8 if coded else dtype
+        tail = video(channels, 2, written)
+        out = video(channels, 6, written, 360 + 2 * border, 640 + 2 * border)
+        codes = (torch.empty(channels, device="meta"), saturated) if coded else (None, None)
+        window = tail, out, *codes
+        rows.rms_norm_silu(x, numbers, numbers, *window, True, border)
+        group_norm.group_norm_silu(x, numbers, numbers, None, *window, 32, 1e-6, True, border)
+    rows.rms_norm_silu(x, numbers, None, None, x, None, None, True, 0)
+    rows.silu_mul(flat, flat, flat)
+    rows.bias_residual(x, numbers, x, numbers, x)
+    grid, out = video(4 * channels, 4, dtype, 361, 641), video(channels, 4, dtype, 720, 1280)
+    layout.merge_phases(grid, video(channels, 2, dtype), numbers, out, 2)
+    layout.merge_phases(grid, None, None, out, 1)
+    layout.interleave_time(video(2 * channels, 4, dtype), video(channels, 8, dtype), 2)
+    out = video(channels, 8, dtype, 720, 1280)
+    layout.pixel_shuffle_3d(video(8 * channels, 4, dtype), out, (2, 2, 2), "hwtc")
+    layout.average_down(x, video(2 * channels, 2, dtype, 180, 320), 2, 2)
     for kind in (torch.float32, torch.uint8, torch.uint16):
-        layout.frames_to_images(video(12, 4, dtype), patch=2, order="ctwh", dtype=kind)
-        layout.frames_to_images(video(3, 4, dtype), dtype=kind)
+        for inputs, patch in ((12, 2), (3, 1)):
+            size = 4, 360 * patch, 640 * patch, 3
+            out = torch.empty(size, dtype=kind, device="meta")
+            layout.frames_to_images(video(inputs, 4, dtype), out, patch, "ctwh")
     return started
 
 
 def convolutions(chip, dtype, inputs, outputs):
     """Return the launches of all tiles, and those of the first fit for other kernels."""
     started, key = recording(convolution), key_of(chip)
-    tiles.chip_of = lambda _: key
+    convolution.chip_of = lambda _: key
 
-    def run(kernel, stride=(1, 1, 1), padding=(0, 0), variant=None, gamma=None):
+    def run(kernel, stride=(1, 1, 1), padding=(0, 0), tile=0, gamma=None):
         weight = torch.empty(outputs, inputs, *kernel, dtype=dtype, device="meta")
-        options = {"stride": stride, "padding": padding, "tail": video(inputs, 2, dtype)}
-        kept = convolution.ConvWeight.of(weight)
-        convolution.conv3d(video(inputs, 4, dtype), kept, variant=variant, gamma=gamma, **options)
+        kept, tail = convolution.ConvWeight.of(weight), video(inputs, 2, dtype)
+        args = video(inputs, 4, dtype), kept, None, None, None, gamma, tail, None
+        convolution.conv3d(*args, stride, padding, tile)
 
-    for variant in range(len(tiles.tiles_of(key, dtype, outputs, inputs))):
-        run((3, 3, 3), padding=(1, 1), variant=variant)
-        if outputs <= tiles.WIDEST:
-            gamma = torch.empty(outputs, dtype=dtype, device="meta")
-            run((3, 3, 3), padding=(1, 1), variant=variant, gamma=gamma)
+    for tile in range(len(tiles.tiles_of(key, dtype, outputs))):
+        run((3, 3, 3), padding=(1, 1), tile=tile)
+        gamma = torch.empty(outputs, dtype=dtype, device="meta")
+        run((3, 3, 3), padding=(1, 1), tile=tile, gamma=gamma)
     run((3, 3, 3))
     run((3, 3, 3), (2, 2, 2), (1, 1))
     run((3, 1, 1))
@@ -136,10 +138,8 @@ def codes(chip, dtype, inputs, outputs):
         weight = torch.empty(outputs, inputs, *kernel, dtype=torch.int8, device="meta")
         x = video(inputs, 3 + times, torch.int8, 359 + high, 639 + wide)
         residual = None if scale is None else video(outputs, 4, kind)
-        int8_convolution.int8_conv3d(
-            x, convolution.ConvWeight.of(weight), scale, scale,
-            residual=residual, residual_bias=scale, dtype=kind, out=residual,
-        )  # fmt: skip
+        kept, terms = convolution.ConvWeight.of(weight), (scale, residual, scale)
+        int8_convolution.int8_conv3d(x, kept, scale, *terms, residual, kind)
 
     scale = torch.empty(outputs, device="meta")
     for kernel in ((3, 3, 3), (1, 3, 3), (3, 1, 1), (1, 1, 1)):
@@ -159,9 +159,6 @@ def compiled(kernel, args, constants, options, chip):
         if name in constants or value is None or (type(value) is int and value == 1 and not plain):
             signature[name] = "constexpr"
             known.setdefault(name, value)
-        elif hasattr(value, "block_shape"):  # a descriptor
-            block = ", ".join(map(str, value.block_shape))
-            signature[name] = f"tensordesc<{_NAMES[value.base.dtype]}[{block}]>"
         elif isinstance(value, torch.Tensor):
             signature[name] = "*" + _NAMES[value.dtype]
             sixteens.append(at)

@@ -269,6 +269,7 @@ def conv3d(
     follow, and so is the sum of the biases.
     """
     u, half_ulp = unit(x.dtype), torch.finfo(x.dtype).eps / 2
+    weight = weight.unsqueeze(2) if weight.ndim == 4 else weight
     rows, columns = padding
     window = (x if tail is None else torch.cat([tail, x], dim=2)).double()
     window, taps = F.pad(window, (columns, columns, rows, rows)), weight.double()
@@ -285,12 +286,3 @@ def conv3d(
     if gamma is None:
         return value, error
     return _normalised(value, error + half_ulp * value.abs(), gamma, u)
-
-
-def conv2d(x, weight, bias=None, *, stride=(1, 1), residual=None, **options):
-    """Return what `conv3d` gives for single frames."""
-    if residual is not None:
-        options["residual"] = residual.unsqueeze(2)
-    x, weight = x.unsqueeze(2), weight.unsqueeze(2)
-    value, error = conv3d(x, weight, bias, stride=(1, *stride), **options)
-    return value.squeeze(2), error.squeeze(2)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 _KERNELS = "fast_video_vae.kernels"
 _FILES = {
-    "triton": ("rows", "group_norm", "layout", "attention"),
-    "cuda": ("rows", "norms", "layout", "attention"),
+    "triton": ("rows", "group_norm", "windows", "layout", "attention"),
+    "cuda": ("rows", "norms", "attention"),
 }
 
 # Added to the addresses of `meta` tensors, which begin at 0: a kernel takes 0 for a missing tensor.

@@ -71,9 +71,8 @@ class Machine:
         self.jobs.append(background.Job(name, work))
         return self.jobs[-1]
 
-    def _checked(self, ask, op, samples):
-        own = self._backend == "cuda" and op in ("conv2d", "conv3d")
-        return selfcheck.running(ask, "hopper" if own else self._backend, op, samples)
+    def _checked(self, names, op, sample):
+        return selfcheck.running(names[0] if op == "conv3d" else self._backend, op, sample)
 
     def _launch(self, *args, **options):
         constants = tuple(sorted(options.items(), key=str))

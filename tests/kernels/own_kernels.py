@@ -1,6 +1,7 @@
 """A stand-in for Triton's kernels on a played GPU: it computes with the reference, and counts."""
 
 import contextlib
+import functools
 import math
 from collections import Counter
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from fast_video_vae.kernels import Fused, dispatch, modules, routes, use_backend
+from fast_video_vae.kernels.backends import SIGNATURES, Kernel
 from fast_video_vae.kernels.ready import facts, serving, variants
 from fast_video_vae.kernels.ready import proof as proofs
 from fast_video_vae.kernels.tables import Kind
@@ -18,7 +20,7 @@ CHIP = (9, 0)
 
 
 class OwnKernels:
-    """Functions of the backend `triton`.
+    """The backend `triton`.
 
     Attributes:
         ran: Calls by op.
@@ -28,24 +30,22 @@ class OwnKernels:
     def __init__(self):
         self.ran, self.change = Counter(), lambda op, y: y
 
-    def __getattr__(self, op):
-        if op.startswith("_"):
-            raise AttributeError(op)
+    def refuse(self, x):
+        pass
 
-        def run(*args, variant=None, **kwargs):
-            self.ran[op] += 1
-            if op in ("conv2d", "conv3d"):
-                given = {"stride": kwargs.pop("stride"), "padding": kwargs.pop("padding")}
-                with use_backend("reference"):  # for the terms too
-                    y = dispatch.ask("reference", op, *args, **given, **kwargs)
-            else:
-                y = dispatch.ask("reference", op, *args, **kwargs)
-            return self.change(op, y)
+    def launches(self):
+        return {op: functools.partial(self._run, op) for op in SIGNATURES}
 
-        return run
-
-    def fuses(self, x, weight, stride, padding, *, norm):
-        return Fused(tail=True, sums=True, bias=True, norm=norm)
+    def _run(self, op, *args):
+        self.ran[op] += 1
+        if op == "conv3d":
+            x, weight, *terms, tail, out, stride, padding, _ = args
+            route = routes.Route(stride, (routes.Candidate(Kernel("reference", 0), Fused()),))
+            with use_backend("reference"):  # for the terms too
+                y = dispatch.convolve(route, x, weight, *terms, tail, out, padding)
+        else:
+            y = modules.ask("reference", op, *args)
+        return self.change(op, y)
 
 
 def restart(monkeypatch):
@@ -67,7 +67,7 @@ def playing(monkeypatch, tmp_path, chip=CHIP, table=None):
     with played("nvidia", monkeypatch, tmp_path) as device:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: chip)
         monkeypatch.setitem(modules._loaded, "triton", own)
-        entries = {CHIP: {CUBE: "triton:0"}} if table is None else table
+        entries = {CHIP: {CUBE: Kernel("triton", 0)}} if table is None else table
         monkeypatch.setattr(routes, "KERNELS", entries)
         monkeypatch.setattr(variants, "_ELEMENTS", 1 << 12)  # of a check: less time
         yield device, own

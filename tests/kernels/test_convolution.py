@@ -33,8 +33,7 @@ PADDED = {"padding": (1, 1)}
 
 def close(actual, weight, **call):
     """Compare a result with the formula."""
-    formula = formulas.conv3d if actual.ndim == 5 else formulas.conv2d
-    value, error = formula(weight=weight, **call)
+    value, error = formulas.conv3d(weight=weight, **call)
     formulas.check(actual, value, error)
 
 
@@ -56,7 +55,7 @@ def test_a_candidate_equals_the_formula_and_writes_nothing_else(candidate, kerne
     for (terms, target), seed in product(CALLS, seeds):
         call = example(kernel, terms, target, seed)
         if refuses(candidate, KERNELS[kernel][0]):
-            reason = f"no backend runs this conv2d \\({candidate}: the backend has no such op\\)$"
+            reason = f"no backend runs this conv3d \\({candidate}: it is for taps in time\\)$"
             with using(candidate), pytest.raises(BackendError, match=reason):
                 call.run()
             continue
@@ -185,73 +184,47 @@ def test_a_weight_serves_with_and_without_inference_mode(candidate, first):
             close(kernels.conv3d(x, weight, **PADDED), weight, x=x, **PADDED)
 
 
-def call_of(op):
-    """Return the tensors of a call by name, and its other arguments."""
+def call_of(*taps):
+    """Return the tensors of a call with some taps by name, and its other arguments."""
     tensors = {
         "x": video(1, 6, 3, 5, 4),
         "tail": video(1, 6, 2, 5, 4, seed=1),
-        "weight": taps_of(4, 6, 3, 3, 3),
+        "weight": taps_of(4, 6, *taps),
         "bias": random(4, seed=2),
         "residual": video(1, 4, 3, 5, 4, seed=3),
         "residual_bias": random(4, seed=4),
         "gamma": random(4, seed=5),
     }
-    if op == "conv2d":
+    if len(taps) == 2:
         del tensors["tail"]
-        tensors["weight"] = tensors["weight"][:, :, 0].clone()
-        tensors |= {name: tensors[name][0].movedim(1, 0) for name in ("x", "residual")}
     return tensors, PADDED
 
 
 @each_candidate
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("norm", [False, True])
-def test_frames_can_have_a_residual_of_videos_of_one_frame(candidate, norm, in_place):
-    if refuses(candidate, (1, 1)):
-        return
-    tensors, options = call_of("conv2d")
-    tensors = tensors if norm else {name: x for name, x in tensors.items() if name != "gamma"}
-    taps, flat = kept(tensors.pop("weight")), tensors["residual"]
-    videos = flat.unsqueeze(2).clone(memory_format=torch.channels_last_3d)
-    with using(candidate):
-        expected = kernels.conv2d(weight=taps, **tensors, **options)
-        given = tensors | {"residual": videos, "out": videos if in_place else None}
-        y = kernels.conv2d(weight=taps, **given, **options)
-    assert (y is videos or y.data_ptr() == videos.data_ptr()) == in_place
-    assert torch.equal(y, expected.unsqueeze(2))
-    assert in_place or torch.equal(videos, flat.unsqueeze(2))
-    with pytest.raises(ValueError, match=r"residual is .*; expected \[3, 4, 1, 5, 4\]"):
-        kernels.conv2d(weight=taps, **given | {"residual": videos[:, :, :0]}, **options)
-
-
-@each_candidate
-@pytest.mark.parametrize("op", ["conv3d", "conv2d"])
-def test_what_is_fused_needs_no_other_op(candidate, op, monkeypatch):
+@pytest.mark.parametrize("taps", [(3, 3, 3), (3, 3)])
+def test_what_is_fused_needs_no_other_op(candidate, taps, monkeypatch):
     seen, run = [], dispatch.run
 
-    def noted(name, *args, **kwargs):
+    def noted(name, *args):
         seen.append(name)
-        return run(name, *args, **kwargs)
+        return run(name, *args)
 
     monkeypatch.setattr(dispatch, "run", noted)
-    stride = (1, 1, 1) if op == "conv3d" else (1, 1)
-    if refuses(candidate, stride):
+    if refuses(candidate, taps):
         return
-    tensors, options = call_of(op)
+    tensors, options = call_of(*taps)
     del tensors["residual"]
-    options = options | {"stride": stride}
     for (terms, _), dtype, keeps in product(CALLS, DTYPES, (True, False)):
         call = {name: x.to(dtype) for name, x in tensors.items() if name in (*terms, "x", "tail")}
         weight = tensors["weight"].to(dtype)
-        taps = kept(weight) if keeps else weight
-        shape = formulas.conv3d(**tensors, **PADDED)[0].shape if op == "conv3d" else (3, 4, 5, 4)
+        kind = kept(weight) if keeps else weight
         if "residual" in terms:
-            call["residual"] = random(*shape, dtype=dtype)
-        out = Placed((1, 4, 3, 5, 4), len(shape), dtype, min, None)
+            call["residual"] = random(1, 4, 3, 5, 4, dtype=dtype)
+        out = Placed((1, 4, 3, 5, 4), dtype, min, None)
         seen.clear()
         with using(candidate):
-            fused = kernels.conv_route(call["x"], taps, **options, norm="gamma" in terms).fused
-            getattr(kernels, op)(weight=taps, out=out.view, **call, **options)
+            fused = kernels.conv_route(ConvWeight.of(kind), (1, 1, 1), video=True).fused
+            kernels.conv3d(weight=kind, out=out.view, **call, **options)
         close(out.take(), weight, **call, **options)
         added = {"bias", "residual", "residual_bias"} & terms
         free = {"bias", "residual_bias"} if fused.adds_bias or "gamma" in terms else set()
@@ -308,72 +281,38 @@ def test_a_backend_without_convolutions_leaves_the_choice_open():
 
 X, WEIGHT = video(1, 8, 3, 5, 6), taps_of(4, 8, 3, 3, 3)
 FRAMES, TAPS = X[0].movedim(1, 0), WEIGHT[:, :, 0]
-HALF, META = torch.float16, torch.device("meta")
-RESULT = video(1, 4, 1, 3, 4)
 
 WRONG = {
-    "an integer x": ("conv3d", (X.int(), WEIGHT), {}, "x is int32; expected float32, bfloat16"),
-    "frames for a video": ("conv3d", (FRAMES, WEIGHT), {}, r"x is \[3, 8, 5, 6\]; expected \[B, "),
-    "a video for frames": ("conv2d", (X, TAPS), {}, r"x is \[1, 8, 3, 5, 6\]; expected \[N, C, "),
-    "taps of frames": (
-        "conv3d", (X, TAPS), {}, r"weight is \[4, 8, 3, 3\]; expected \[C_out, 8, kt, kh, kw\]",
+    "an integer x": ((X.int(), WEIGHT), {}, "x is int32; expected float32, bfloat16"),
+    "frames for a video": ((FRAMES, WEIGHT), {}, r"x is \[3, 8, 5, 6\]; expected \[B, "),
+    "stride in time of frames": (
+        (X, TAPS), {"stride": (2, 1, 1)}, "stride in time and tail are for a weight",
     ),
-    "taps of a video": (
-        "conv2d", (FRAMES, WEIGHT), {}, r"weight is .*; expected \[C_out, 8, kh, kw\]",
-    ),
-    "other channels": ("conv3d", (X, WEIGHT[:, 1:]), {}, r"weight is \[4, 7, 3, 3, 3\]; expected"),
-    "another dtype": (
-        "conv3d", (X, WEIGHT.half()), {}, "weight is float16 on cpu; expected float32 on cpu",
-    ),
-    "another device": (
-        "conv3d", (X, WEIGHT.to(META)), {}, "weight is float32 on meta; expected float32 on cpu",
-    ),
-    "few strides": ("conv3d", (X, WEIGHT), {"stride": (1, 1)}, r"stride is \(1, 1\); expected 3"),
-    "no stride": ("conv2d", (FRAMES, TAPS), {"stride": ()}, r"stride is \(\); expected 2 numbers"),
-    "stride 0": ("conv3d", (X, WEIGHT), {"stride": (1, 0, 1)}, "expected 3 numbers from 1 on"),
-    "padding in time": ("conv3d", (X, WEIGHT), {"padding": (0, 1, 1)}, "expected 2 numbers from 0"),
-    "negative padding": ("conv2d", (FRAMES, TAPS), {"padding": (0, -1)}, r"\(0, -1\); expected 2"),
-    "no outputs": ("conv3d", (X, WEIGHT[:0]), {}, "at least 1 in each dimension"),
-    "no inputs": ("conv3d", (X[:, :0], WEIGHT[:, :0]), {}, "at least 1 in each dimension"),
-    "no taps": ("conv3d", (X, WEIGHT[:, :, :0]), {}, "at least 1 in each dimension"),
-    "no rows": ("conv3d", (X[..., :0, :], WEIGHT), {"padding": (1, 1)}, "smaller than the kernel"),
-    "a weight of six axes": ("conv3d", (X, WEIGHT[..., None]), {}, r"expected \[C_out, 8, kt, kh"),
-    "a weight of two axes": ("conv2d", (FRAMES, TAPS[..., 0, 0]), {}, r"expected \[C_out, 8, kh"),
-    "few frames": ("conv3d", (X[:, :, :2], WEIGHT), {}, r"x is \[1, 8, 2, 5, 6\], smaller than"),
-    "few rows": ("conv2d", (FRAMES[:, :, :2], TAPS), {}, "smaller than the kernel"),
-    "few columns": ("conv2d", (FRAMES[..., :2], TAPS), {"padding": (1, 0)}, "smaller than the ker"),
-    "a tail of frames": ("conv3d", (X, WEIGHT), {"tail": FRAMES}, r"tail is \[3, 8, 5, 6\]; exp"),
-    "a tail of another size": (
-        "conv3d", (X, WEIGHT), {"tail": X[..., 1:]}, r"tail is .*; expected \[1, 8, 3, 5, 6\]",
-    ),
-    "a tail of another dtype": (
-        "conv3d", (X, WEIGHT), {"tail": X.half()}, "tail is float16; expected float32",
-    ),
-    "many biases": ("conv3d", (X, WEIGHT, torch.ones(5)), {}, "bias has 5 numbers; expected 4"),
-    "integer biases": ("conv3d", (X, WEIGHT, torch.ones(4).int()), {}, "bias is int32; expected a"),
-    "few biases of the residual": (
-        "conv2d", (FRAMES, TAPS), {"residual_bias": torch.ones(3)}, "residual_bias has 3 numbers",
-    ),
-    "many scales": ("conv2d", (FRAMES, TAPS), {"gamma": torch.ones(8)}, "gamma has 8 numbers; exp"),
-    "scales elsewhere": (
-        "conv3d", (X, WEIGHT), {"gamma": torch.ones(4, device=META)}, "gamma is on meta; expected",
-    ),
-    "a residual of another size": (
-        "conv3d", (X, WEIGHT), {"residual": X}, r"residual is .*; expected \[1, 4, 1, 3, 4\]",
-    ),
+    "a tail before frames": ((X, TAPS), {"tail": X}, "stride in time and tail are for"),
+    "other channels": ((X, WEIGHT[:, 1:]), {}, r"weight is \[4, 7, 3, 3, 3\]; expected"),
+    "few strides": ((X, WEIGHT), {"stride": (1, 1)}, r"stride is \(1, 1\); expected 3"),
+    "no stride": ((X, TAPS), {"stride": ()}, r"stride is \(\); expected 3 numbers"),
+    "stride 0": ((X, WEIGHT), {"stride": (1, 0, 1)}, "expected 3 numbers from 1 on"),
+    "padding in time": ((X, WEIGHT), {"padding": (0, 1, 1)}, "expected 2 numbers from 0"),
+    "negative padding": ((X, TAPS), {"padding": (0, -1)}, r"\(0, -1\); expected 2"),
+    "no outputs": ((X, WEIGHT[:0]), {}, "expected 5 numbers from 1 on"),
+    "no inputs": ((X[:, :0], WEIGHT[:, :0]), {}, "expected 5 numbers from 1 on"),
+    "no taps": ((X, WEIGHT[:, :, :0]), {}, "expected 5 numbers from 1 on"),
+    "no rows": ((X[..., :0, :], WEIGHT), {"padding": (1, 1)}, "or more with its padding"),
+    "a weight of six axes": ((X, WEIGHT[..., None]), {}, r"expected \[C_out, 8, kt, kh"),
+    "a weight of two axes": ((X, TAPS[..., 0, 0]), {}, r"expected \[C_out, 8, kt, kh"),
+    "few frames": ((X[:, :, :2], WEIGHT), {}, r"x is \[1, 8, 2, 5, 6\]; expected \[3"),
+    "few rows": ((X[..., :2, :], TAPS), {}, "or more with its padding"),
+    "few columns": ((X[..., :2], TAPS), {"padding": (1, 0)}, "or more with its padding"),
     "out of another size": (
-        "conv2d", (FRAMES, TAPS), {"out": FRAMES}, r"out is .*; expected \[3, 4, 3, 4\]",
+        (X, TAPS), {"out": X}, r"out is .*; expected \[1, 4, 3, 3, 4\]",
     ),
-    "out of another dtype": (
-        "conv3d", (X, WEIGHT), {"out": RESULT.half()}, "out is float16; expected float32",
-    ),
-    "out elsewhere": ("conv3d", (X, WEIGHT), {"out": RESULT.to(META)}, "out is on meta; expected"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_an_unsuitable_argument_is_an_error_before_any_work(name):
-    op, (x, weight, *bias), options, message = WRONG[name]
+    (x, weight, *bias), options, message = WRONG[name]
 
     def derive():
         raise AssertionError("the weight was derived")
@@ -381,6 +320,6 @@ def test_an_unsuitable_argument_is_an_error_before_any_work(name):
     lazy = ConvWeight(weight.shape, weight.dtype, weight.device, derive)
     for taps in (weight, lazy):
         with pytest.raises(ValueError, match=message) as caught:
-            getattr(kernels, op)(x, taps, *bias, **options)
+            kernels.conv3d(x, taps, *bias, **options)
         assert "\n" not in str(caught.value)
         assert not isinstance(caught.value, BackendError)

@@ -2,115 +2,110 @@
 
 import logging
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fast_video_vae import kernels
-from fast_video_vae.kernels import BackendError, backends, dispatch, errors, modules, use_backend
+from fast_video_vae.kernels import BackendError, errors, modules, use_backend
 from fast_video_vae.kernels.backends import forced
 from fast_video_vae.kernels.errors import Refusal, log_once
 from fast_video_vae.tests.kernels.cases import DTYPES, OPS, SERVED, inputs, random, video
 
+X = torch.ones(2, 8)
+
+
+class Backend:
+    """A backend with one launch, `silu_mul`, which refuses some numbers."""
+
+    def __init__(self, name, asked, refuses):
+        self.name, self.asked, self.refuses = name, asked, refuses
+
+    def refuse(self, x):
+        self.asked.append(self.name)
+        if reason := self.refuses(x.flatten()[0].item()):
+            raise Refusal(reason)
+
+    def launches(self):
+        return {"silu_mul": lambda x, gate, out: (self.name, x[0, 0].item())}
+
 
 @pytest.fixture
 def team(monkeypatch):
-    """Replace the backends: `first` runs positive numbers, `second` even ones."""
+    """Replace the backends of a CPU: `native` runs positive numbers, `reference` even ones."""
     asked = []
-
-    def first(x, *, by=1):
-        asked.append("first")
-        if x <= 0:
-            raise Refusal(f"x is {x}")
-        return "first", x * by
-
-    def second(x, *, by=1):
-        asked.append("second")
-        if x % 2:
-            raise Refusal("x is odd")
-        return "second", x * by
-
-    for module in (backends, dispatch):
-        monkeypatch.setattr(module, "ORDER", ("first", "second"))
-    monkeypatch.setattr(
-        modules,
-        "_loaded",
-        {"first": SimpleNamespace(op=first), "second": SimpleNamespace(op=second, other=second)},
-    )
+    first = Backend("native", asked, lambda x: f"x is {x:g}" if x <= 0 else "")
+    second = Backend("reference", asked, lambda x: "x is odd" if x % 2 else "")
+    monkeypatch.setattr(modules, "_loaded", {"native": first, "reference": second})
     return asked
 
 
+def run(number):
+    return kernels.silu_mul(X * number, X)
+
+
 def test_the_first_backend_that_accepts_a_call_runs_it(team):
-    assert dispatch.run("op", 3, by=2) == ("first", 6)
-    assert team == ["first"]
-    assert dispatch.run("op", -2) == ("second", -2)
-    assert team == ["first", "first", "second"]
-    assert dispatch.run("other", 2) == ("second", 2)  # which the first has not
+    assert run(3) == ("native", 3)
+    assert team == ["native"]
+    assert run(-2) == ("reference", -2)
+    assert team == ["native", "native", "reference"]
 
 
-def test_run_kernel_never_uses_the_reference(team, monkeypatch):
-    monkeypatch.setattr(dispatch, "ORDER", ("first", "reference"))
-    assert dispatch.run_kernel("op", 3, by=2) == ("first", 6)
-    assert dispatch.run_kernel("op", -2) is None
-    assert team == ["first", "first"]
-    x, leaf = torch.ones(2, 8), torch.ones(2, 8, requires_grad=True)
-    assert kernels.run_kernel("silu_mul", leaf, x) is None
+def test_a_kernel_of_a_gate_is_never_the_reference(team):
+    assert kernels.silu_mul_by_kernel(3 * X, X) == ("native", 3)
+    assert kernels.silu_mul_by_kernel(-2 * X, X) is None
+    assert team == ["native", "native"]
+    leaf = X.clone().requires_grad_()
+    assert kernels.silu_mul_by_kernel(leaf, X) is None
 
 
 def test_the_error_lists_every_reason_in_one_line(team):
     with pytest.raises(BackendError) as caught:
-        dispatch.run("op", -1)
-    assert str(caught.value) == "no backend runs this op (first: x is -1; second: x is odd)"
-    with pytest.raises(BackendError) as caught:
-        dispatch.run("other", 1)
-    reasons = "first: the backend has no such op; second: x is odd"
-    assert str(caught.value) == f"no backend runs this other ({reasons})"
+        run(-1)
+    reasons = "native: x is -1; reference: x is odd"
+    assert str(caught.value) == f"no backend runs this silu_mul ({reasons})"
     assert isinstance(caught.value, ValueError)
+    with (
+        use_backend("native"),
+        pytest.raises(BackendError, match="native: the backend has no such"),
+    ):
+        kernels.attention(X[None], X[None], X[None])
 
 
 def test_a_chosen_backend_never_falls_back(team):
-    with use_backend("first"), pytest.raises(BackendError, match="first: x is -2"):
-        dispatch.run("op", -2)
-    with use_backend("second"):
-        assert dispatch.run("op", 2) == ("second", 2)
-    assert team == ["first", "second"]
-
-
-def test_ask_does_not_force_the_backend(team):
-    assert dispatch.ask("second", "op", 2) == ("second", 2)
-    with pytest.raises(Refusal, match="x is odd"):
-        dispatch.ask("second", "op", 1)
-    assert forced() is None
-    with use_backend("second"):
-        assert forced() == "second"
+    with use_backend("native"), pytest.raises(BackendError, match="native: x is -2"):
+        run(-2)
+    with use_backend("reference"):
+        assert run(2) == ("reference", 2)
+    assert team == ["native", "reference"]
 
 
 def test_the_choice_ends_with_its_block(team):
-    with use_backend("second"):
-        with use_backend("first"):
-            assert dispatch.run("op", 2) == ("first", 2)
-        assert dispatch.run("op", 2) == ("second", 2)
-        with pytest.raises(RuntimeError, match="inside"), use_backend("first"):
+    with use_backend("reference"):
+        with use_backend("native"):
+            assert run(2) == ("native", 2)
+        assert run(2) == ("reference", 2)
+        with pytest.raises(RuntimeError, match="inside"), use_backend("native"):
             raise RuntimeError("inside")
-        assert dispatch.run("op", 2) == ("second", 2)
-    assert dispatch.run("op", 2) == ("first", 2)
+        assert run(2) == ("reference", 2)
+    assert run(2) == ("native", 2)
+    assert forced() is None
 
 
 def test_a_choice_holds_for_its_thread_only(team):
     served = []
 
     def work():
-        served.append(dispatch.run("op", 2)[0])
-        with use_backend("first"):
-            served.append(dispatch.run("op", 2)[0])
+        served.append(run(2)[0])
+        with use_backend("native"):
+            served.append(run(2)[0])
 
-    with use_backend("second"):
+    with use_backend("reference"):
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-        assert dispatch.run("op", 2)[0] == "second"
-    assert served == ["first", "first"]
+        assert run(2)[0] == "reference"
+    assert served == ["native", "native"]
 
 
 def test_an_unknown_backend_lists_the_known_ones():
@@ -119,14 +114,13 @@ def test_an_unknown_backend_lists_the_known_ones():
         use_backend("metal").__enter__()
 
 
-def test_an_error_of_a_backend_is_not_a_refusal(monkeypatch):
-    def breaks():
+def test_an_error_of_a_backend_is_not_a_refusal(team):
+    def breaks(_):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(dispatch, "ORDER", ("broken", "reference"))
-    monkeypatch.setattr(modules, "_loaded", {"broken": SimpleNamespace(op=breaks)})
+    modules._loaded["native"].refuse = breaks
     with pytest.raises(RuntimeError, match="out of memory"):
-        dispatch.run("op")
+        run(1)
 
 
 def test_a_missing_backend_is_logged_once(monkeypatch, caplog):
@@ -150,11 +144,9 @@ def test_a_backend_runs_its_ops_and_refuses_others(backend, op, dtype):
             getattr(kernels, op)(*args, **keywords)
 
 
-@pytest.mark.parametrize("op", [*OPS, "conv2d", "conv3d"])
+@pytest.mark.parametrize("op", [*OPS, "conv3d"])
 def test_a_tensor_that_requires_a_gradient_is_refused(op):
     convolution = (video(1, 8, 3, 4, 4), random(8, 8, 1, 1, 1)), {}
-    if op == "conv2d":
-        convolution = tuple(each[:, :, 0] for each in convolution[0]), {}
     args, keywords = inputs(op, torch.float32) if op in OPS else convolution
     tensors = [n for n, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
     for n in tensors:

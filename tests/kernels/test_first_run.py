@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("triton", reason="the launches need triton")
 
+from fast_video_vae.kernels.backends import Kernel
 from fast_video_vae.kernels.ready import serving
 from fast_video_vae.kernels.tables import Kind
 from fast_video_vae.tests.kernels.meta_gpu import Machine, new_vae, stream
@@ -18,7 +19,7 @@ RUNS = [("decode", 17, 480, 832), ("decode", 1, 1024, 1024), ("decode", 5, 720, 
 
 # The kinds with most of the products, run by a kernel of `hopper`.
 LARGE = {
-    Kind(inputs, outputs, (3, 3, 3), (1, 1, 1), video=True): "hopper:1"
+    Kind(inputs, outputs, (3, 3, 3), (1, 1, 1), video=True): Kernel("hopper", 1)
     for inputs, outputs in product((96, 128, 160, 192, 256, 320, 384, 512, 640, 1024), repeat=2)
 }
 

@@ -14,11 +14,14 @@ import pytest
 import torch
 
 from fast_video_vae.kernels import BackendError, ConvWeight, Route, conv3d, errors, use_backend
+from fast_video_vae.kernels.backends import Kernel
+from fast_video_vae.kernels.convolution.fused import Fused, of_ours
 from fast_video_vae.kernels.cuda_ops import hopper, runtime
 from fast_video_vae.kernels.cuda_ops.binaries import SOURCES, headers, options
 from fast_video_vae.kernels.cuda_ops.driver import Driver
 from fast_video_vae.kernels.cuda_ops.hopper_tile import MOST_SHARED, tile_of
 from fast_video_vae.kernels.ready import serving
+from fast_video_vae.kernels.routes import Candidate
 from fast_video_vae.tests.kernels import formulas, nvrtc
 from fast_video_vae.tests.kernels.cases import missing, place, random, video
 from fast_video_vae.tests.kernels.convolutions import build, kept, taps_of
@@ -88,7 +91,7 @@ def test_calls_equal_the_formula_between_nan(call, variant, monkeypatch):
     )
     number = [*CALLS.values()].index(call)
     channels, taps, padding, lengths, size, terms, dtype = call
-    stride, targets = (1,) * len(taps), ("a slice of frames", "the residual", "new memory")
+    stride, targets = (1, 1, 1), ("a slice of frames", "the residual", "new memory")
     target = targets[number % 3] if "residual" in terms else targets[2 * (number % 2)]
     built = build(
         channels, taps, stride, padding, lengths, size, terms, dtype, batch=2, target=target,
@@ -131,7 +134,7 @@ def test_calls_that_the_kernel_cannot_run_are_refused():
         ("no kernel for float32", x.float(), weight.float(), {}),
         ("stride 1, not 0 at [1, 2, 2]", x, weight, {"stride": (1, 2, 2)}),
         ("multiples of 192, 160, 128, 96, not 32 to 48", x, weight[:48], {}),
-        ("it takes multiples of 32 channels", x[:, :16], weight[:, :16], {}),
+        ("it takes multiples of 32 channels", video(1, 16, 2, 4, 4).to(BF16), weight[:, :16], {}),
         ("1 x 4 x 1; expected 3 taps at most", x, high, {"padding": (2, 0)}),
         ("out overlaps the memory of x", three, square, {"out": frames[:, :, 2:]}),
         ("overlaps the memory of tail", after, square, {"tail": frames[:, :, :1], "out": three}),
@@ -276,8 +279,9 @@ def test_a_driver_that_refuses_leaves_the_call_to_the_library_in_one_line(
         monkeypatch.setattr(hopper, "driver", object)
         reason = "'object' object has no attribute 'tensor_map'"
     x, weight = video(1, 32, 2, 4, 4).to(BF16), ConvWeight.of(taps_of(96, 32, 1, 1, 1).to(BF16))
-    monkeypatch.setattr(serving, "backends_of", lambda *_: ("hopper", "reference"))
-    route = Route(("reference",), "hopper:1", hopper.fuses(x, weight, ONE, (0, 0), norm=False))
+    monkeypatch.setattr(serving, "serves", lambda *_: True)
+    own = Candidate(Kernel("hopper", 1), of_ours(96), is_built=True)
+    route = Route(ONE, (own, Candidate(Kernel("reference", 0), Fused())), joined=False)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             formulas.check(conv3d(x, weight, route=route), *formulas.conv3d(x, weight.plain()))

@@ -149,7 +149,7 @@ def test_memory_around_the_videos_is_neither_read_nor_written(offset, spare, can
         return spare if 0 in choices else 64 - 63 * offset
 
     def placed(values):
-        placed = convolutions.Placed(values.shape, 5, values.dtype, pick, None)
+        placed = convolutions.Placed(values.shape, values.dtype, pick, None)
         placed.view.copy_(values)
         return placed
 
@@ -199,7 +199,7 @@ def test_offsets_beyond_32_bits_are_refused():
         shape = (1, 1, height, width, 64)
         x = torch.empty(shape, dtype=torch.int8, device="meta").movedim(-1, 1)
         with pytest.raises(Refusal, match="too far apart for 32-bit offsets"):
-            int8.int8_conv3d(x, weight, None, dtype=torch.int32)
+            int8.int8_conv3d(x, weight, *(None,) * 5, torch.int32)
 
 
 def test_tiles_pad_few_channels():
@@ -214,7 +214,8 @@ def test_tiles_pad_few_channels():
             assert tile.stages >= 2
         assert int8.tile_of(chip, 33, 20, 540).width <= 64
     for chip in ((7, 5), (10, 3), "gfx942"):
-        assert int8.tile_of(chip, 96, 96, 27 * 96) is None
+        with pytest.raises(Refusal, match="no tiles for the chip"):
+            int8.tile_of(chip, 96, 96, 27 * 96)
 
 
 @pytest.mark.slow

@@ -64,7 +64,7 @@ def test_a_tile_serves_after_a_proof_in_a_later_video(unknown):
     settle(device, vae)
     own.ran.clear()
     frames = decoded(vae)  # proves
-    proved = own.ran["conv3d"] + own.ran["conv2d"]
+    proved = own.ran["conv3d"]
     assert proved
     assert not proofs_of(device)  # the numbers are on the device until the thread reads them
     device.build()
@@ -74,8 +74,8 @@ def test_a_tile_serves_after_a_proof_in_a_later_video(unknown):
     own.ran.clear()
     decoded(vae)  # the library convolves, because the tiles need other variants
     assert own.ran["rms_norm_silu"]  # but what was built before serves on
-    assert not own.ran["conv3d"]
     device.build()
+    assert own.ran["conv3d"] == len(proofs_of(device)) - proved  # of rarer kinds
     own.ran.clear()
     again = decoded(vae)
     assert own.ran["conv3d"] > proved
@@ -122,11 +122,10 @@ def test_a_tile_with_other_results_does_not_serve(unknown):
         return y.mul_(1.02) if op.startswith("conv") else y
 
     own.change = wrong  # after the check of the kernels
-    decoded(vae)
-    device.build()
+    for _ in range(3):
+        decoded(vae)
+        device.build()
     assert not any(each["right"] for each in proofs_of(device).values())
-    decoded(vae)
-    device.build()
     own.ran.clear()
     decoded(vae)
     assert not own.ran["conv3d"]
@@ -201,10 +200,8 @@ def test_the_entry_of_a_chip_is_one_line_per_kind(unknown):
 def test_every_entry_of_the_table_has_its_tile():
     for chip, entries in KERNELS.items():
         for kind, kernel in entries.items():
-            name, _, number = kernel.partition(":")
-            assert name == "triton"  # no row has another one yet
-            tiles = tiles_of(chip, torch.bfloat16, kind.outputs, kind.inputs)
-            assert tiles[int(number)].width >= 96
+            assert kernel.backend == "triton"  # no row has another one yet
+            assert tiles_of(chip, torch.bfloat16, kind.outputs)[kernel.tile].width >= 96
 
 
 def test_a_damaged_proof_counts_as_none(unknown):
@@ -215,4 +212,3 @@ def test_a_damaged_proof_counts_as_none(unknown):
         assert routes.proof_of(key) is None
         assert table_entry(device.device) == []
     assert serving.snapshot() is None
-    assert selfcheck.kernels_of("silu_mul") == ("triton", "cuda")

@@ -5,12 +5,12 @@ import functools
 import pytest
 import torch
 
-from fast_video_vae.kernels import ConvWeight, dispatch, use_backend
-from fast_video_vae.kernels.backends import forced
+from fast_video_vae.kernels import ConvWeight, use_backend
 from fast_video_vae.kernels.errors import Refusal
+from fast_video_vae.kernels.modules import ask
 from fast_video_vae.kernels.ready import sample_inputs, selfcheck, variants
 from fast_video_vae.kernels.ready.selfcheck import are_codes_right, is_right
-from fast_video_vae.tests.kernels.cases import DTYPES
+from fast_video_vae.tests.kernels.cases import DTYPES, arguments
 
 CPU = torch.device("cpu")
 NARROW = (torch.bfloat16, torch.float16)
@@ -76,38 +76,42 @@ def test_one_wrong_code_is_found(lowest, highest):
     assert not are_codes_right(codes, exact, lowest, highest)
 
 
-def asking(change=lambda op, y: y):
-    """Return `ask` where only `triton` is asked for by name, in its interpreter."""
+@pytest.fixture
+def changed(monkeypatch):
+    """Return a function that changes the results of `triton`, which runs in its interpreter."""
+    change = []
 
-    def ask(name, op, *args, **kwargs):
-        if not name.startswith("triton"):
-            if name == "cuda":
-                raise Refusal("it needs a GPU")
-            assert forced() is None
-            return dispatch.ask(name, op, *args, **kwargs)
+    def asked(name, op, *args):
+        if name == "cuda":
+            raise Refusal("it needs a GPU")
         with use_backend("triton"):
-            return change(op, dispatch.ask(name, op, *args, **kwargs))
+            y = ask(name, op, *args)
+        return change[0](op, y) if change else y
 
-    return ask
+    monkeypatch.setattr(selfcheck, "ask", asked)
+    return change.append
 
 
-def samples(op, dtype, size=(2, 9, 9), **more):
+NAMES = ("triton", "cuda")
+
+
+def sample(op, dtype, size=(2, 9, 9), **more):
+    """Return the sample of an op with all optional tensors."""
     given = {
         name: value.to(dtype) if isinstance(value, torch.Tensor) else value
         for name, value in sample_inputs._USUAL[op].items()
     }
     size = (1, 1, 300) if op == "attention" else size
-    forms = sample_inputs.forms(op, {**given, **more})
-    return [functools.partial(sample_inputs.call, op, size, dtype, CPU, form) for form in forms]
+    return functools.partial(sample_inputs.call, op, size, dtype, CPU, {**given, **more})
 
 
-def convolution(op, dtype, taps, **options):
-    """Return samples of a convolution with the weight `taps`, all terms and a tail."""
-    frames = (2,) if op == "conv3d" else ()
-    x, vector = torch.zeros(1, taps[1], *frames, 4, 4, dtype=dtype), torch.zeros(taps[0])
-    args, options = (x, ConvWeight.of(torch.zeros(taps, dtype=dtype)), vector), dict(options)
-    options |= {"padding": (1, 1), "stride": (1,) * (len(taps) - 2), "residual_bias": vector}
-    return variants.samples_of(op, args, options, CPU)
+def convolution(dtype, taps, **options):
+    """Return the sample of a convolution with the weight `taps`, all terms and a tail."""
+    x, vector = torch.zeros(1, taps[1], 2, 4, 4, dtype=dtype), torch.zeros(taps[0])
+    weight = ConvWeight.of(torch.zeros(taps, dtype=dtype))
+    given = {"x": x, "weight": weight, "bias": vector, "residual_bias": vector} | options
+    args = arguments("conv3d", **given, padding=(1, 1))
+    return variants.samples_of("conv3d", args, variants.key_of("conv3d", args, CPU))
 
 
 @pytest.fixture
@@ -120,65 +124,63 @@ def small(monkeypatch):
 
 @pytest.mark.parametrize("op", sample_inputs.OPS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_kernels_of_every_op_are_right(op, dtype, small):
-    found = selfcheck.checked(asking(), op, samples(op, dtype))
+def test_the_kernels_of_every_op_are_right(op, dtype, small, changed):
+    found = selfcheck.checked(NAMES, op, sample(op, dtype))
     assert found == (("triton",) if (op, dtype) != ("attention", torch.float32) else ())
 
 
 @pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize(
-    ("op", "taps", "norm"),
-    [("conv3d", (96, 32, 3, 3, 3), True), ("conv2d", (48, 32, 3, 3), False)],
-)
-def test_the_kernels_of_convolutions_are_right(op, taps, norm, dtype, small):
+@pytest.mark.parametrize(("taps", "norm"), [((96, 32, 3, 3, 3), True), ((48, 32, 3, 3), False)])
+def test_the_kernels_of_convolutions_are_right(taps, norm, dtype, small, changed):
     more = {"gamma": torch.zeros(taps[0])} if norm else {}
-    assert selfcheck.checked(asking(), op, convolution(op, dtype, taps, **more)) == ("triton",)
+    given = convolution(dtype, taps, **more)
+    assert selfcheck.checked(["triton"], "conv3d", given) == ("triton",)
 
 
 @pytest.mark.parametrize("op", ["rms_norm_silu", "group_norm_silu"])
-def test_a_wrong_code_of_a_norm_is_found(op, small):
+def test_a_wrong_code_of_a_norm_is_found(op, small, changed):
     codes = torch.zeros(96), torch.zeros(2, dtype=torch.int64)
     more = {"border": 1, "codes": codes[0], "saturated": codes[1]}
     more["out"] = torch.zeros(1, 96, 1, 1, 1, dtype=torch.int8)
-    given = samples(op, torch.bfloat16, **more)
-    assert selfcheck.checked(asking(), op, given) == ("triton",)
+    given = sample(op, torch.bfloat16, **more)
+    assert selfcheck.checked(NAMES, op, given) == ("triton",)
+    at = [4]
 
     def wrong(_, y):
-        y[0, 5, -1, 4, 4] += 1 if y[0, 5, -1, 4, 4] < 100 else -1
+        y[0, 5, -1, at[0], 4] += 1 if y[0, 5, -1, at[0], 4] < 100 else -1
         return y
 
-    def rim(_, y):
-        y[0, 5, -1, 0, 4] += 1
-        return y
-
-    assert not selfcheck.checked(asking(wrong), op, given)
-    assert not selfcheck.checked(asking(rim), op, given)
+    changed(wrong)
+    for at[0] in (4, 0):  # a code, and one of the border
+        assert not selfcheck.checked(NAMES, op, given)
 
 
 @pytest.mark.parametrize("op", ["attention", "conv3d", "frames_to_images", "bias_residual"])
-def test_one_wrong_row_of_an_op_is_found(op, small, caplog):
-    given = convolution(op, torch.float16, (96, 32, 3, 3, 3)) if op == "conv3d" else None
-    given = given or samples(op, torch.bfloat16)
+def test_one_wrong_row_of_an_op_is_found(op, small, changed, caplog):
+    given = convolution(torch.float16, (96, 32, 3, 3, 3)) if op == "conv3d" else None
+    given = given or sample(op, torch.bfloat16)
 
     def wrong(_, y):
         flat = y.movedim(1, -1) if y.ndim == 5 else y
         flat[0, -1].copy_(flat[0, 0])
         return y
 
-    assert not selfcheck.checked(asking(wrong), op, given)
+    changed(wrong)
+    assert not selfcheck.checked(["triton"], op, given)
 
 
-def test_a_kernel_that_fails_is_not_used(small, caplog):
+@pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
+def test_a_kernel_that_fails_is_not_used(error, small, changed, caplog):
     def fails(*_):
-        raise RuntimeError("no kernel image is available")
+        raise error("no kernel image is available")
 
-    assert not selfcheck.checked(asking(fails), "silu_mul", samples("silu_mul", torch.bfloat16))
-
-    def short(*_):
-        raise torch.OutOfMemoryError("out of memory")
-
+    changed(fails)
+    given = sample("silu_mul", torch.bfloat16)
+    if error is RuntimeError:
+        assert not selfcheck.checked(NAMES, "silu_mul", given)
+        return
     with pytest.raises(torch.OutOfMemoryError):
-        selfcheck.checked(asking(short), "silu_mul", samples("silu_mul", torch.bfloat16))
+        selfcheck.checked(NAMES, "silu_mul", given)
 
 
 def test_a_sample_takes_at_most_64_mib(monkeypatch):
@@ -187,8 +189,7 @@ def test_a_sample_takes_at_most_64_mib(monkeypatch):
     weight = torch.empty(1024, 1024, 3, 3, 3, dtype=torch.bfloat16, device="meta")
     monkeypatch.setattr(torch, "Generator", lambda *_: torch.default_generator)
     monkeypatch.setattr(torch.Tensor, "normal_", lambda y, **_: y)
-    options = {"padding": (1, 1), "stride": (1, 1, 1)}
-    (sample,) = variants.samples_of("conv3d", (x, ConvWeight.of(weight)), options, x.device)
-    made = sample()
-    count = sum(y.nbytes for y in made.values() if isinstance(y, torch.Tensor))
+    args = arguments("conv3d", x=x, weight=ConvWeight.of(weight), padding=(1, 1))
+    made = variants.samples_of("conv3d", args, variants.key_of("conv3d", args, x.device))()
+    count = sum(y.nbytes for y in made if isinstance(y, torch.Tensor))
     assert count + weight.nbytes <= 64 << 20

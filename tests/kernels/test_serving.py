@@ -77,7 +77,7 @@ def test_nothing_is_built_checked_or_timed_in_a_video(gpu, vae, monkeypatch):
 def test_a_device_without_an_index_is_that_of_its_tensors(gpu):
     device, _ = gpu
     x = torch.empty(4, 64, device="meta")
-    kernels.prepare(torch.device("cuda"), lambda: kernels.silu_mul(x, x))
+    kernels.Prepared(torch.device("cuda"), lambda: kernels.silu_mul(x, x))
     device.build()
     assert {key[1] for key in serving._found} == {torch.device("cuda", 0)}
 

@@ -1,11 +1,13 @@
 """The causal convolution: 3D over a window of frames, 2D for the first frame of a video."""
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...kernels import Fused
+from ...kernels import Route, WeightForm, code_route
 from .causal_layer import CausalLayer
 from .conv import BIAS, Conv, Terms
 from .conv_weights import CodedForm, coded_form
@@ -13,9 +15,6 @@ from .frame_runs import Settling, fitted
 from .inputs.coding import Norm
 from .temporal_cache import TemporalCache
 from .workspace import Fill, Handover, bordered, copied, within
-
-# What the convolution of codes does: it adds all terms.
-_OF_CODES = Fused(sums=True, bias=True)
 
 
 class CausalConv3d(Conv, CausalLayer):
@@ -49,7 +48,7 @@ class CausalConv3d(Conv, CausalLayer):
         self.stride = stride
         self.replicate = replicate
         self.context = kernel[0] - stride
-        self.first_form = "summed" if replicate else "frame"
+        self.first_kind = "summed" if replicate else "frame"
         self.padding = kernel[1] // 2
         self.pads = (self.padding, self.padding)
         self.growth = max(1, out_channels // in_channels)
@@ -63,21 +62,33 @@ class CausalConv3d(Conv, CausalLayer):
     def filled(self, norm: Callable[..., object], cache: TemporalCache) -> Fill:
         """Return `norm` (and SiLU), or a fill that writes codes if this convolution reads them."""
         coding = cache.coding
-        if coding is None or not self.reads_codes(cache):
+        if coding is None or not self._reads_codes(cache):
             return norm
-        form = self._form("volume", torch.int8)
+        form = self._form(WeightForm("volume", torch.int8))
         assert isinstance(form, CodedForm)
         return coding.filling(norm, form.codes)
 
-    def reads_codes(self, cache: TemporalCache) -> bool:
-        """Return whether the input of this convolution is codes in the video of `cache`."""
+    def _reads_codes(self, cache: TemporalCache) -> bool:
         return cache.coding is not None and self.code_name in cache.coding.names
 
     def like(self, x: Tensor, cache: TemporalCache) -> Tensor:
         """Return the shape of `x` `[B, C, T, H, W]` in the dtype that `cache` has of the input."""
-        if cache.coding is None or not self.reads_codes(cache):
+        if cache.coding is None or not self._reads_codes(cache):
             return x
         return x.new_empty((), dtype=cache.coding.dtype).expand(x.shape)
+
+    def route(self, x: Tensor, cache: TemporalCache) -> Route:
+        """Return the route of the calls in the video of `cache`, for inputs in the dtype of `x`."""
+        coded, first = self._reads_codes(cache), cache.first
+
+        def decided() -> Route:
+            form = WeightForm(self.first_kind if first else "volume", dtype)
+            if coded:
+                return code_route(form, joined=not first)
+            return self.routed(form, (1 if first else self.stride, 1, 1), cache)
+
+        dtype = torch.int8 if coded else x.dtype
+        return self.routes.of((cache.route_token, first, dtype), decided)
 
     def forward(
         self,
@@ -93,26 +104,43 @@ class CausalConv3d(Conv, CausalLayer):
         """
         given = x.take() if isinstance(x, Handover) else x
         del x
-        if fill is None and self.reads_codes(cache):
+        route = self.route(given, cache)
+        if fill is None and route.reads_codes:
             fill = copied
         if cache.settling is not None and not cache.first:
             return self._settled(cache.settling, given, cache, fill, terms)
-        norm = terms.gamma is not None
-        joins = self.context and not cache.first and not self.fusing(given, cache, norm=norm).tail
-        window = (self._joined if joins else self._filled)(given, cache, fill)
+        if route.joined and self.context:
+            window = self._joined(given, cache, fill)
+            del given, fill
+            return self.convolve(window, route, self.pads, cache, terms)
+        window = self._filled(given, cache, fill, route)
         del given, fill
-        y = self.of_window(window, cache, self.pads, terms, by_pointer=not joins)
-        if not joins:
-            self.keep(within(window, self._border(cache)), cache)
+        tail = self.tail(window, cache) if self.context and not cache.first else None
+        y = self.convolve(window, route, self.pads, cache, terms, tail)
+        if not cache.single_frame:
+            self.keep(within(window, self.padding if route.reads_codes else 0), cache)
         return y
 
-    def fusing(self, x: Tensor, cache: TemporalCache, *, norm: bool = False) -> Fused:
-        """Return what the convolution of an input does without another pass."""
-        if self.reads_codes(cache):
-            return _OF_CODES
-        if cache.first:
-            return self.route(x, self.first_form, (1, 1), self.pads, norm=norm).fused
-        return self.route(x, "volume", (self.stride, 1, 1), self.pads, norm=norm).fused
+    def into(
+        self,
+        norm: Any,  # noqa: ANN401, has `silu` and `gamma`
+        conv: "CausalConv3d",
+        x: Tensor,
+        cache: TemporalCache,
+        fill: Fill,
+    ) -> tuple[Handover, Fill | None]:
+        """Convolve `fill(x)` for `conv`, which reads `norm` and SiLU of it.
+
+        Returns:
+            The result, and how `conv` fills its window from it; None: it has the norm already.
+        """
+        route, after = self.route(x, cache), conv.route(x, cache)
+        if route.fused.norm and not (after.joined or after.reads_codes):
+            return Handover(self(x, cache, fill, Terms(gamma=norm.gamma))), None
+        biased = route.fused.adds_bias
+        y = Handover(self(x, cache, fill, Terms(biased=biased, dtype=x.dtype)))
+        silu = norm.silu if biased else functools.partial(norm.silu, bias=self.bias)
+        return y, conv.filled(silu, cache)
 
     def _settled(
         self,
@@ -128,42 +156,26 @@ class CausalConv3d(Conv, CausalLayer):
         if not frames:
             return x.new_empty(x.shape[0], self.weight.shape[0], 0, *x.shape[3:])
         terms = terms.of(lambda residual: fitted(residual, frames))
+        route = self.route(x, cache)
         window = self._joined(x, cache, fill, frames * self.stride)
-        return self.of_window(window, cache, self.pads, terms)
-
-    def of_window(
-        self,
-        window: Tensor,
-        cache: TemporalCache,
-        pads: tuple[int, int],
-        terms: Terms = BIAS,
-        *,
-        by_pointer: bool = False,
-    ) -> Tensor:
-        """Convolve a window of frames, or the first frame with the 2D weights.
-
-        `pads` are the rows and columns that the convolution pads, if it reads no codes.
-        """
-        if cache.first:
-            return self.convolve(window, self.first_form, (1, 1), pads, cache, terms)
-        tail = self.tail(window, cache) if by_pointer and self.context else None
-        return self.convolve(window, "volume", (self.stride, 1, 1), pads, cache, terms, tail)
+        return self.convolve(window, route, self.pads, cache, terms)
 
     def _border(self, cache: TemporalCache) -> int:
         """Return the rows and columns around each frame of the window, which are of codes."""
-        return self.padding if self.reads_codes(cache) else 0
+        return self.padding if self._reads_codes(cache) else 0
 
     def _buffer(self, x: Tensor, cache: TemporalCache, frames: int) -> Tensor:
         """Return scratch memory for `frames` frames like those of `x` and their border."""
         shape = bordered((*x.shape[:2], frames, *x.shape[3:]), self._border(cache))
         return cache.scratch(shape, self.like(x, cache))
 
-    def _filled(self, x: Tensor, cache: TemporalCache, fill: Fill | None) -> Tensor:
+    def _filled(self, x: Tensor, cache: TemporalCache, fill: Fill | None, route: Route) -> Tensor:
         """Return `fill(x)` in scratch memory; `x` itself without `fill`."""
         if fill is None:
             return x
-        filled = self._buffer(x, cache, x.shape[2])
-        fill(x, out=filled, border=self._border(cache))
+        coded = route.reads_codes
+        filled = self._buffer(x, cache, x.shape[2]) if coded else cache.scratch(x.shape, x)
+        fill(x, out=filled, border=self.padding if coded else 0)
         return filled
 
     def _joined(
@@ -190,12 +202,12 @@ class CausalConv3d(Conv, CausalLayer):
         """Return the `[B, C_in, context, H, W]` tail before `x` from `cache`."""
         return cache.tail(self, self.context, self.like(x, cache))
 
-    def _coded_form(self, kind: str) -> CodedForm:
-        """Return the form `kind` in int8."""
+    def _coded_form(self, form: WeightForm) -> CodedForm:
+        """Return a form in int8."""
         if self.norm_before is None:
             raise RuntimeError("the convolution follows no norm; expected one that writes codes")
         steps, sources = self.norm_before.steps(), self.sources(coded=True)
-        return coded_form(self.weight, kind, steps, sources)
+        return coded_form(self.weight, form.kind, steps, sources)
 
     def sources(self, *, coded: bool = False) -> tuple[Tensor, ...]:
         """Return the weight `[C_out, C_in, ...]`; if `coded`, the scales of the norm before too."""

@@ -6,8 +6,8 @@ derived from it once, and again when the parameter is replaced or written to.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -16,17 +16,16 @@ from torch import Tensor, nn
 from ...kernels import (
     ConvWeight,
     Route,
-    conv2d,
+    WeightForm,
     conv3d,
     conv_route,
     convolved,
+    has_own_memory,
     int8_conv3d,
-    route_token,
 )
 from .conv_weights import (
     CodedForm,
     Form,
-    Forms,
     derive,
     form_shape,
     keeps_form,
@@ -35,6 +34,11 @@ from .conv_weights import (
     own_bytes,
 )
 from .temporal_cache import TemporalCache
+
+# Most results of a module: sizes of frames and conditions come and go.
+_MOST = 64
+
+_Result = TypeVar("_Result")
 
 
 class Terms(NamedTuple):
@@ -54,6 +58,25 @@ class Terms(NamedTuple):
 BIAS = Terms()
 
 
+class Kept(dict[Any, Any]):
+    """Results of a module by key; a copied or pickled module starts without any."""
+
+    def __deepcopy__(self, memo: object) -> "Kept":
+        return Kept()
+
+    def __reduce__(self) -> tuple[type["Kept"], tuple[()]]:
+        return Kept, ()
+
+    def of(self, key: Hashable, make: Callable[[], _Result]) -> _Result:
+        """Return the result for `key`, from `make` the first time; it must not hold the module."""
+        result = self.get(key)
+        if result is None:
+            for oldest in list(self)[: len(self) - _MOST + 1]:
+                self.pop(oldest, None)
+            result = self[key] = make()
+        return result
+
+
 class Conv(nn.Module):
     """Parameters of a convolution and the forms derived from them.
 
@@ -63,18 +86,13 @@ class Conv(nn.Module):
     context: int = 0  # Earlier frames that it keeps in the cache
     stride: int = 1  # Input frames per output frame
     times: int = 1  # Output frames per input frame
-    first_form: str = "volume"  # Form of the weight for a first frame
+    first_kind: str = "volume"  # Kind of the weight's form for a first frame
 
     def __init__(self, in_channels: int, out_channels: int, kernel: tuple[int, ...]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_channels, in_channels, *kernel))
         self.bias = nn.Parameter(torch.empty(out_channels))
-        self.forms = Forms()
-        self._routes: tuple[object, dict[object, Route]] = None, {}
-
-    def __getstate__(self) -> Mapping[str, object]:
-        # A copied or pickled module starts without routes, which other threads may be adding.
-        return self.__dict__ | {"_routes": (None, {})}
+        self.forms, self.routes = Kept(), Kept()
 
     def form_bytes(self) -> int:
         """Return the bytes of the derived forms that do not share the parameter's memory."""
@@ -89,143 +107,109 @@ class Conv(nn.Module):
         """
         super()._apply(fn, recurse)
         weight = self.weight
-        if weight.device.type not in ("cpu", "meta"):
+        if has_own_memory(weight.device):
             order = torch.channels_last if weight.ndim == 4 else torch.channels_last_3d
             with torch.inference_mode(False), torch.no_grad():
                 weight.data = weight.data.contiguous(memory_format=order)
         self.forms.clear()
+        self.routes.clear()
         return self
 
-    def route(
-        self,
-        x: Tensor,
-        kind: str,
-        strides: tuple[int, ...],
-        padding: tuple[int, int],
-        *,
-        norm: bool = False,
-    ) -> Route:
-        """Return the route of calls of `convolve` with these arguments, which is kept by size."""
-        now, (token, routes) = route_token(), self._routes
-        if now != token:
-            routes = {}
-            self._routes = now, routes
-        key = kind, x.dtype, x.device, x.shape, strides, padding, norm
-        route = routes.get(key)
-        if route is None:
-            # Without a derived weight, which would need memory.
-            weight = self._weight(kind, x.dtype)
-            given = x if x.ndim == weight.ndim else _as_frames(x)
-            route = conv_route(given, weight, stride=strides, padding=padding, norm=norm)
-            routes[key] = route
-        return route
+    def routed(self, form: WeightForm, stride: tuple[int, int, int], cache: TemporalCache) -> Route:
+        """Return the route of the calls with a form of the weight in the video of `cache`."""
+        # Without a derived weight, which would need memory.
+        return self.routes.of(
+            (cache.route_token, cache.first, form),
+            lambda: conv_route(self._weight(form), stride, video=not cache.first, form=form),
+        )
 
     def convolve(
         self,
         x: Tensor,
-        kind: str,
-        strides: tuple[int, ...],
+        route: Route,
         padding: tuple[int, int],
         cache: TemporalCache,
         terms: Terms = BIAS,
         tail: Tensor | None = None,
     ) -> Tensor:
-        """Convolve a video, with a form that has taps in time or frame by frame.
+        """Convolve a video with the weight, stride and kernel of a route.
 
         `padding` is of height and width, on both sides. `tail` has the frames before the video,
         `[B, C_in, K, H, W]`.
         """
-        if not x.is_floating_point():
-            return self._convolve_codes(x, kind, terms)
-        residual, residual_bias, biased, gamma, _ = terms
-        form, out = self._form(kind, x.dtype), None
-        weight, bias = form.weight, self._bias(kind, form.offset) if biased else None
-        route = self.route(x, kind, strides, padding, norm=gamma is not None)
-        frames = x
-        if weight.ndim == 4:
-            frames = _as_frames(x)
-            residual = residual if residual is None or x.shape[2] == 1 else _as_frames(residual)
-        if route.fused.sums:
-            out = residual
-            if residual is None and gamma is None:
-                out = _reused(frames, weight.shape, strides, padding, tail, cache)
-        options = {"stride": strides, "padding": padding, "residual": residual, "out": out}
-        options |= {"residual_bias": residual_bias, "gamma": gamma, "route": route}
-        if weight.ndim == 5:
-            return conv3d(x, weight, bias, tail=tail, **options)
-        y = conv2d(frames, weight, bias, **options)
-        return y if y.ndim == 5 else _as_video(y, x.shape[0])
-
-    def _convolve_codes(self, x: Tensor, kind: str, terms: Terms) -> Tensor:
-        """Convolve codes `[B, C_in, T, H, W]` with a border; the result is in `terms.dtype`."""
-        form = self._form(kind, torch.int8)
-        assert isinstance(form, CodedForm)
-        residual = terms.residual
-        options = {
-            "residual": residual,
-            "out": residual,
-            "residual_bias": terms.residual_bias,
-            "dtype": terms.dtype if residual is None else residual.dtype,
-        }
-        bias = self._bias(kind, None) if terms.biased else None
-        return int8_conv3d(x, form.weight, form.scale, bias, **options)
+        assert route.form is not None
+        residual, residual_bias, biased, gamma, dtype = terms
+        form, out = self._form(route.form), residual
+        bias = self._bias(route.form, form.offset) if biased else None
+        if isinstance(form, CodedForm):
+            dtype = dtype if residual is None else residual.dtype
+            options = {"residual": residual, "residual_bias": residual_bias, "out": out}
+            return int8_conv3d(x, form.weight, form.scale, bias, dtype=dtype, **options)
+        if not route.fused.sums:
+            out = None
+        elif residual is None and gamma is None:
+            out = cache.reused(convolved(x, form.weight.shape, route.stride, padding, tail), x)
+        return conv3d(
+            x, form.weight, bias, stride=route.stride, padding=padding, tail=tail,
+            residual=residual, residual_bias=residual_bias, gamma=gamma, out=out, route=route,
+        )  # fmt: skip
 
     def sources(self, *, coded: bool = False) -> tuple[Tensor, ...]:
         """Return the parameters `[C_out, ...]` that forms are derived from; `coded`: in int8."""
         return (self.weight,)
 
-    def _form(self, kind: str, dtype: torch.dtype) -> Form:
-        """Return the kept form for calls of `kind` in `dtype`, or a new one."""
-        key = (kind, dtype)
-        form = self.forms.get(key)
-        sources = self.sources(coded=dtype == torch.int8)
+    def _form(self, key: WeightForm) -> Form:
+        """Return the kept form of the weight, or a new one."""
+        form: Form | None = self.forms.get(key)
+        coded = key.dtype == torch.int8
+        sources = self.sources(coded=coded)
         if form is not None and form.holds(sources):
             return form
-        if dtype == torch.int8:
+        if coded:
             with torch.inference_mode(False), torch.no_grad():
-                self.forms[key] = form = self._coded_form(kind)
-            return form
-        weight = self._weight(kind, dtype)
+                made = self.forms[key] = self._coded_form(key)
+            return made
+        weight = self._weight(key)
         if not weight.keeps:
             return Form(weight)
         # Outside inference mode, so that the form can be used in both modes.
         with torch.inference_mode(False), torch.no_grad():
-            self.forms[key] = form = kept_form(weight, self._offset(kind), sources)
-        return form
+            made = self.forms[key] = kept_form(weight, self._offset(key), sources)
+        return made
 
-    def _coded_form(self, kind: str) -> Form:
-        """Return the form `kind` in int8, of a convolution that can read codes."""
+    def _coded_form(self, form: WeightForm) -> Form:
+        """Return a form in int8, of a convolution that can read codes."""
         raise NotImplementedError
 
-    def _weight(self, kind: str, dtype: torch.dtype) -> ConvWeight:
-        """Return the weight for calls of `kind` in `dtype`, which is derived when it is used."""
-        keeps = keeps_form(kind, self.weight.numel())
+    def _weight(self, form: WeightForm) -> ConvWeight:
+        """Return the weight in a form, which is derived when it is used."""
+        keeps = keeps_form(form.kind, self.weight.numel())
         module = weakref.ref(self)  # which its forms do not keep alive
 
         def taps() -> Tensor:
             conv = module()
             assert conv is not None
-            if not keeps and kind == "volume":
-                return conv.weight.to(dtype)  # the library reorders all taps itself
-            return conv._derive(kind, dtype)
+            if not keeps and form.kind == "volume":
+                return conv.weight.to(form.dtype)  # the library reorders all taps itself
+            return conv._derive(form)
 
-        return ConvWeight(self._shape(kind), dtype, self.weight.device, taps, keeps=keeps)
+        return ConvWeight(self._shape(form), form.dtype, self.weight.device, taps, keeps=keeps)
 
-    def _shape(self, kind: str) -> tuple[int, ...]:
-        """Return the shape of the weight for calls of `kind`."""
-        return form_shape(self.weight, kind)
+    def _shape(self, form: WeightForm) -> tuple[int, ...]:
+        """Return the shape of the weight in a form."""
+        return form_shape(self.weight, form.kind)
 
-    def _derive(self, kind: str, dtype: torch.dtype) -> Tensor:
-        """Return the weight for calls of `kind`; it can be the parameter itself."""
-        return derive(self.weight, kind, dtype)
+    def _derive(self, form: WeightForm) -> Tensor:
+        """Return the weight in a form; it can be the parameter itself."""
+        return derive(self.weight, form.kind, form.dtype)
 
-    def _offset(self, kind: str) -> Tensor | None:
-        """Return what the form `kind` derives from biases; None in this class."""
+    def _offset(self, form: WeightForm) -> Tensor | None:
+        """Return what a form derives from biases; None in this class."""
         return None
 
-    def _bias(self, kind: str, offset: Tensor | None) -> Tensor:
-        """Return the bias for the form `kind` with this offset."""
-        return self.bias.repeat(4) if kind == "folded" else self.bias
+    def _bias(self, form: WeightForm, offset: Tensor | None) -> Tensor:
+        """Return the bias for a form with this offset."""
+        return self.bias.repeat(4) if form.kind == "folded" else self.bias
 
 
 class PointwiseConv(nn.Module):
@@ -245,19 +229,10 @@ class PointwiseConv(nn.Module):
         bias = self.bias[outputs].to(x) if biased else None
         return F.linear(x.movedim(1, -1), weight, bias).movedim(-1, 1)
 
-
-def _as_frames(x: Tensor) -> Tensor:
-    """View `[B, C, T, H, W]` as `[B * T, C, H, W]`, channels-last."""
-    if x.shape[2] == 1:
-        return x.squeeze(2)
-    return x.permute(0, 2, 3, 4, 1).flatten(0, 1).permute(0, 3, 1, 2)
-
-
-def _as_video(frames: Tensor, batch: int) -> Tensor:
-    """View `[B * T, C, H, W]` as `[B, C, T, H, W]`, channels-last."""
-    if frames.shape[0] == batch:
-        return frames.unsqueeze(2)
-    return frames.permute(0, 2, 3, 1).unflatten(0, (batch, -1)).permute(0, 4, 1, 2, 3)
+    def as_residual(self, x: Tensor, route: Route) -> Terms:
+        """Return the result as terms of a convolution, whose pass adds the bias if it has one."""
+        biased = route.fused.adds_bias
+        return Terms(self(x, biased=biased), None if biased else self.bias)
 
 
 def drop_stale_forms(convs: Iterable[Conv]) -> None:
@@ -269,12 +244,12 @@ def drop_stale_forms(convs: Iterable[Conv]) -> None:
     """
     # Copied at once, because another thread may derive a form in the meantime. A weight on another
     # device is noticed in the call, by its stamp.
+    kept = [(conv, *item) for conv in convs for item in list(conv.forms.items()) if item[1].marks]
     held = [
         (conv, key, form.marks, sources)
-        for conv in convs
-        for key, form in list(conv.forms.items())
-        if form.marks
-        and form.marks[0].device == (sources := conv.sources(coded=key[1] == torch.int8))[0].device
+        for conv, key, form in kept
+        if (sources := conv.sources(coded=key.dtype == torch.int8))[0].device
+        == form.marks[0].device
     ]
     if not held:
         return
@@ -282,27 +257,10 @@ def drop_stale_forms(convs: Iterable[Conv]) -> None:
     before = [mark for *_, marks, _ in held for mark in marks]
 
     with torch.inference_mode(False), torch.no_grad():
-        marks = dict(zip(each, marks_of(list(each.values())), strict=True))
-        now = [marks[id(source)] for *_, sources in held for source in sources]
+        now = marks_of(list(each.values()))
         # The bits, because the norm of a weight with NaN is NaN.
-        bits = [torch.stack(numbers).view(torch.int64) for numbers in (now, before)]
-        stale = iter(torch.ne(*bits).tolist())
-    for conv, key, marks, _ in held:
-        if any([next(stale) for _ in marks]):  # noqa: C419, all of them
+        bits = torch.stack([*now, *before]).view(torch.int64).tolist()
+    marks, kept_marks = dict(zip(each, bits, strict=False)), iter(bits[len(each) :])
+    for conv, key, _, sources in held:
+        if [marks[id(source)] for source in sources] != [next(kept_marks) for _ in sources]:
             conv.forms.pop(key, None)
-
-
-def _reused(
-    x: Tensor,
-    weight_shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    padding: tuple[int, int],
-    tail: Tensor | None,
-    cache: TemporalCache,
-) -> Tensor | None:
-    """Return reused memory for a result `[B, C, T, H, W]` or `[N, C, H, W]`, or None."""
-    if x.ndim == 4:
-        batch, channels, *size = convolved(x, weight_shape, strides, padding)
-        memory = cache.reused((batch, channels, 1, *size), x)
-        return None if memory is None else memory.squeeze(2)
-    return cache.reused(convolved(x, weight_shape, strides, (0, *padding), tail), x)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels import ConvWeight, device_kind
+from ...kernels import ConvWeight, sums_float64
 from .inputs.coded_weights import coded_weight
 
 # Forms of larger weights are not kept, because those of Wan 2.2 would double its 705 M. The
@@ -18,8 +18,7 @@ from .inputs.coded_weights import coded_weight
 _KEPT_ELEMENTS = 6_000_000
 _SUMS = ("folded", "summed", "shuffled")
 
-# Kinds of GPUs that sum in float64 without a conversion by the driver.
-_NORMS = ("nvidia", "amd")
+# Dtypes whose norms change with their values.
 _NORM_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -49,16 +48,6 @@ class CodedForm(Form):
     codes: Tensor = field(kw_only=True)  # `[C_in]`, float32: codes per unit of the inputs
 
 
-class Forms(dict[tuple[str, torch.dtype], Form]):
-    """The derived weights of one convolution; a copied or pickled module starts without any."""
-
-    def __deepcopy__(self, memo: object) -> "Forms":
-        return Forms()
-
-    def __reduce__(self) -> tuple[type["Forms"], tuple[()]]:
-        return Forms, ()
-
-
 def kept_form(weight: ConvWeight, offset: Tensor | None, sources: Sequence[Tensor]) -> Form:
     """Return a form to keep, with the state of its `sources`."""
     references = tuple(weakref.ref(source) for source in sources)
@@ -80,7 +69,7 @@ def coded_form(weight: Tensor, kind: str, steps: Tensor, sources: Sequence[Tenso
 
 def keeps_form(kind: str, numbers: int) -> bool:
     """Return whether a form of `kind` of a weight with `numbers` elements is kept."""
-    return numbers <= _KEPT_ELEMENTS or kind.startswith(_SUMS)
+    return numbers <= _KEPT_ELEMENTS or kind in _SUMS
 
 
 def form_shape(weight: Tensor, kind: str) -> tuple[int, ...]:
@@ -132,13 +121,13 @@ def folded(weight: Tensor) -> Tensor:
 def marks_of(sources: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return a number `[]` for each of `sources` `[...]` that changes with its values.
 
-    On NVIDIA and AMD GPUs, which have float64, it is the norm, from a few launches for all sources:
+    Where float64 is fast it is the norm, from a few launches for all sources on a GPU:
     a sum per weight would take 200 for Wan 2.1. Elsewhere it is the sum of the memory as integers.
     """
     marks: dict[int, Tensor] = {}
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for source in sources:
-        if device_kind(source.device) in _NORMS and source.dtype in _NORM_DTYPES:
+        if sums_float64(source.device) and source.dtype in _NORM_DTYPES:
             groups.setdefault((source.dtype, source.device), []).append(source)
         else:
             marks[id(source)] = _sum_of(source)

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ...kernels import merge_phases
+from ...kernels import WeightForm, merge_phases
 from .conv import BIAS, Conv, Terms
 from .temporal_cache import TemporalCache
 
@@ -24,13 +24,11 @@ class UpsampleConv2d(Conv):
     ) -> Tensor:
         """Upsample, convolve, and add `source` `[B, C, T / times, H, W]` as in `merge_phases`."""
         batch, _, frames, height, width = x.shape
-        call = x, "folded", (1, 1), (1, 1)
-        late = not self.route(*call).fused.adds_bias
-        grid = self.convolve(*call, cache, Terms(biased=not late))
-        shape = (batch, grid.shape[1] // 4, frames, 2 * height, 2 * width)
-        out = cache.reused(shape, x)
-        bias = self.bias if late else None
-        return merge_phases(grid, source, times, bias=bias, out=out)
+        route = self.routed(WeightForm("folded", x.dtype), (1, 1, 1), cache)
+        biased = route.fused.adds_bias
+        grid = self.convolve(x, route, (1, 1), cache, Terms(biased=biased))
+        out = cache.reused((batch, grid.shape[1] // 4, frames, 2 * height, 2 * width), x)
+        return merge_phases(grid, source, times, bias=None if biased else self.bias, out=out)
 
 
 class StridedConv2d(Conv):
@@ -46,4 +44,5 @@ class StridedConv2d(Conv):
 
     def forward(self, x: Tensor, cache: TemporalCache, terms: Terms = BIAS) -> Tensor:
         """Convolve to `[B, C_out, T, H / 2, W / 2]`."""
-        return self.convolve(x, "shifted", (2, 2), (1, 1), cache, terms)
+        route = self.routed(WeightForm("shifted", x.dtype), (1, 2, 2), cache)
+        return self.convolve(x, route, (1, 1), cache, terms)

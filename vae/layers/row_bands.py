@@ -44,6 +44,7 @@ def convolve(
     if out is None:
         out = cache.result((batch, conv.weight.shape[0], frames, height, width), x)
     like, pad = conv.like(x, cache), conv.padding
+    route = conv.route(x, cache)
     zero, side = zero_of(like.dtype), 0 if like.is_floating_point() else pad  # codes have a border
     tail = None if cache.single_frame else conv.tail(x, cache)
     known = 0 if cache.first else conv.context
@@ -71,7 +72,7 @@ def convolve(
             last = last.expand(-1, -1, conv.context, -1, -1).clone()
             late = tail[:, :, :, top:bottom], last
         added = terms.of(lambda y, band=slice(top, bottom): _copied(y[:, :, :, band]))
-        out[:, :, :, top:bottom] = conv.of_window(window, cache, (0, pad - side), added)
+        out[:, :, :, top:bottom] = conv.convolve(window, route, (0, pad - side), cache, added)
     if late is not None:
         late[0].copy_(late[1])
     return out

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels import device_kind, merge_phases, searches_shapes
+from ...kernels import WeightForm, merge_phases, product_dtype
 from .conv import Conv, PointwiseConv
 from .temporal_cache import TemporalCache
 from .workspace import copied
@@ -24,8 +24,8 @@ from .workspace import copied
 # Height and width are always doubled.
 _SIDE = 2
 
-# Suffix of the kind of a form for its place in the video; none for later frames.
-_FIRST, _SECOND = ", first frame", ", after the first"
+# Places of a form in the video, other than those of later frames.
+_FIRST, _SECOND = "first frame", "after the first"
 
 
 def taps_of(phase: int) -> list[tuple[int, int]]:
@@ -72,8 +72,7 @@ class ShuffleConv(Conv):
         if self not in cache.after_first:
             return self._phases(window, "", self.times, cache)
         cache.after_first.discard(self)
-        # All frames where another shape would cost a search.
-        seen = window if searches_shapes(x.device) else window[:, :, :2]
+        seen = window if cache.same_shapes else window[:, :, :2]
         second = self._phases(seen, _SECOND, self.times, cache)
         if x.shape[2] == 1:
             return second
@@ -97,40 +96,37 @@ class ShuffleConv(Conv):
 
     def _phases(self, window: Tensor, place: str, times: int, cache: TemporalCache) -> Tensor:
         """Compute all phases of the large frames of a window."""
-        kinds = [f"shuffled {phase}{place}" for phase in range(times)]
         out: Tensor | None = None
-        for phase, kind in enumerate(kinds):
-            grid = self._grid(window, kind, cache)
+        for phase in range(times):
+            form = WeightForm("shuffled", window.dtype, phase, place)
+            route = self.routed(form, (1, 1, 1), cache)
+            grid = self.convolve(window, route, (1, 1), cache)
             if out is None:
                 batch, channels, frames, height, width = grid.shape
                 shape = (batch, channels // 4, times * frames, 2 * height - 2, 2 * width - 2)
                 out = cache.result(shape, grid)
             merged = merge_phases(grid, out=out[:, :, phase::times])
-            self._add_missing(merged, kind)
+            self._add_missing(merged, form)
         assert out is not None
         return out
 
-    def _grid(self, window: Tensor, kind: str, cache: TemporalCache) -> Tensor:
-        """Compute the spatial phases of one temporal phase, in the layout of `merge_phases`."""
-        strides = (1, 1) if kind.endswith(_FIRST) else (1, 1, 1)
-        return self.convolve(window, kind, strides, (1, 1), cache)
-
-    def _shape(self, kind: str) -> tuple[int, ...]:
+    def _shape(self, form: WeightForm) -> tuple[int, ...]:
         outputs, inputs = self.weight.shape[:2]
-        frames = max(at for at, _ in _places(kind, self.times)) + 1
-        return 4 * outputs, inputs, *(() if kind.endswith(_FIRST) else (frames,)), 2, 2
+        frames = max(at for at, _ in _places(form, self.times)) + 1
+        return 4 * outputs, inputs, *(() if form.place == _FIRST else (frames,)), 2, 2
 
-    def _derive(self, kind: str, dtype: torch.dtype) -> Tensor:
+    def _derive(self, form: WeightForm) -> Tensor:
         (upscale,) = self._upscale
-        places = _places(kind, self.times)
-        wide = _product_dtype(self.weight.device, dtype)
+        places = _places(form, self.times)
+        wide = product_dtype(self.weight.device, form.dtype)
         taps, parts = self.weight.to(wide), upscale.weight.flatten(1).to(wide)
-        weight = fold(taps, parts.unflatten(0, (_SIDE, _SIDE, self.times, -1)), places).to(dtype)
-        if kind.endswith(_FIRST):
+        weight = fold(taps, parts.unflatten(0, (_SIDE, _SIDE, self.times, -1)), places)
+        weight = weight.to(form.dtype)
+        if form.place == _FIRST:
             return weight.squeeze(2).contiguous(memory_format=torch.channels_last)
         return weight.contiguous(memory_format=torch.channels_last_3d)
 
-    def _offset(self, kind: str) -> Tensor:
+    def _offset(self, form: WeightForm) -> Tensor:
         """Return `[C, 4, 4]`: the contribution of the biases to a picture of 4 x 4 pixels.
 
         It contains every case of a larger picture: corners, edges, and the phases of inner pixels.
@@ -140,19 +136,19 @@ class ShuffleConv(Conv):
         parts = upscale.bias.to(wide).unflatten(0, (_SIDE, _SIDE, self.times, -1))
         taps = self.weight.to(wide)
         result = self.bias.to(wide).view(-1, 1, 1)
-        for tap, (_, phase) in enumerate(_places(kind, self.times)):
+        for tap, (_, phase) in enumerate(_places(form, self.times)):
             picture = parts[:, :, phase].permute(2, 0, 1).repeat(1, 2, 2)
             windows = F.unfold(picture[None], 3, padding=1)[0]  # [C * 9, 16], of no library
             result = result + (taps[:, :, tap].flatten(1) @ windows).unflatten(1, (4, 4))
         return result
 
-    def _bias(self, kind: str, offset: Tensor | None) -> Tensor:
+    def _bias(self, form: WeightForm, offset: Tensor | None) -> Tensor:
         assert offset is not None
         return offset[:, 1:3, 1:3].flip(1, 2).flatten(1).T.flatten()
 
-    def _add_missing(self, frames: Tensor, kind: str) -> None:
+    def _add_missing(self, frames: Tensor, form: WeightForm) -> None:
         """Add the bias contribution minus the constant bias, which is 0 except at the border."""
-        offset = self.forms[kind, frames.dtype].offset
+        offset = self.forms[form].offset
         assert offset is not None
         rows, columns = _borders(offset, frames)
         for row, line in zip((0, -1), rows, strict=True):
@@ -184,12 +180,11 @@ def fold(taps: Tensor, parts: Tensor, places: Sequence[tuple[int, int]]) -> Tens
     return weight.flatten(0, 1)
 
 
-def _places(kind: str, times: int) -> list[tuple[int, int]]:
-    """Return where the temporal taps of a kind of form fall: small frame and phase."""
-    if kind.endswith(_FIRST):
+def _places(form: WeightForm, times: int) -> list[tuple[int, int]]:
+    """Return where the temporal taps of a form fall: small frame and phase."""
+    if form.place == _FIRST:
         return [(0, 0)] * 3
-    phase = int(kind.split()[1].rstrip(","))
-    return times_of(phase, times, after_first=kind.endswith(_SECOND))
+    return times_of(form.phase, times, after_first=form.place == _SECOND)
 
 
 def _borders(offset: Tensor, frames: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -217,13 +212,3 @@ def _stretched(border: Tensor, length: int, dim: int) -> Tensor:
 def _repeated(border: Tensor, length: int, dim: int) -> Tensor:
     """Repeat the middle two of four values along the whole axis."""
     return torch.cat([border.narrow(dim, 1, 2).flip(dim)] * (length // 2), dim)
-
-
-def _product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype for products of weights: `dtype` where its sums are float32 internally."""
-    if device_kind(device) in ("nvidia", "amd"):
-        return dtype
-    wide = torch.promote_types(dtype, torch.float32)
-    if device.type != "cpu" or dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
-        return wide
-    return dtype if torch.ops.mkldnn._is_mkldnn_bf16_supported() else wide

@@ -24,11 +24,14 @@ class TemporalCache:
         band_bytes: int | None = None,
         workspace: Workspace | None = None,
         coding: Coding | None = None,
+        route_token: object | None = None,
+        same_shapes: bool = False,
     ) -> None:
         self.first = True  # The current step holds the first frame of the video, and only that
         self.single_frame = single_frame  # The video has only this frame, so nothing is kept
         self.band_bytes = band_bytes  # Bands of rows of much larger frames; None: no bands
         self.coding = coding
+        self.same_shapes = same_shapes  # Another shape of a convolution would cost a search
         # Frames until the next input is static, the only ones that are computed; None: all.
         self.settling: Settling | None = None
         # Layers, of those that ask, which have seen the first frame only.
@@ -36,6 +39,8 @@ class TemporalCache:
         self.workspace = Workspace() if workspace is None else workspace
         self.scratch, self.reused = self.workspace.scratch, self.workspace.reused
         self.tails: dict[nn.Module, Tensor] = {}  # `[B, C, context, H, W]` by convolution
+        # Stands for the conditions under which the routes of the convolutions are decided.
+        self.route_token = route_token or object()
 
     def result(self, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor:
         """Return channels-last memory for a result: reused where new memory is slow, or new."""

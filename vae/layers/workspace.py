@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...kernels import zero_of
+from ...kernels import has_own_memory, zero_of
 
 # Blocks from this size on are kept for later results. glibc maps blocks over 32 MB anew each time,
 # and the first touch of 50 MB of new pages takes 13-30 ms, as long as the convolution that fills
@@ -49,7 +49,7 @@ class Workspace:
         The memory becomes free when the last tensor that uses it is gone.
         """
         nbytes = prod(shape) * like.element_size()
-        kept = like.device.type == "cpu" and nbytes >= KEPT_BYTES
+        kept = nbytes >= KEPT_BYTES and not (like.is_meta or has_own_memory(like.device))
         if not kept or _count_alone() is None:
             return None
         free = [block for block in self._blocks if _users(block) == 1]

@@ -1,35 +1,13 @@
 """Base of the encoders and decoders of all families: a chain of causal layers."""
 
-from collections.abc import Callable, Hashable
-from typing import Any, TypeVar, cast
+from typing import cast
 
+import torch
 from torch import nn
 
+from ...kernels import Snapshot, route_conditions
 from ..layers.causal_layer import CausalLayer
-
-# Results that a network keeps: sizes of frames come and go, and each has some 100 kB.
-_MOST_KEPT = 64
-
-_Result = TypeVar("_Result")
-
-
-class Kept(dict[Hashable, Any]):
-    """Results that follow from the layers of a network; a copied or pickled one starts without."""
-
-    def __deepcopy__(self, memo: object) -> "Kept":
-        return Kept()
-
-    def __reduce__(self) -> tuple[type["Kept"], tuple[()]]:
-        return Kept, ()
-
-    def of(self, key: Hashable, make: Callable[[], _Result]) -> _Result:
-        """Return the result for `key`, from `make` the first time; it must not hold the network."""
-        result = self.get(key)
-        if result is None:
-            for oldest in list(self)[: len(self) - _MOST_KEPT + 1]:
-                self.pop(oldest, None)
-            result = self[key] = make()
-        return result
+from ..layers.conv import Kept
 
 
 class Network(nn.Module):
@@ -43,6 +21,10 @@ class Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.kept = Kept()
+
+    def route_token(self, seen: Snapshot, device: torch.device) -> object:
+        """Return what stands for the conditions of routes in videos on `device` that see `seen`."""
+        return self.kept.of(("routes", device, route_conditions(seen)), object)
 
     def layers(self) -> list[CausalLayer]:
         """Return the layers in order."""

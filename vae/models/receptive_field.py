@@ -20,12 +20,16 @@ def latents_before(decoder: Network) -> int:
     Counted from the frames back to the latents: a layer that doubles the frames halves the sum,
     and each convolution adds its context. None does so behind the doubling of its layer.
     """
-    frames = 0
-    for layer in reversed(decoder.layers()):
-        for part in reversed(layer.blocks):
-            contexts = [each.context for each in part.modules() if isinstance(each, Conv)]
-            frames = math.ceil(frames / part.times) + sum(contexts)
-    return frames
+
+    def counted() -> int:
+        frames = 0
+        for layer in reversed(decoder.layers()):
+            for part in reversed(layer.blocks):
+                contexts = [each.context for each in part.modules() if isinstance(each, Conv)]
+                frames = math.ceil(frames / part.times) + sum(contexts)
+        return frames
+
+    return decoder.kept.of("latents before", counted)
 
 
 def frames_before(layers: Sequence[CausalLayer]) -> int:

@@ -40,9 +40,9 @@ class Replicas:
     def on(self, device: torch.device, name: str, network: Network) -> Network:
         """Return the network itself or its copy on a device, made or refreshed if necessary."""
         network = unwrapped(network)
-        sources = _tensors(network)
-        if sources[0].device == device:
+        if next(network.parameters()).device == device:
             return network
+        sources = _tensors(network)
         with self._lock, torch.inference_mode(False), torch.no_grad():
             known = self._known.get((device, name))
             form, stamps = _form(network), [stamp_of(source) for source in sources]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from ...kernels import code_steps, group_norm_silu, group_norm_statistics
+from ...kernels import WeightForm, code_steps, group_norm_silu, group_norm_statistics
 from ..layers import row_bands
 from ..layers.causal_conv import CausalConv3d
 from ..layers.causal_layer import CausalLayer
@@ -204,9 +204,9 @@ class ShrinkingConv3d(CausalConv3d):
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
         """Convolve `x` `[B, C, T, H, W]` with `cache` to `[B, C, T / stride, H / 2, W / 2]`."""
         window = self._bordered(x, cache)
-        if cache.first:
-            return self.convolve(window, "summed", (2, 2), (0, 0), cache)
-        return self.convolve(window, "volume", (self.stride, 2, 2), (0, 0), cache)
+        kind, stride = ("summed", 1) if cache.first else ("volume", self.stride)
+        route = self.routed(WeightForm(kind, x.dtype), (stride, 2, 2), cache)
+        return self.convolve(window, route, (0, 0), cache)
 
     def _bordered(self, x: Tensor, cache: TemporalCache) -> Tensor:
         """Join the tail, the new frames, and a row and a column of zeros; keep the tail."""

@@ -5,11 +5,10 @@ activation `[B, C, T, H, W]`, channels-last, and the `TemporalCache` of the vide
 its input. `taps` is the number of temporal taps of a convolution.
 """
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,6 @@ from ..layers.causal_layer import CausalLayer
 from ..layers.conv import PointwiseConv, Terms
 from ..layers.resample_conv import StridedConv2d, UpsampleConv2d
 from ..layers.temporal_cache import TemporalCache
-from ..layers.workspace import Handover
 
 
 class RMSNorm(nn.Module):
@@ -81,28 +79,11 @@ class ResidualBlock(CausalLayer):
 
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
         """Run the block on `x` `[B, C_in, T, H, W]` with `cache`; return `[B, C_out, T, H, W]`."""
-        norm1, norm2 = (cast(RMSNorm, self.residual[key]) for key in "03")
-        conv1, conv2 = (cast(CausalConv3d, self.residual[key]) for key in "26")
-        late = not conv1.fusing(x, cache).adds_bias
-        enter = conv1.filled(norm1.silu, cache)
-        if self._norms_in_place(x, cache):
-            y, fill = Handover(conv1(x, cache, enter, Terms(gamma=norm2.gamma))), None
-        else:
-            y = Handover(conv1(x, cache, enter, Terms(biased=not late, dtype=x.dtype)))
-            silu = functools.partial(norm2.silu, bias=conv1.bias) if late else norm2.silu
-            fill = conv2.filled(silu, cache)
+        norm1, conv1, norm2, conv2 = cast(Any, self.residual.values())
+        y, fill = conv1.into(norm2, conv2, x, cache, conv1.filled(norm1.silu, cache))
         if self.shortcut is None:
             return conv2(y, cache, fill, Terms(x))
-        residual = self.shortcut(x, biased=not late)
-        return conv2(y, cache, fill, Terms(residual, self.shortcut.bias if late else None))
-
-    def _norms_in_place(self, x: Tensor, cache: TemporalCache) -> bool:
-        """Return whether the first convolution writes the norm, and the second reads it there."""
-        conv1, conv2 = (cast(CausalConv3d, self.residual[key]) for key in "26")
-        if conv2.reads_codes(cache) or not conv1.fusing(x, cache, norm=True).norm:
-            return False
-        between = x[:, :1].expand(-1, conv2.weight.shape[1], -1, -1, -1)  # only for its shape
-        return cache.first or conv2.fusing(between, cache).tail
+        return conv2(y, cache, fill, self.shortcut.as_residual(x, conv2.route(x, cache)))
 
 
 class AttentionBlock(CausalLayer):

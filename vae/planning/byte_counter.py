@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...kernels import new_video
+from ...kernels import SIGNATURES, new_video
 from ..layers.workspace import Workspace
 
 _IN_PLACE = {"aten::add_", "aten::sub_", "aten::mul_"}
@@ -123,17 +123,15 @@ class ByteCounter(TorchDispatchMode):
             self._read(*args, result)
         return result
 
-    def op(
-        self, _: object, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], made: Tensor
-    ) -> None:
+    def op(self, _: object, name: str, args: Sequence[Any], made: Tensor) -> None:
         """Count an op of `kernels`, whatever would run it: what it is given, and its result."""
+        given = dict(zip(SIGNATURES[name], args, strict=True)) | {"out": None}
         # A norm also replaces the tail that it reads.
-        again = kwargs.get("tail") if name.endswith("norm_silu") else None
-        self._read(*args, *(each for key, each in kwargs.items() if key != "out"), made, again)
+        again = given["tail"] if name.endswith("norm_silu") else None
+        self._read(*given.values(), made, again)
         if name == "attention":
             self.head = args[0].shape[-1]
-        residual = args[2] if name == "bias_residual" and len(args) > 2 else kwargs.get("residual")
-        self.adds |= residual is not None
+        self.adds |= given.get("residual") is not None
 
     def leave_out(self, make: Callable[[], Tensor]) -> Tensor:
         """Return what `make` returns, whose storage does not count."""

@@ -317,7 +317,7 @@ def _reordered(layer: CausalLayer, *, single_frame: bool) -> int:
     """Return the elements of the largest weight that oneDNN reorders in each call."""
     found = [0]
     for conv in (each for each in layer.modules() if isinstance(each, Conv)):
-        numbers, kind = conv.weight.numel(), conv.first_form if single_frame else "volume"
+        numbers, kind = conv.weight.numel(), conv.first_kind if single_frame else "volume"
         if not keeps_form(kind, numbers):
             # The weight of a first frame has fewer taps, which are copied in PyTorch's order too.
             found.append(

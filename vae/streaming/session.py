@@ -215,12 +215,16 @@ class VideoSession:
         kept = planned.network.kept
         drop_stale_forms(kept.of("convs", lambda: [m for m in modules() if isinstance(m, Conv)]))
 
+        token = planned.network.route_token(self._seen, device)
+
         def new_cache() -> TemporalCache:
             cache = TemporalCache(
                 single_frame=planned.single_frame,
                 band_bytes=plan.part_bytes,
                 workspace=self._workspace,
                 coding=self._coding,
+                route_token=token,
+                same_shapes=self._searches,
             )
             cache.first = begins
             return cache

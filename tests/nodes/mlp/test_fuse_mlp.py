@@ -42,14 +42,13 @@ def calls(monkeypatch):
     """The input shape of each kernel call, and whether the call got an `out`."""
     from fast_video_vae.nodes.mlp import fuse
 
-    seen, kernel = [], fuse.run_kernel
+    seen, kernel = [], fuse.silu_mul_by_kernel
 
-    def counted(op, x, gate, *, out=None):
-        assert op == "silu_mul"
+    def counted(x, gate, out=None):
         seen.append((x.shape, out is not None))
-        return kernel(op, x, gate, out=out)
+        return kernel(x, gate, out)
 
-    monkeypatch.setattr(fuse, "run_kernel", counted)
+    monkeypatch.setattr(fuse, "silu_mul_by_kernel", counted)
     return seen
 
 
@@ -134,7 +133,7 @@ def test_without_a_kernel_the_result_is_bit_identical(cls, monkeypatch):
     """A GPU without Triton must not be slower for the node."""
     from fast_video_vae.nodes.mlp import fuse
 
-    monkeypatch.setattr(fuse, "run_kernel", lambda *_, **__: None)
+    monkeypatch.setattr(fuse, "silu_mul_by_kernel", lambda *_, **__: None)
     with torch.inference_mode():
         result, expected = outputs(cls(), torch.randn(2, 5, 8))
     assert torch.equal(result, expected)

@@ -1,12 +1,10 @@
 """A candidate for convolutions that fuses a chosen set of terms, in plain PyTorch."""
 
-from types import SimpleNamespace
-
 import torch
 import torch.nn.functional as F
 
 from fast_video_vae.kernels import Fused, backends, modules
-from fast_video_vae.vae.layers import conv
+from fast_video_vae.vae.models import base
 
 ALL = Fused(tail=True, sums=True, norm=True, bias=True)
 CHOICES = {
@@ -25,39 +23,40 @@ class Candidate:
         self.fused = fused
         self.tails = self.norms = 0
 
-    def fuses(self, x, weight, stride, padding, *, norm):
+    def refuse(self, x):
+        pass
+
+    def launches(self):
+        return {"conv3d": self._conv3d}
+
+    def fuses(self, weight):
         return self.fused
 
-    def conv3d(self, x, weight, bias=None, *, stride, padding, tail=None, **terms):
-        assert tail is None or self.fused.tail
+    def _conv3d(self, x, weight, bias, *others):
+        residual, residual_bias, gamma, tail, out, stride, padding, _ = others
+        fused = self.fused
+        assert tail is None or fused.tail
+        assert fused.sums or (residual, residual_bias, gamma, out) == (None,) * 4
         self.tails += tail is not None
-        window = x if tail is None else torch.cat([tail, x], dim=2)
-        y = F.conv3d(window, weight.plain(), None, stride, (0, *padding))
-        return self._finished(y, bias, **terms)
-
-    def conv2d(self, x, weight, bias=None, *, stride, padding, **terms):
-        y = F.conv2d(x, weight.plain(), None, stride, padding)
-        return self._finished(y, bias, **terms)
-
-    def _finished(self, y, bias, residual=None, residual_bias=None, gamma=None, out=None):
-        assert self.fused.sums or (residual, residual_bias, gamma, out) == (None,) * 4
-        ones, dtype = [1] * (y.ndim - 2), y.dtype
+        window, taps = x if tail is None else torch.cat([tail, x], dim=2), weight.plain()
+        taps = taps.unsqueeze(2) if taps.ndim == 4 else taps
+        y, dtype = F.conv3d(window, taps, None, stride, (0, *padding)), x.dtype
         for each in (bias, residual_bias):
-            y = y if each is None else y + each.view(1, -1, *ones)
+            y = y if each is None else y + each.view(1, -1, 1, 1, 1)
         y = y if residual is None else y + residual
         if gamma is not None:
             self.norms += 1
-            y = F.normalize(y, dim=1, eps=1e-12) * y.shape[1] ** 0.5 * gamma.view(1, -1, *ones)
+            y = F.normalize(y, dim=1, eps=1e-12) * y.shape[1] ** 0.5 * gamma.view(1, -1, 1, 1, 1)
             y = F.silu(y)
-        order = torch.channels_last if y.ndim == 4 else torch.channels_last_3d
-        return y.to(dtype, memory_format=order) if out is None else out.copy_(y)
+        if out is not None:
+            return out.copy_(y)
+        return y.to(dtype, memory_format=torch.channels_last_3d)
 
 
 def serve(patch, choice):
     """Let a candidate serve all convolutions, and return it."""
     candidate = Candidate(CHOICES[choice])
-    names = SimpleNamespace(**{k: getattr(candidate, k) for k in ("fuses", "conv2d", "conv3d")})
-    patch.setitem(modules._loaded, "sliced", names)
-    patch.setattr(conv, "route_token", lambda: candidate)  # kept routes are of others
+    patch.setitem(modules._loaded, "sliced", candidate)
+    patch.setattr(base, "route_conditions", lambda _: candidate)  # kept routes are of others
     patch.setattr(backends, "CONVOLUTION_ORDER", ("sliced", "reference"))
     return candidate

@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fast_video_vae.kernels import Fused, backends, modules, shapes
+from fast_video_vae.kernels import Fused, backends, modules
+from fast_video_vae.kernels.convolution.terms import result_of
 from fast_video_vae.tests.benchmarks import bench_memory, count_bytes
 from fast_video_vae.tests.benchmarks.bench_memory import Case
 from fast_video_vae.tests.benchmarks.weights import random_weights
 from fast_video_vae.vae import VideoVAE, load_vae, validation
-from fast_video_vae.vae.layers import conv
+from fast_video_vae.vae.models import base
 from fast_video_vae.vae.streaming import session
 
 
@@ -70,18 +71,19 @@ class Empty:
     def __init__(self, fused: Fused) -> None:
         self._fused = fused
 
-    def fuses(self, x, weight, stride, padding, *, norm):
+    def refuse(self, x):
+        pass
+
+    def launches(self):
+        return {"conv3d": self._conv3d}
+
+    def fuses(self, weight):
         return self._fused
 
-    def conv3d(self, x, weight, bias=None, *, stride, padding, tail=None, out=None, **terms):
+    def _conv3d(self, x, weight, *others):
+        *_, tail, out, stride, padding, _ = others
         weight.plain()
-        size = shapes.convolved(x, weight.shape, stride, (0, *padding), tail)
-        return shapes.new_video(x, size) if out is None else out
-
-    def conv2d(self, x, weight, bias=None, *, stride, padding, out=None, **terms):
-        weight.plain()
-        size = shapes.convolved(x, weight.shape, stride, padding)
-        return shapes.new_video(x, size) if out is None else out
+        return result_of(x, weight, tail, out, stride, padding)
 
 
 def live_peak(case: Case, fused: Fused | None = None) -> tuple[int, int]:
@@ -96,7 +98,7 @@ def live_peak(case: Case, fused: Fused | None = None) -> tuple[int, int]:
             stack.enter_context(mock.patch.dict(modules._loaded, sliced=Empty(fused)))
             stack.enter_context(mock.patch.object(backends, "CONVOLUTION_ORDER", order))
         # Routes of other calls are kept with the layers.
-        stack.enter_context(mock.patch.object(conv, "route_token", return_value=fused))
+        stack.enter_context(mock.patch.object(base, "route_conditions", return_value=fused))
         stack.enter_context(without_values())
         # The first stream derives weights, which count as weights.
         small = replace(case, size=(64, 64), tile=None, limit_bytes=1 << 40)

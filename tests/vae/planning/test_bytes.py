@@ -14,14 +14,9 @@ LIMIT_BYTES = 16 << 30
 LAUNCHES = 110
 
 
-# Most traffic of a step with our own convolution, next to that with the library's. Blocks of more
-# than 192 channels have a pass for their second norm.
-OWN_SHARES = {
-    ("wan2.1", "decode"): 0.75,
-    ("wan2.1", "encode"): 0.75,
-    ("wan2.2", "decode"): 0.85,
-    ("wan2.2", "encode"): 0.75,
-}
+# Most traffic of a step with our own convolution, next to that with the library's, which runs those
+# to more than 192 channels: nearly all of Wan 2.2.
+OWN_SHARE = 0.75
 
 # Most traffic without the convolutions of a decode of 720 x 1280 with less free memory, next to
 # that with 22 GiB.
@@ -49,16 +44,15 @@ def test_the_traffic_of_a_step_is_near_the_minimum(family, direction):
     assert counter.launches / latents <= LAUNCHES, counter.by_op
 
 
-@pytest.mark.parametrize(("family", "direction"), OWN_SHARES)
-def test_our_own_convolution_saves_passes(family, direction):
+@pytest.mark.parametrize("direction", ["decode", "encode"])
+def test_our_own_convolution_saves_passes(direction):
     """It reads tails where they are, and adds and norms while it writes."""
-    config = count_bytes.configs()[family]
+    config = count_bytes.configs()["wan2.1"]
     (plain, _), (own, latents) = (
         count_bytes.steady_step(config, direction, 720, 1280, LIMIT_BYTES, own=own)
         for own in (False, True)
     )
-    assert "convolution" not in own.by_op
-    assert own.total <= OWN_SHARES[family, direction] * plain.total, own.by_op
+    assert own.total <= OWN_SHARE * plain.total, own.by_op
     assert own.launches < plain.launches
     own, latents = count_bytes.steady_step(config, direction, 720, 1280, LIMIT_BYTES, 4, own=True)
     assert own.launches / latents <= LAUNCHES, own.by_op

@@ -19,8 +19,7 @@ from fast_video_vae.tests.tools.footprint_table import networks, table
 from fast_video_vae.tests.vae.families import STATES, VIDEO
 from fast_video_vae.tests.vae.planning.live_bytes import live_peak
 from fast_video_vae.vae import StreamOptions, load_vae
-from fast_video_vae.vae.layers import conv_weights
-from fast_video_vae.vae.models import base
+from fast_video_vae.vae.layers import conv, conv_weights
 from fast_video_vae.vae.planning import device_memory, footprint, frames, plan
 from fast_video_vae.vae.planning.frames import Frames, Plan
 from fast_video_vae.vae.planning.job import StreamJob
@@ -319,7 +318,7 @@ def test_the_table_has_the_footprints_of_the_layers():
 
 
 def test_kept_estimates_keep_no_network_and_not_every_size(monkeypatch):
-    monkeypatch.setattr(base, "_MOST_KEPT", 3)
+    monkeypatch.setattr(conv, "_MOST", 3)
     vae = load_vae(random_state_dict(8), dtype=torch.float32)
     for height in range(8, 72, 8):
         vae.plan(height, 64)

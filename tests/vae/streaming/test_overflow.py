@@ -123,7 +123,7 @@ def test_the_next_decode_starts_in_bfloat16_in_silence(vae, caplog, monkeypatch)
 
 def test_the_weights_of_float16_are_freed_after_an_overflow(vae):
     def kept():
-        return {dtype for each in vae.modules() for _, dtype in getattr(each, "forms", {})}
+        return {form.dtype for each in vae.modules() for form in getattr(each, "forms", {})}
 
     vae.decode(video(vae, 2), 1)
     assert torch.float16 in kept()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ....kernels import Snapshot, on_device, seeing, synchronize
+from ....kernels import Snapshot, on_device, searches_shapes, seeing, synchronize
 from ...layers.inputs.coding import Coding
 from ...layers.temporal_cache import TemporalCache
 from ...layers.workspace import Workspace, canonical
@@ -54,7 +54,8 @@ class Member:
         network = work.replicas.on(band.device, name, work.job.network)
         job = replace(work.job, network=network, device=band.device)
         coding = Coding(job.coded, band.device) if job.coded else None
-        memory = _Memory(stopped)
+        memory, self._seen = _Memory(stopped), work.kernels(band.device)
+        token = network.route_token(self._seen, band.device)
 
         def new_cache() -> TemporalCache:
             cache = TemporalCache(
@@ -62,6 +63,8 @@ class Member:
                 band_bytes=band.part_bytes,
                 workspace=memory,
                 coding=coding,
+                route_token=token,
+                same_shapes=searches_shapes(band.device),
             )
             cache.first = work.begins
             return cache
@@ -70,7 +73,7 @@ class Member:
             job, band.tiles, new_cache, band.part_bytes, parked=band.parked
         )
         self.caches = self.executor.caches
-        self._seen, self._full = work.kernels(band.device), job.dtype == torch.float32
+        self._full = job.dtype == torch.float32
 
     def stop(self) -> None:
         """End the work, which the event does."""

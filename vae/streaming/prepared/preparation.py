@@ -1,7 +1,7 @@
 """The kernels of a VAE, built in the background from the moment that it is loaded.
 
 A network runs once on `meta` tensors, in the sizes of usual videos and of a picture, and the ops
-that it calls are built and checked. Sizes matter little: see `kernels/variants.py`.
+that it calls are built and checked. Sizes matter little: see `kernels/ready/variants.py`.
 """
 
 import threading
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ....kernels import Prepared, frames_to_images, pixel_shuffle_3d, prepare
+from ....kernels import Prepared, frames_to_images, pixel_shuffle_3d
 from ...layers.inputs.coding import Coding, name_convolutions
 from ...layers.temporal_cache import TemporalCache
 from ...layers.workspace import canonical
@@ -50,7 +50,7 @@ def prepared(device: torch.device, work: Work) -> Prepared:
     key = device, work
     with _lock:
         if key not in _prepared:
-            _prepared[key] = prepare(device, lambda: _record(work))
+            _prepared[key] = Prepared(device, lambda: _record(work))
         _prepared[key].renew()  # after a proof, because its tiles lay memory out in another way
         return _prepared[key]
 
