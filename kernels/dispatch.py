@@ -6,7 +6,6 @@ built and right, and `routes.py` the candidates of the convolutions.
 
 import functools
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -50,8 +49,13 @@ def run(op: str, *args: Any) -> Any:  # noqa: ANN401, those of `SIGNATURES`
     notes = recorder()
     if notes is not None:
         return _noted(notes, op, args)
-    reasons = dict[str, str]()
     names, built = _order(op, args)
+    return _first(names, op, args, built=built)
+
+
+def _first(names: Sequence[str], op: str, args: tuple[Any, ...], *, built: bool) -> Any:  # noqa: ANN401
+    """Run an op on the first of some backends that supports the call; `built`: they run it."""
+    reasons = dict[str, str]()
     if names != _REFERENCE:
         try:
             refuse_memory(op, args)
@@ -88,6 +92,7 @@ def convolve(
         terms = bias, residual, residual_bias, gamma, tail, out
         plain = functools.partial(convolve, replace(route, proves=None), x, weight, *terms, padding)
         return proofs.proved(route.proves, (x, weight, *terms, route.stride, padding), plain)
+    tail = tail if tail is not None and tail.shape[2] else None
     if residual is None:
         bias, residual_bias = sum_of(bias, residual_bias, x.dtype), None
     reasons = dict[str, str]()
@@ -152,12 +157,12 @@ def silu_mul_by_kernel(x: Tensor, gate: Tensor, out: Tensor | None = None) -> Te
     if requires_gradient((x, gate)):
         return None
     args = x, gate, x.new_empty(x.shape) if out is None else out
-    for name in _order("silu_mul", args)[0]:
-        with suppress(Refusal):
-            if name != "reference":
-                refuse_memory("silu_mul", args)
-                return ask(name, "silu_mul", *args)
-    return None
+    names = [name for name in _order("silu_mul", args)[0] if name != "reference"]
+    try:
+        # Asked, because those of other nodes may be subclasses of tensors.
+        return _first(names, "silu_mul", args, built=False)
+    except BackendError:
+        return None
 
 
 def refuse_gradients(op: str, args: tuple[Any, ...]) -> None:

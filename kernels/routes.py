@@ -157,8 +157,8 @@ def _chosen(
     none_serves = plays is not None and not plays.tiles
     if device_kind(device) not in TRIED or weight.dtype not in _NARROW or none_serves:
         return None, None
-    outputs, inputs, *taps = weight.shape
-    kind = Kind(inputs, outputs, (1, *taps)[-3:], stride, video)
+    outputs, inputs, *_ = weight.shape
+    kind = Kind(inputs, outputs, weight.kernel, stride, video)
     chip = chip_of(device)
     entries = KERNELS.get(chip)
     if entries is not None:

@@ -36,6 +36,8 @@ class ConvWeight:
         keeps: bool = True,
     ) -> None:
         self.shape, self.dtype, self.device, self.keeps = tuple(shape), dtype, device, keeps
+        # Taps in frames, rows and columns.
+        self.kernel = (1, *self.shape[2:])[-3:]
         self._derive = derive
         self._layouts: dict[Hashable, Tensor] = {}
 

@@ -66,10 +66,9 @@ def conv3d(
     """Convolve a video, or each of its frames."""
     if any(step != 1 for step in stride) or variant not in (0, 1):
         raise Refusal(f"it has variants 0 and 1 at stride 1, not {variant} at {list(stride)}")
-    outputs, inputs, *kernel = weight.shape
-    copies, norm = not variant, gamma is not None
-    tile = tile_of((1, *kernel)[-3:], inputs, outputs, copies=copies, norm=norm)
-    tail, taps = tail if tail is not None and tail.shape[2] else None, weight.plain()
+    outputs, inputs, *_ = weight.shape
+    copies, norm, taps = not variant, gamma is not None, weight.plain()
+    tile = tile_of(weight.kernel, inputs, outputs, copies=copies, norm=norm)
     out = result_of(x, weight, tail, out, stride, padding)
     vectors = _of_one_dtype(x, bias, residual_bias, gamma)
     _refuse_memory(x, tail, residual, out, [taps, *vectors])

@@ -37,7 +37,7 @@ def conv3d(
     """Convolve a video, or each of its frames, with a tile of the chip by its `number`."""
     if x.dtype not in (torch.float16, torch.bfloat16):
         raise Refusal(f"its convolutions are for 16 bits, x is {x.dtype}".replace("torch.", ""))
-    kernel, tail = (1, *weight.shape[2:])[-3:], tail if tail is None or tail.shape[2] else None
+    kernel = weight.kernel
     if kernel[1] * kernel[2] > _MOST_TAPS:
         raise Refusal(f"the kernel has more than {_MOST_TAPS} taps in a frame")
     tile, taps = tile_of(x, weight, number), weight.plain()

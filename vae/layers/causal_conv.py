@@ -108,7 +108,7 @@ class CausalConv3d(Conv, CausalLayer):
         if fill is None and route.reads_codes:
             fill = copied
         if cache.settling is not None and not cache.first:
-            return self._settled(cache.settling, given, cache, fill, terms)
+            return self._settled(cache.settling, given, cache, fill, terms, route)
         if route.joined and self.context:
             window = self._joined(given, cache, fill)
             del given, fill
@@ -149,6 +149,7 @@ class CausalConv3d(Conv, CausalLayer):
         cache: TemporalCache,
         fill: Fill | None,
         terms: Terms,
+        route: Route,
     ) -> Tensor:
         """Run `forward` on a chunk whose last frames are static."""
         cache.settling = settling = settling.behind(self.weight.shape[2], self.stride)
@@ -156,7 +157,6 @@ class CausalConv3d(Conv, CausalLayer):
         if not frames:
             return x.new_empty(x.shape[0], self.weight.shape[0], 0, *x.shape[3:])
         terms = terms.of(lambda residual: fitted(residual, frames))
-        route = self.route(x, cache)
         window = self._joined(x, cache, fill, frames * self.stride)
         return self.convolve(window, route, self.pads, cache, terms)
 

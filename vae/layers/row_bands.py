@@ -43,9 +43,8 @@ def convolve(
     out = terms.residual
     if out is None:
         out = cache.result((batch, conv.weight.shape[0], frames, height, width), x)
-    like, pad = conv.like(x, cache), conv.padding
-    route = conv.route(x, cache)
-    zero, side = zero_of(like.dtype), 0 if like.is_floating_point() else pad  # codes have a border
+    like, pad, route = conv.like(x, cache), conv.padding, conv.route(x, cache)
+    zero, side = zero_of(like.dtype), pad if route.reads_codes else 0  # codes have a border
     tail = None if cache.single_frame else conv.tail(x, cache)
     known = 0 if cache.first else conv.context
     # A band reads the old last rows of the band above; they are replaced after that.
