@@ -12,6 +12,9 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before the first import of triton
+if "pytest" in sys.modules:  # and not a benchmark
+    # The arguments of ops are checked within streams too; before the first import of `kernels`.
+    os.environ.setdefault("FAST_VIDEO_VAE_CHECKS", "1")
 
 _init = Path(__file__).resolve().parents[1] / "__init__.py"
 _spec = importlib.util.spec_from_file_location("fast_video_vae", _init)
@@ -22,10 +25,8 @@ _spec.loader.exec_module(sys.modules["fast_video_vae"])
 def pytest_configure():
     """The tensors of the tests are tiny: a second thread costs more than it does.
 
-    The C++ kernels are built before the tests, which would otherwise run during their build. The
-    arguments of ops are checked within streams too.
+    The C++ kernels are built before the tests, which would otherwise run during their build.
     """
-    os.environ.setdefault("FAST_VIDEO_VAE_CHECKS", "1")
     torch.set_num_threads(1)
     importlib.import_module("fast_video_vae.kernels").native_library()
 

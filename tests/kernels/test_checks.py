@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fast_video_vae import kernels
-from fast_video_vae.kernels import BackendError, use_backend
+from fast_video_vae.kernels import BackendError, Snapshot, checks, seeing, use_backend
 from fast_video_vae.kernels.backends import SIGNATURES
 from fast_video_vae.tests.kernels.cases import OPS, inputs, missing, video
 
@@ -155,6 +155,20 @@ def test_ops_run_on_the_meta_device(op):
 
     meta = {name: moved(value) for name, value in keywords.items()}
     assert getattr(kernels, op)(*map(moved, args), **meta).shape == shape
+
+
+def test_calls_within_a_stream_are_not_checked_again(monkeypatch):
+    """Its layers give what fits; the tests set the switch for the other cases."""
+    seen = Snapshot(0, 0, native=False)
+    assert checks.wanted()
+    with seeing(seen):
+        assert checks.wanted()  # by the switch
+        monkeypatch.setattr(checks, "_ALWAYS", False)
+        with monkeypatch.context() as patch:
+            patch.setattr(checks, "fit", lambda *_, **__: pytest.fail("the call is checked"))
+            kernels.silu_mul(v(*X), v(*X))
+    with pytest.raises(ValueError, match="gate"):
+        kernels.silu_mul(v(*X), ONES)
 
 
 @pytest.mark.parametrize("name", ["native", "reference"])
