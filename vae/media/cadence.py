@@ -40,46 +40,37 @@ HIGHEST = Fraction(120)
 LOWEST, LIMIT = Fraction(1, 3600), 10_000
 
 
-class PacketTimes:
-    """Passes packets to the decoder and records the times of the first ones."""
-
-    def __init__(self, packets: Iterator[Packet]) -> None:
-        self._packets = packets
-        self._times: list[float | None] = []
-        self._bytes = 0
-        self._whole = False
-
-    def __iter__(self) -> Iterator[Packet]:
-        for packet in self._packets:
-            if packet.size and not packet.is_discard:
-                pts, base = packet.pts, packet.time_base
-                self._times.append(None if pts is None or base is None else float(pts * base))
-                self._bytes += packet.size
-            yield packet
-        self._whole = True
-
-    def times(self) -> list[float]:
-        """Return the sorted display times of the first frames; empty if one is missing."""
-        try:
-            for _ in self:
-                if len(self._times) >= SAMPLE or self._bytes >= SAMPLE_BYTES:
-                    break
-        except FAULTS:
-            pass  # the reader of that part raises the error
-        found = [time for time in self._times if time is not None]
-        if len(found) < len(self._times):
-            return []
-        # Frames shown before the last ones may come after them.
-        return sorted(found) if self._whole else sorted(found)[: max(len(found) - REORDERED, 2)]
+def first_packets(packets: Iterator[Packet]) -> list[Packet]:
+    """Take the packets whose times are read; the rest of the iterator follows them."""
+    taken, size = [], 0
+    try:
+        for packet in packets:
+            taken.append(packet)
+            size += packet.size
+            if len(taken) >= SAMPLE or size >= SAMPLE_BYTES:
+                break
+    except FAULTS:
+        pass  # the reader of that part raises the error
+    return taken
 
 
-def indexed_times(stream: VideoStream) -> list[float]:
-    """Return the decoding times of all frames in seconds; empty without index (PyAV before 17)."""
-    index = getattr(stream, "index_entries", ())
-    if not stream.time_base or not stream.frames or len(index) != stream.frames:
+def display_times(stream: VideoStream, packets: Sequence[Packet]) -> list[float]:
+    """Return the sorted times of frames in seconds; empty if one is missing.
+
+    They are the decoding times of all frames if the file has an index and PyAV (from 17 on) reads
+    it, otherwise the display times of the first `packets`.
+    """
+    shown = [packet for packet in packets if packet.size and not packet.is_discard]
+    found = [float(each.pts * each.time_base) for each in shown if each.pts is not None]
+    if len(found) < len(shown) or not found:
         return []
-    base = float(stream.time_base)
-    return sorted(entry.timestamp * base for entry in itertools.islice(index, INDEXED))
+    index = getattr(stream, "index_entries", ())
+    if stream.time_base and len(index) == stream.frames > 0:
+        base = float(stream.time_base)
+        return sorted(entry.timestamp * base for entry in itertools.islice(index, INDEXED))
+    # The last packet of a file is empty. Frames shown before the last ones may come after them.
+    whole = not packets[-1].size
+    return sorted(found) if whole else sorted(found)[: max(len(found) - REORDERED, 2)]
 
 
 def cadence(times: Sequence[float], announced: Sequence[Fraction]) -> tuple[Fraction | None, bool]:
@@ -90,7 +81,10 @@ def cadence(times: Sequence[float], announced: Sequence[Fraction]) -> tuple[Frac
     known = [rate for rate in announced if 0 < rate < LIMIT]
     if len(times) < 2 or times[-1] <= times[0]:
         return (known[0] if known else None), True
-    measured = _kept(1 / _slope(times))
+    # Least squares average out jitter.
+    middle = (len(times) - 1) / 2
+    apart = sum((index - middle) * (time - times[0]) for index, time in enumerate(times))
+    measured = _kept(sum((index - middle) ** 2 for index in range(len(times))) / apart)
     rates = [*known, *_usual(measured), measured]
     spreads = [_spread(times, float(rate)) for rate in rates]
     most = min(JITTER, min(spreads) + BETTER)
@@ -98,20 +92,13 @@ def cadence(times: Sequence[float], announced: Sequence[Fraction]) -> tuple[Frac
         if spread <= most:
             return rate, True
     dominant = _dominant(times)
-    known = [rate for rate in known if is_near(rate, dominant)]
-    return [*known, *_usual(dominant), dominant][0], False
+    near = [rate for rate in known if is_near(rate, dominant)]
+    return [*near, *_usual(dominant), dominant][0], False
 
 
 def is_near(rate: Fraction, other: Fraction) -> bool:
     """Return whether `rate` is within 1 % of `other`."""
     return abs(rate - other) <= NEAR * other
-
-
-def _slope(times: Sequence[float]) -> float:
-    """Return the seconds per frame by least squares, which averages out jitter."""
-    middle = (len(times) - 1) / 2
-    apart = sum((index - middle) * (time - times[0]) for index, time in enumerate(times))
-    return apart / sum((index - middle) ** 2 for index in range(len(times)))
 
 
 def _spread(times: Sequence[float], rate: float) -> float:

@@ -1,6 +1,8 @@
 """Times of the frames of a video: selection of a range, and conversion to a constant frame rate.
 
-Times are exact fractions of a second, counted from the first frame of the file.
+Times are exact fractions of a second, counted from the first frame of the file. FFmpeg's filter
+`fps` shows the latest frame at each time instead of the nearest one, and repeats and drops frames
+whose times jitter, so frames are chosen here.
 """
 
 import math
@@ -55,112 +57,84 @@ def timed(
         yield TimedFrame(time, end, frame)
 
 
-def between(
-    frames: Iterable[TimedFrame],
-    start: Fraction,
-    end: Fraction | None,
-    pause: Fraction | None = None,
-) -> Iterator[TimedFrame]:
-    """Select the frames of a time range.
+def since(frames: Iterator[TimedFrame], start: Fraction, pause: Fraction) -> Iterator[TimedFrame]:
+    """Drop the frames before `start`.
 
-    Adjacent ranges share no frame and lose none. If no frame starts within `pause` seconds of
-    `start`, the frame on screen at `start` comes first, with its own time.
+    If no frame starts within `pause` seconds of it, the frame on screen at `start` comes first,
+    with its own time.
     """
     shown: TimedFrame | None = None
-    begun = False
     for item in frames:
-        if item.time < start - SLACK:
-            shown = item
-            continue
-        if not begun and shown and pause is not None and item.time > start + pause:
-            yield shown
-        begun = True
-        if end is not None and item.time >= end - SLACK:
+        if item.time >= start - SLACK:
+            if shown and item.time > start + pause:
+                yield shown
+            yield item
+            yield from frames
             return
-        yield item
-    if not begun and shown and pause is not None and shown.end > start + pause:
+        shown = item
+    if shown and shown.end > start + pause:
         yield shown
 
 
-def at_rate(
+def paced(
     frames: Iterable[TimedFrame],
     fps: Fraction,
-    start: Fraction = Fraction(0),
+    start: Fraction,
     end: Fraction | None = None,
+    *,
+    steady: bool = False,
+    lasts: bool = True,
 ) -> Iterator[tuple[av.VideoFrame, int]]:
-    """Convert frames to another rate by repeating and dropping frames.
+    """Convert frames to a constant rate; yield each one shown, and how often in a row.
 
     At `start + n / fps` the frame nearest in time is shown, and the earlier one of two that are
-    equally near within the rounding of files. Yields frames, and how often each is shown in a row.
+    equally near within the rounding of files.
+
+    `steady` is for the video's own rate. There each frame is shown once and in order while it is
+    less than `LEEWAY` frames from its turn, so jitter and rounding change nothing. A frame before a
+    pause is repeated, and of frames that come too fast the earlier ones are dropped, so that no
+    frame is shown `LEEWAY` frames too early or late. `lasts`: the last frame is shown for its own
+    duration, and not once, if every frame lasted as declared. (In MP4 the duration is the time to
+    the frame decoded next, which is not the one shown next if frames are reordered.)
     """
     last: TimedFrame | None = None
     shown = 0
 
-    def due(until: Fraction) -> int:
-        """Return how many frames to show before `until` in addition to those shown."""
-        until = until if end is None else min(until, end)
-        return max(frames_within(until - start, fps), 1) - shown
-
-    for item in frames:
-        if last is not None:
-            # The rounding of the file must not decide between two equally near frames.
-            over = end is not None and item.time >= end - SLACK
-            middle = item.time if over else (last.time + item.time) / 2 + 2 * SLACK
-            if (count := due(middle)) > 0:
-                yield last.frame, count
-                shown += count
-            if over:
-                return
-        last = item
-    if last is not None and (count := due(last.end)) > 0:
-        yield last.frame, count
-
-
-def in_step(
-    frames: Iterable[TimedFrame],
-    fps: Fraction,
-    start: Fraction = Fraction(0),
-    end: Fraction | None = None,
-    *,
-    ends: bool = True,
-) -> Iterator[tuple[av.VideoFrame, int]]:
-    """Convert frames to their constant rate, and keep the timing where they deviate from it.
-
-    Each frame is shown once and in order while it is less than `LEEWAY` frames from its turn, so
-    jitter and rounding change nothing. A frame before a pause is repeated, and of frames that come
-    too fast the earlier ones are dropped, so that no frame is shown `LEEWAY` frames too early or
-    late. A frame after the range ends the last one; `ends`: it is shown for its own duration.
-    """
-    last: TimedFrame | None = None
-    origin, turn = start, 0
-    # Whether every frame lasted as declared. In MP4 the duration is the time to the frame decoded
-    # next, which is not the one shown next if frames are reordered.
-    lasts = ends
-
-    def turn_at(time: Fraction, since: Fraction) -> int:
-        """Return the turn at `time` if the last frame came at `since`."""
-        place = (time - origin) * fps
-        if abs(place - turn - 1) <= LEEWAY and (time - since) * fps > HASTE:
-            return turn + 1
-        return max(round(place), turn)
+    def turn(time: Fraction, before: Fraction) -> int:
+        """Return the output frame at which what follows the frame at `before` appears."""
+        if not steady:
+            return max(frames_within((time if end is None else min(time, end)) - start, fps), 1)
+        place = (time - start) * fps
+        if abs(place - shown - 1) <= LEEWAY and (time - before) * fps > HASTE:
+            return shown + 1
+        return max(round(place), shown)
 
     for item in frames:
         if last is None:
-            origin = max(item.time, start)
-        elif end is not None and item.time >= end - SLACK:
-            yield last.frame, max(turn_at(end, last.time) - turn, 1)
-            return
+            last, start = item, max(item.time, start) if steady else start
+            continue
+        if end is not None and item.time >= end - SLACK:
+            last, lasts = last._replace(end=end), True
+            break
+        if not steady:
+            # The rounding of the file must not decide between two equally near frames.
+            following = turn((last.time + item.time) / 2 + 2 * SLACK, last.time)
+        elif item.time > last.time:
+            following = turn(item.time, last.time)
         else:
-            # A frame at the time of the one before it has no time of its own.
-            following = turn_at(item.time, last.time) if item.time > last.time else turn + 1
-            if following > turn:
-                yield last.frame, following - turn
-            turn = following
-            lasts &= abs(last.end - item.time) * fps < LEEWAY / 3
+            following = shown + 1  # it has no time of its own
+        if following > shown:
+            yield last.frame, following - shown
+        shown = max(following, shown)
+        lasts &= not steady or abs(last.end - item.time) * fps < LEEWAY / 3
         last = item
-    if last is not None:
-        until = last.end if end is None else min(last.end, end)
-        yield last.frame, max(turn_at(until, last.time) - turn, 1) if lasts else 1
+    if last is None:
+        return
+    count = turn(last.end if end is None else min(last.end, end), last.time) - shown
+    if steady:
+        yield last.frame, max(count, 1) if lasts else 1
+    elif count > 0:
+        yield last.frame, count
 
 
 def frames_within(seconds: Fraction, fps: Fraction) -> int:

@@ -2,18 +2,16 @@
 
 Colors follow the matrix and range tags of the file as in FFmpeg, which assumes BT.601 without
 tags. swscale runs with accurate rounding and interpolated chroma, at most 1 level off; its default
-is up to 2 levels off, always downwards.
+is up to 2 levels off, always downwards. `_range_of` has the numbers at which it leaves black and
+white; the result differs from the exact formula by at most 0.1 level of 10 bits (FFmpeg 8.1).
 
-In 16 bits swscale fills the low bits of few formats: white of YUV with limited range becomes
-`255 << 8`, and white of 10-bit YUV with full range `1023 << 6`. `_filled` scales that to 65535. The
-result differs from the exact formula by at most 0.1 level of 10 bits (FFmpeg 7.1 and 8.1).
+It is used through PyAV's reformatter: the filter `scale` ignores where a stream has its chroma.
 
 Floats are linear light, as in OpenEXR; the VAE expects values for a display. swscale has no such
 conversion, so PyTorch applies the curve of sRGB (IEC 61966-2-1).
 """
 
 import logging
-import re
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -38,7 +36,6 @@ EXACT = 0x2000 | 0x4000 | 0x40000
 # Transfers of ISO/IEC 23091-2 that leave floats as linear light: reserved and unspecified, as in
 # files of other programs, and linear.
 _LINEAR = (0, 2, 8)
-_FLOAT = re.compile(r"f(16|32)(?:le|be)$")
 # Pixels up to this many times as wide as high, or as high as wide, occur in files.
 _WIDEST_PIXEL = 10
 
@@ -50,55 +47,37 @@ class Upright:
         self, path: Path, height: int, width: int, scaler: int = BICUBIC, *, deep: bool = False
     ) -> None:
         """Set the upright size; `deep`: convert to 16 bits. One object serves one thread."""
-        self._path = path
-        self._size = (height, width)
+        self._path, self._size, self._deep = path, (height, width), deep
         self._flags = scaler | EXACT
-        self._deep = deep
         self._reformatter = VideoReformatter()
 
     def __call__(self, frame: av.VideoFrame) -> Tensor:
         """Convert `frame` to `[height, width, 3]` uint8 in 0-255, or uint16 in 0-65535 if deep."""
         with faults_name(self._path, "has a frame that cannot be converted"):
             turns = quarter_turns(frame)
-            picture = self._converted(frame, *(self._size[::-1] if turns % 2 else self._size))
-            if not self._deep:
-                found = torch.from_numpy(picture)
-                return torch.rot90(found, turns) if turns else found
-            # PyTorch rotates no uint16, so the same bits are rotated as int16.
-            found = torch.from_numpy(picture.view(np.int16))
-            return (torch.rot90(found, turns) if turns else found).view(torch.uint16)
-
-    def _converted(self, frame: av.VideoFrame, height: int, width: int) -> np.ndarray:
-        if _FLOAT.search(frame.format.name):
-            frame = _displayed(frame)
-        deep = bit_depth(frame) > 8
-        span = frame.color_range
-        if _is_gray(frame):
-            span = ColorRange.JPEG  # as FFmpeg 8 does; `_stretched` follows the tag
-        # The size may change within a stream; as in FFmpeg, the size of the first frame is used.
-        rgb = self._reformatter.reformat(
-            frame,
-            width=width,
-            height=height,
-            format="rgb48le" if deep else "rgb24",
-            interpolation=self._flags,
-            src_color_range=span,
-            dst_color_range=ColorRange.JPEG,
-            # RGB has no matrix, but PyAV before 17 applies the frame's matrix only if the two
-            # differ.
-            dst_colorspace=BT601 if frame.colorspace == BT709 else BT709,
-        ).to_ndarray()
-        if deep:
-            resized = (frame.width, frame.height) != (width, height)
-            rgb = _filled(rgb, _filled_bits(frame, resized=resized))
-        if _is_gray(frame) and frame.color_range == ColorRange.MPEG:
-            rgb = _stretched(rgb, bit_depth(frame))
-        if deep == self._deep:
-            return rgb
-        if deep:
-            return ((rgb.astype(np.int32) * 255 + 32767) // 65535).astype(np.uint8)
-        # A frame of 8 bits in a stream of more.
-        return rgb.astype(np.uint16) * np.uint16(257)
+            height, width = self._size[::-1] if turns % 2 else self._size
+            if _is_float(frame):
+                frame = _displayed(frame)
+            # The size may change within a stream; as in FFmpeg, that of the first frame is used.
+            pixels = self._reformatter.reformat(
+                frame,
+                width=width,
+                height=height,
+                format=_target(frame),
+                interpolation=self._flags,
+                # FFmpeg 8 takes gray for full range, whatever its tag says; so `_range_of` does.
+                src_color_range=ColorRange.JPEG if _is_gray(frame) else frame.color_range,
+                dst_color_range=ColorRange.JPEG,
+                # RGB has no matrix, but PyAV before 17 applies the frame's matrix only if the two
+                # differ.
+                dst_colorspace=BT601 if frame.colorspace == BT709 else BT709,
+            ).to_ndarray()
+        found = torch.from_numpy(np.ascontiguousarray(np.rot90(pixels, turns)))
+        (black, white), top = _range_of(frame), 65535 if self._deep else 255
+        if (black, white) == (0, top):
+            return found
+        levels = found.float().sub_(black).mul_(top / (white - black)).clamp_(0, top).round_()
+        return levels.to(torch.uint16 if self._deep else torch.uint8)
 
 
 def quarter_turns(frame: av.VideoFrame) -> int:
@@ -135,59 +114,62 @@ def _is_gray(frame: av.VideoFrame) -> bool:
     return len(frame.format.components) < 3
 
 
-def _filled_bits(frame: av.VideoFrame, *, resized: bool) -> int:
-    """Return how many high bits of 16 swscale fills for the format of `frame`."""
-    depth = bit_depth(frame)
-    if frame.format.is_rgb:
-        # swscale repeats the bits of planes; if it resizes, it shifts them.
-        return 16 if len(frame.planes) > 1 and not resized else depth
-    full = frame.color_range == ColorRange.JPEG or _is_gray(frame)
-    return depth if full or frame.format.name.startswith("xyz") else 8
+def _is_float(frame: av.VideoFrame) -> bool:
+    return "f16" in frame.format.name or "f32" in frame.format.name
 
 
-def _filled(picture: np.ndarray, bits: int) -> np.ndarray:
-    """Scale `picture` `[H, W, 3]` uint16, in place, so that `bits` ones and zeros become 65535."""
-    if bits < 16:
-        np.minimum(picture, 0x10000 - (1 << (16 - bits)), out=picture)
-        picture += picture >> bits
-    return picture
+def _target(frame: av.VideoFrame) -> str:
+    """Return the format to which swscale converts `frame`.
 
-
-def _stretched(picture: np.ndarray, bits: int) -> np.ndarray:
-    """Convert gray of `bits` from limited to full range, by ITU-R BT.709-6; swscale never does.
-
-    `picture` is `[H, W, 3]`, converted as if the range were full.
+    Between RGB of the same depth it keeps all numbers. Of YUV, 16 bits keep what the matrix gives
+    between two levels.
     """
-    top, step = np.iinfo(picture.dtype).max, 1 << (bits - 8)
-    codes = picture.astype(np.float32) * (((1 << bits) - 1) / top)
-    unit = ((codes - 16 * step) / (219 * step)).clip(0, 1)
-    return np.rint(unit * top).astype(picture.dtype)
+    depth = bit_depth(frame)
+    if depth == 8:
+        return "rgb24"
+    return f"gbrp{depth}le" if frame.format.is_rgb or _is_gray(frame) else "gbrp16le"
+
+
+def _range_of(frame: av.VideoFrame) -> tuple[int, int]:
+    """Return the numbers of black and white in `_target` of `frame`."""
+    depth, full = bit_depth(frame), frame.color_range == ColorRange.JPEG
+    top = (1 << depth) - 1
+    if _is_gray(frame):
+        # swscale never stretches gray of limited range, as ITU-R BT.709-6 has it.
+        limited = frame.color_range == ColorRange.MPEG
+        return (16 << (depth - 8), 235 << (depth - 8)) if limited else (0, top)
+    if frame.format.is_rgb or depth == 8:
+        return 0, top
+    # The low bits stay zero.
+    return 0, top << (16 - depth) if full or frame.format.name.startswith("xyz") else 255 << 8
 
 
 def _displayed(frame: av.VideoFrame) -> av.VideoFrame:
     """Convert floats of linear light with the primaries of BT.709 to 16 bits for a display."""
-    name = frame.format.name
-    planes: tuple[Any, ...] = frame.planes  # buffers, which their type does not declare
-    order = ">" if frame.format.is_big_endian else "<"
-    dtype = f"{order}f{2 if '16' in name else 4}"
-    values = len(frame.format.components) // len(planes)  # of a pixel in a plane
-    parts = []
-    for plane in planes:
-        rows = np.frombuffer(plane, dtype).reshape(frame.height, -1)[:, : values * frame.width]
-        parts.append(rows.reshape(frame.height, frame.width, values))
-    pixels = np.concatenate(parts, axis=2)
-    if _is_gray(frame):
-        pixels = pixels[..., [0, 0, 0]]
-    else:
-        alpha = pixels[..., 3:]
-        pixels = pixels[..., [2, 0, 1] if len(planes) > 1 else [0, 1, 2]]  # planes: G, B, R
-        if alpha.shape[-1]:
-            # OpenEXR stores colors times alpha.
-            pixels = pixels.astype(np.float32) / np.where(alpha > 0, alpha, 1)
-    light = torch.from_numpy(pixels.astype(np.float32)).nan_to_num_(0.0).clamp_(0, 1)
+    light = _floats(frame)
+    if light.shape[2] in (2, 4):
+        # OpenEXR stores colors times alpha.
+        alpha = light[..., -1:]
+        light = light[..., :-1] / np.where(alpha > 0, alpha, 1)
+    light = torch.from_numpy(light).expand(-1, -1, 3).nan_to_num(0.0).clamp_(0, 1)
     # PyAV 14 does not have the tag.
     if int(getattr(frame, "color_trc", 0)) in _LINEAR:
         curve = 1.055 * light ** (1 / 2.4) - 0.055
         light = torch.where(light <= 0.0031308, 12.92 * light, curve)
     levels = (light * 65535).round_().numpy()
     return av.VideoFrame.from_ndarray(levels.astype(np.uint16), format="rgb48le")
+
+
+def _floats(frame: av.VideoFrame) -> np.ndarray:
+    """Return the components of a frame of floats, `[H, W, C]`, which PyAV cannot do for halves."""
+    planes: tuple[Any, ...] = frame.planes  # buffers, which their type does not declare
+    dtype = f"{'>' if frame.format.is_big_endian else '<'}f{2 if 'f16' in frame.format.name else 4}"
+    count = len(frame.format.components) // len(planes)  # of a pixel in a plane
+    parts = [
+        np.frombuffer(plane, dtype).reshape(frame.height, -1)[:, : count * frame.width]
+        for plane in planes
+    ]
+    if len(parts) > 1:
+        parts = [parts[2], *parts[:2], *parts[3:]]  # planes: G, B, R
+    shape = frame.height, frame.width, -1
+    return np.concatenate([part.reshape(shape) for part in parts], axis=2).astype(np.float32)

@@ -4,7 +4,7 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -26,17 +26,16 @@ from .av_input import (
     faults_name,
     opened,
 )
-from .cadence import PacketTimes, cadence, indexed_times, is_near
+from .cadence import cadence, display_times, first_packets, is_near
 from .timestamps import (
     AHEAD,
     LEEWAY,
     SLACK,
     TimedFrame,
-    at_rate,
-    between,
     checked_rate,
     frames_within,
-    in_step,
+    paced,
+    since,
     timed,
 )
 from .upright import Upright, bit_depth, pixel_ratio, quarter_turns, scaler_for
@@ -74,9 +73,9 @@ class VideoFile:
         Frames are `[H, W, 3]` RGB, upright, uint8 or, of more than 8 bits, uint16 unless `dtype` is
         uint8.
         """
-        begin, seconds = self._stretch(start, duration)
-        upright = self._upright(self.height, self.width, dtype)
-        return (upright(item.frame) for item in self._timed(begin, seconds))
+        begin, end = self._range(start, duration)
+        convert = self._converter(1, None, dtype)
+        return (convert(item.frame) for item in _until(end, self._timed(begin, end)))
 
     def pieces(
         self,
@@ -98,32 +97,31 @@ class VideoFile:
         """
         if frames < 1 or (limit is not None and limit < 1):
             raise ValueError(f"frames are {frames}, limited to {limit}; expected at least 1")
-        begin, seconds = self._stretch(start, duration)
+        begin, end = self._range(start, duration)
         rate = None if fps is None else checked_rate(fps)
-        convert = self._fitted(*self.cropped_size(multiple, size), size, dtype)
+        convert = self._converter(multiple, size, dtype)
 
         def pictures() -> Iterator[Tensor]:
-            for frame, count in self._at(rate, begin, seconds):
+            for frame, count in self._paced(rate, begin, end):
                 yield from itertools.repeat(convert(frame), count)
 
         return _runs(itertools.islice(pictures(), limit), frames)
 
-    def _at(
-        self, rate: Fraction | None, begin: Fraction, seconds: Fraction | None
+    def _paced(
+        self, rate: Fraction | None, begin: Fraction, end: Fraction | None
     ) -> Iterator[tuple[av.VideoFrame, int]]:
         """Yield the frames of a range at a constant rate, and how often each is shown."""
-        end = None if seconds is None else begin + seconds
-        if rate is None and self.varies is None:
-            yield from ((item.frame, 1) for item in self._timed(begin, seconds))
-            return
-        found = self._timed(begin, seconds, beyond=True)
+        found = self._timed(begin, end)
         if rate is not None:
-            yield from at_rate(found, rate, begin, end)
+            yield from paced(found, rate, begin, end)
             return
+        if self.varies is None:
+            yield from ((item.frame, 1) for item in _until(end, found))
+            return
+        deviates = self.varies or not is_near(self.announced_fps or self.fps, self.fps)
         noted = False
-        announced = self.announced_fps or self.fps
-        for frame, count in in_step(found, self.fps, begin, end, ends=self.varies is True):
-            if not noted and (self.varies or count > 1 or not is_near(announced, self.fps)):
+        for frame, count in paced(found, self.fps, begin, end, steady=True, lasts=self.varies):
+            if not noted and (deviates or count > 1):
                 noted = True
                 LOG.info("Fast Video VAE: %s has a varying frame rate, or another than it "
                          "declares; it is read at %.5g frames per second, which keeps its timing; "
@@ -151,18 +149,18 @@ class VideoFile:
         limit: int | None = None,
     ) -> int | None:
         """Estimate how many frames `pieces` gives by the declared duration; None: unknown."""
-        begin, seconds = self._stretch(start, duration)
+        begin, end = self._range(start, duration)
         count = self.estimated_frames
         if count is None:
             return None
-        rest = count / self.fps - begin
         if fps is not None or start or duration is not None:
-            rest = rest if seconds is None else min(rest, seconds)
+            length = count / self.fps
+            rest = (length if end is None else min(length, end)) - begin
             count = frames_within(rest, fps or self.fps)
         return count if limit is None else min(count, limit)
 
-    def _stretch(self, start: float, duration: float | None) -> tuple[Fraction, Fraction | None]:
-        """Return start and duration as exact seconds, checked before any work."""
+    def _range(self, start: float, duration: float | None) -> tuple[Fraction, Fraction | None]:
+        """Return start and end as exact seconds, checked before any work."""
         if not 0 <= start < math.inf:
             raise ValueError(f"start is {start} s; expected 0 or more")
         if duration is not None and not 0 < duration < math.inf:
@@ -172,56 +170,45 @@ class VideoFile:
             # Containers round and rates vary; the exact end is found when it is read.
             if start > length + max(MISSING_SECONDS, MISSING_SHARE * float(length)):
                 raise ValueError(f"{self.path} lasts {float(length):.2f} s; start is {start} s")
-        return Fraction(start), None if duration is None else Fraction(duration)
+        return Fraction(start), None if duration is None else Fraction(start) + Fraction(duration)
 
-    def _fitted(
-        self, height: int, width: int, size: tuple[int, int] | None, dtype: torch.dtype | None
+    def _converter(
+        self, multiple: int, size: tuple[int, int] | None, dtype: torch.dtype | None
     ) -> Callable[[av.VideoFrame], Tensor]:
-        """Return the conversion of a frame to `size`, cropped to `[height, width, 3]`."""
-        full = (self.height, self.width) if size is None else self._covering(*size)
-        upright = self._upright(*full, dtype)
+        """Return the conversion of a frame to RGB that covers `size`, `[height, width, 3]`."""
+        if dtype not in (None, torch.uint8):
+            raise ValueError(f"dtype is {dtype}; expected torch.uint8, or None for all bits")
+        height, width = self.cropped_size(multiple, size)
+        own = full = self.height, self.width
+        if size is not None:
+            # The smallest size with the aspect ratio of the video that covers the one asked for.
+            scale = max(Fraction(side, of) for side, of in zip(size, own, strict=True))
+            full = round(own[0] * scale), round(own[1] * scale)
+        scaler = scaler_for(full, own, self.stored_size or own)
+        deep = dtype is None and self.bit_depth > 8
+        upright = Upright(self.path, *full, scaler, deep=deep)
         top, left = (full[0] - height) // 2, (full[1] - width) // 2
         return lambda frame: upright(frame)[top : top + height, left : left + width]
 
-    def _upright(self, height: int, width: int, dtype: torch.dtype | None) -> Upright:
-        """Return the conversion of a frame to `[height, width, 3]`."""
-        if dtype not in (None, torch.uint8):
-            raise ValueError(f"dtype is {dtype}; expected torch.uint8, or None for all bits")
-        shown = self.height, self.width
-        scaler = scaler_for((height, width), shown, self.stored_size or shown)
-        deep = dtype is None and self.bit_depth > 8
-        return Upright(self.path, height, width, scaler, deep=deep)
-
-    def _covering(self, height: int, width: int) -> tuple[int, int]:
-        """Return the smallest size with the aspect ratio of the video that covers another."""
-        if width * self.height > height * self.width:
-            return max(height, round(Fraction(self.height * width, self.width))), width
-        return height, max(width, round(Fraction(self.width * height, self.height)))
-
-    def _timed(
-        self, start: Fraction, seconds: Fraction | None, *, beyond: bool = False
-    ) -> Iterator[TimedFrame]:
-        """Yield the frames of a range, at least one; `beyond`: also those after it."""
-        end = None if seconds is None else start + seconds
-        found = between(self._from(start), start, None, (1 + LEEWAY) / self.fps)
+    def _timed(self, start: Fraction, end: Fraction | None) -> Iterator[TimedFrame]:
+        """Yield the frames from `start` on, of which at least one is before `end`."""
+        found = since(self._from(start), start, (1 + LEEWAY) / self.fps)
         first = next(found, None)
         if first is None or (end is not None and first.time >= end - SLACK):
             until = "" if end is None else f" and before {float(end):g} s"
             raise ValueError(f"{self.path} has no frame at {float(start):g} s or later{until}")
-        frames = itertools.chain([first], found)
-        yield from frames if beyond else between(frames, first.time, end)
+        yield first
+        yield from found
 
     def _from(self, start: Fraction) -> Iterator[TimedFrame]:
         """Yield frames from `start` or earlier on, from the last key frame if it is found."""
         if start:
             with opened(self.path, self.file) as (container, stream):
-                found = self._sought(container, stream, start)
-                if found is not None:
+                if (found := self._sought(container, stream, start)) is not None:
                     yield from found
                     return
         with opened(self.path, self.file) as (container, stream):
-            frames = decoded(self.path, container.demux(stream), stream)
-            yield from self._with_times(frames)
+            yield from self._decoded(container, stream)
 
     def _sought(
         self, container: InputContainer, stream: VideoStream, start: Fraction
@@ -229,26 +216,22 @@ class VideoFile:
         """Return frames from a key frame before `start`; None if it is not found."""
         if not stream.time_base:
             return None
+        before: list[TimedFrame] = []
         try:
             container.seek(int((start + self.origin) / stream.time_base), stream=stream)
-            frames = decoded(self.path, container.demux(stream), stream)
-            first = next(frames, None)
-            if first is None or first.pts is None:
-                return None
-            items = self._with_times(itertools.chain([first], frames))
-            before: list[TimedFrame] = []
+            items = self._decoded(container, stream)
             item = next(items)
-            if item.time > start + SLACK:
+            if item.frame.pts is None or item.time > start + SLACK:
                 return None
             # An error here may come from the seek alone, as in a stream with intra refresh.
             while item.time < start - SLACK:
-                before = [item]
-                item = next(items)
+                before, item = [item], next(items)
         except (StopIteration, *FAULTS):
             return None
         return itertools.chain(before, [item], items)
 
-    def _with_times(self, frames: Iterable[av.VideoFrame]) -> Iterator[TimedFrame]:
+    def _decoded(self, container: InputContainer, stream: VideoStream) -> Iterator[TimedFrame]:
+        frames = decoded(self.path, container.demux(stream), stream)
         # No pause is longer than the whole, but the declared duration may be that of other streams.
         pause = Fraction(self.seconds) if self.seconds else AHEAD
         return timed(frames, self.origin, self.fps, ahead=min(pause, AHEAD))
@@ -265,15 +248,16 @@ def read_video(source: str | os.PathLike[str] | BinaryIO) -> VideoFile:
         opened(path, file) as (container, stream),
     ):
         # Rotation is a property of the frame, not the stream, and a header may give a wrong size.
-        sample = PacketTimes(container.demux(stream))
-        first = next(decoded(path, iter(sample), stream), None)
+        packets = container.demux(stream)
+        sample = first_packets(packets)
+        first = next(decoded(path, itertools.chain(sample, packets), stream), None)
         if first is None:
             raise ValueError(f"{path} has no frame that can be decoded; expected a video")
         (height, width), stored = _sizes(path, first, pixel_ratio(stream))
-        times = sample.times()
+        times = display_times(stream, sample)
         # PyAV 19 has its own number type here; an unknown rate is false.
         announced = [Fraction(rate) for rate in (stream.average_rate, stream.guessed_rate) if rate]
-        fps, constant = cadence(times and (indexed_times(stream) or times), announced)
+        fps, constant = cadence(times, announced)
         fps = fps or FALLBACK_FPS
         varies = not constant if len(times) > 1 else None
         whole = (container.duration or 0) / av.time_base
@@ -309,6 +293,11 @@ def _sizes(
     if quarter_turns(first) % 2:
         return (shown, height), (width, height)
     return (height, shown), (height, width)
+
+
+def _until(end: Fraction | None, frames: Iterator[TimedFrame]) -> Iterator[TimedFrame]:
+    """Yield the frames before `end`; None: all."""
+    return itertools.takewhile(lambda item: end is None or item.time < end - SLACK, frames)
 
 
 def _runs(pictures: Iterator[Tensor], frames: int) -> Iterator[Tensor]:
