@@ -121,18 +121,6 @@ def test_square_unknown_and_absurd_ratios_change_no_pixel(tmp_path, caplog, rati
     assert "its width is scaled" not in caplog.text
 
 
-def test_a_file_of_8_bits_is_scaled_too(tmp_path):
-    def prepare(stream):
-        stream.codec_context.sample_aspect_ratio = Fraction(4, 3)
-
-    gray = (waves(48, 48) * 255).round().astype(np.uint8)
-    frames = torch.from_numpy(np.stack([gray] * 3, axis=-1))[None]
-    path = write_with(tmp_path / "a.mp4", frames, "mp4", options={}, prepare=prepare)
-    (frame,) = read_video(path).frames()
-    assert frame.dtype == torch.uint8
-    assert np.abs(frame[..., 1].numpy() / 255 - waves(48, 64)).max() <= 0.04  # h264 is lossy
-
-
 def test_a_picture_that_grows_too_large_is_refused(tmp_path, monkeypatch):
     path = shape_file(tmp_path / "a.mov", Fraction(10), planes_of(waves(16, 32)))
     monkeypatch.setattr(video_reader, "MOST_PIXELS", 16 * 320 - 1)

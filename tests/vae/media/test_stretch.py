@@ -150,14 +150,6 @@ def test_frames_are_resized_to_cover_a_size_and_cropped(tmp_path, size, multiple
     assert (piece[0].permute(1, 0, 2, 3).float() - expected).abs().mean() < 2
 
 
-def test_a_reduced_frame_averages_fine_stripes(tmp_path):
-    stripes = torch.zeros(1, 96, 96, 3, dtype=torch.uint8)
-    stripes[:, :, ::2] = 255
-    path = write(tmp_path / "a.mkv", stripes, codec="ffv1")
-    (piece,) = read_video(path).pieces(size=(24, 24))
-    assert (piece.float() - 127.5).abs().max() < 3
-
-
 def test_a_file_in_memory_reads_like_a_file_on_disk(tmp_path):
     path = write(tmp_path / "a.mp4", moving_clip(30))
     file = io.BytesIO(path.read_bytes())
