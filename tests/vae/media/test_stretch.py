@@ -124,32 +124,6 @@ def test_a_frame_limit_ends_reading(numbered_videos):
     assert video.estimate(limit=6) == 6
 
 
-@pytest.mark.parametrize(
-    ("size", "multiple", "shape"),
-    [
-        ((48, 64), 1, (48, 64)),
-        ((24, 32), 1, (24, 32)),  # half the size
-        ((24, 24), 1, (24, 24)),  # the sides are cut off
-        ((24, 64), 1, (24, 64)),  # top and bottom are cut off
-        ((96, 128), 1, (96, 128)),  # enlarged
-        ((37, 51), 8, (32, 48)),  # then cropped to multiples
-    ],
-)
-def test_frames_are_resized_to_cover_a_size_and_cropped(tmp_path, size, multiple, shape):
-    frames = moving_clip(2)
-    path = write(tmp_path / "a.mkv", frames, codec="ffv1")
-    (piece,) = read_video(path).pieces(size=size, multiple=multiple)
-    assert piece.shape == (1, 3, 2, *shape)
-    # PyTorch's filter differs from swscale's, but little on smooth frames.
-    scale = max(size[0] / 48, size[1] / 64)
-    full = [max(side, round(of * scale)) for side, of in zip(size, (48, 64), strict=True)]
-    images = frames.permute(0, 3, 1, 2).float()
-    grown = torch.nn.functional.interpolate(images, full, mode="bilinear", antialias=True)
-    top, left = (full[0] - shape[0]) // 2, (full[1] - shape[1]) // 2
-    expected = grown[:, :, top : top + shape[0], left : left + shape[1]]
-    assert (piece[0].permute(1, 0, 2, 3).float() - expected).abs().mean() < 2
-
-
 def test_a_file_in_memory_reads_like_a_file_on_disk(tmp_path):
     path = write(tmp_path / "a.mp4", moving_clip(30))
     file = io.BytesIO(path.read_bytes())
