@@ -26,9 +26,8 @@ from ..media.video_reader import read_video
 from ..media.video_writer import VideoWriter, parts_of
 from ..streaming.memory import retried
 from ..streaming.source import Rereadable
-from .loading import Say, build_kernels, load_named, options_for
+from .loading import STRETCH, Say, build_kernels, chosen, cropped, labels, load_named, options_for
 from .progress_bar import ProgressBar
-from .stretch import cropped, estimated, fps_label, frames_label, stretch_named
 
 # Frame rate of the Wan 2.1 models, for latents without a frame rate.
 LATENT_FPS = Fraction(16)
@@ -38,38 +37,44 @@ def encode(args: argparse.Namespace, say: Say) -> str:
     """Encode a video to a latent file."""
     if args.output.suffix.lower() != ".safetensors":
         raise ValueError(f"{args.output} is not a latent file; expected x.safetensors")
-    video = read_video(args.video)
-    stretch = stretch_named(args)
-    expected = estimated(video, stretch)
+    video, stretch = read_video(args.video), chosen(args, *STRETCH)
+    expected = video.estimate(**stretch)
     with whole_file(args.output, overwrite=args.overwrite) as draft:
         vae = load_named(args, args.vae, say)
         config = vae.config
         if config.encoder_width is None:
             raise ValueError(f"{args.vae} has a decoder only; expected a VAE with an encoder")
         cropped(video, config, args.size, say)
-        options = options_for(args, vae)
-        build_kernels(vae, say)
+        options, step = options_for(args, vae, say), config.spatial_compression
         with ProgressBar(args.command, expected, quiet=args.quiet) as progress:
 
             def pictures() -> Iterator[Tensor]:
-                pieces = video.pieces(multiple=config.spatial_compression, **stretch)
+                pieces = video.pieces(multiple=step, size=args.size, **stretch)
                 for piece in progress.counted(pieces):
                     yield with_channels(piece, config.image_channels)
 
             parts = [x.cpu() for x in vae.encode_stream(Rereadable(pictures), options)]
         latent = retried(lambda: torch.cat(parts, dim=2), torch.device("cpu"), "an encode")
-        frames = config.frames(latent.shape[2])
-        fps, step = args.fps or video.fps, config.spatial_compression
+        frames, fps = config.frames(latent.shape[2]), args.fps or video.fps
         given = {"family": config.family, "fps": fps, "frames": frames, "compression": step}
         save_latent(draft.part, latent, **given)
-    made = f"{list(latent.shape)} for {frames_label(frames)} at {fps_label(fps)} fps"
-    return f"wrote {draft.path}: {made}"
+    count, rate = labels(frames, fps)
+    return f"wrote {draft.path}: {list(latent.shape)} for {count} at {rate}"
 
 
 def decode(args: argparse.Namespace, say: Say) -> str:
     """Decode a latent file to a video."""
     file = load_latent(args.latents)
-    writer = _writer(args, args.fps or file.fps or LATENT_FPS)
+    fps = args.fps or file.fps or LATENT_FPS
+    # A part of the video has its part of the audio.
+    late = args.frames.start / fps if args.frames else Fraction(0)
+    writer = VideoWriter(
+        args.output,
+        fps,
+        codec=args.codec or codec_for(args.output).name,
+        audio=read_audio(args.audio, late) if args.audio else None,
+        **chosen(args, "quality", "hardware", "bit_depth", "dither", "alpha", "overwrite"),
+    )
     with writer:
         vae = load_named(args, args.vae, say)
         config = vae.config
@@ -86,8 +91,7 @@ def decode(args: argparse.Namespace, say: Say) -> str:
         scale = config.spatial_compression * config.output_scale
         height, width = (scale * side for side in file.latent.shape[3:])
         writer.check(height, width, config.image_channels)
-        options = options_for(args, vae)
-        build_kernels(vae, say)
+        options = options_for(args, vae, say)
         with (
             ProgressBar(args.command, len(wanted), quiet=args.quiet) as progress,
             BackgroundWriter(writer.write, dtype=writer.dtype, cancel=writer.cancel) as background,
@@ -98,28 +102,10 @@ def decode(args: argparse.Namespace, say: Say) -> str:
                 for part in parts_of(piece, writer.dtype):
                     put = lambda part=part: background.put(writer.pictures(part))  # noqa: E731
                     retried(put, vae.device, "a decode")
-    made = writer.encoding
-    name = writer.codec.name
+    made, name = writer.encoding, writer.codec.name
     say(f"{name} in {made.bit_depth} bits ({made.pixel_format}) encoded by {made.encoder}")
-    return f"wrote {writer.path}: {frames_label(writer.frames)} at {fps_label(writer.fps)} fps"
-
-
-def _writer(args: argparse.Namespace, fps: Fraction) -> VideoWriter:
-    """Return the writer of `decode`."""
-    # A part of the video has its part of the audio.
-    late = args.frames.start / fps if args.frames else Fraction(0)
-    return VideoWriter(
-        args.output,
-        fps,
-        codec=args.codec or codec_for(args.output).name,
-        quality=args.video_quality,
-        hardware=args.hardware,
-        audio=read_audio(args.audio, late) if args.audio else None,
-        bit_depth=args.bit_depth,
-        dither=args.dither,
-        alpha=args.alpha,
-        overwrite=args.overwrite,
-    )
+    count, rate = labels(writer.frames, writer.fps)
+    return f"wrote {writer.path}: {count} at {rate}"
 
 
 def bench(args: argparse.Namespace, say: Say) -> str:

@@ -1,23 +1,36 @@
-"""`fast-video-vae demo`: encode and decode a video, and compare the result with the source."""
+"""`fast-video-vae demo`: encode and decode a video, and compare the result with the source.
+
+Reading, encoding and decoding are lazy, and only source frames between encoder and decoder are
+kept, so memory does not grow with the length of the video.
+"""
 
 import argparse
 import itertools
+import math
 import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from ...kernels import runtime
+from ...kernels import runtime, synchronize
 from ..demo import CLIP_PATH, VAE_PATH
 from ..media.atomic_file import whole_file
-from ..media.video_reader import read_video
-from ..media.video_writer import VideoWriter
+from ..media.pictures import with_channels
+from ..media.video_reader import VideoFile, read_video
+from ..media.video_writer import VideoWriter, frames_to_uint8
+from ..model import VideoVAE
+from ..models.config import VAEConfig
+from ..streaming.options import StreamOptions
+from ..streaming.source import Rereadable
 from .contact_sheet import ContactSheet
-from .loading import Say, build_kernels, load_named, options_for
+from .loading import STRETCH, Say, chosen, cropped, labels, load_named, options_for
 from .progress_bar import ProgressBar
-from .reconstruction import RoundTrip, shrunk
-from .stretch import affordable, cropped, estimated, fps_label, frames_label, stretch_named
 
 # Note about the bundled VAE.
 TOY = (
@@ -25,6 +38,12 @@ TOY = (
     "wan_2.1_vae.safetensors"
 )
 MIB = 2**20
+# Default work on a CPU in pixels: about half a minute with the bundled VAE (one thread of an AMD
+# EPYC encodes and decodes 0.3 million pixels per second, 2026-11).
+CPU_PIXELS = 12_000_000
+CPU_AREA = 640 * 360
+# Fewer frames show no motion.
+LEAST_FRAMES = 5
 
 
 def demo(args: argparse.Namespace, say: Say) -> str:
@@ -42,36 +61,97 @@ def demo(args: argparse.Namespace, say: Say) -> str:
         vae = load_named(args, args.vae or VAE_PATH, say)
         if not args.vae:
             say(f"note: {TOY}")
-        stretch, cut = stretch_named(args), ""
-        if vae.device.type == "cpu":
-            stretch, cut = affordable(video, vae.config, stretch)
-        height, width = cropped(video, vae.config, stretch["size"], say)
+        cut = afford(args, video, vae.config) if vae.device.type == "cpu" else ""
+        height, width = cropped(video, vae.config, args.size, say)
         if cut:
             say(f"note: {cut}")
-        trip = RoundTrip(vae, video, options_for(args, vae), stretch=stretch)
-        build_kernels(vae, say)
-        sheet = ContactSheet()
+        if vae.config.encoder_width is None:
+            raise ValueError("the VAE has a decoder only; expected one that can encode too")
+        options, stretch = options_for(args, vae, say), chosen(args, *STRETCH)
+        sheet, seconds = ContactSheet(), {"read": 0.0, "encode": 0.0, "decode": 0.0}
         before = _peak_bytes(vae.device)
-        total = estimated(video, stretch)
+        total = video.estimate(**stretch)
         # The VAE drops frames that do not fill a latent.
         total = total and total - (total - 1) % vae.config.temporal_compression
         with ProgressBar(args.command, total, quiet=args.quiet) as progress:
-            for source, result in trip:
+            read = partial(video.pieces, dtype=torch.uint8, size=args.size, **stretch)
+            for source, result in round_trip(vae, read, options, seconds):
                 writer.write(result)
-                sheet.add(source, shrunk(result, vae.config.output_scale))
+                sheet.add(source, result)
                 progress.update(len(result))
-        verdict = f"PSNR {trip.psnr:.2f} dB"
-        title = f"{video.path.name}   {frames_label(trip.frames)}   {width} x {height}   "
-        image = sheet.draw(f"{title}{fps_label(fps)} fps", verdict, "" if args.vae else TOY)
-        image.save(drawn.part, format="PNG")
-    for name, seconds in (("encode", trip.encode_seconds), ("decode", trip.decode_seconds)):
-        say(f"{name}  {seconds:8.2f} s  {trip.frames / seconds:8.2f} frames/s")
+        verdict, (count, rate) = f"PSNR {sheet.psnr:.2f} dB", labels(writer.frames, fps)
+        title = f"{video.path.name}   {count}   {width} x {height}   {rate}"
+        sheet.draw(title, verdict, "" if args.vae else TOY).save(drawn.part, format="PNG")
+    # Each of them waits for the one before it.
+    for inner, name in itertools.pairwise(seconds):
+        took = seconds[name] - seconds[inner]
+        say(f"{name}  {took:8.2f} s  {writer.frames / took:8.2f} frames/s")
     if before is not None:
         peak = _peak_bytes(vae.device) or before
         say(f"peak memory {peak / MIB:.0f} MiB, of which {before / MIB:.0f} MiB before the start")
     say(f"wrote {writer.path}")
     say(f"wrote {drawn.path}")
     return verdict
+
+
+def round_trip(
+    vae: VideoVAE,
+    read: Callable[..., Iterator[Tensor]],
+    options: StreamOptions,
+    seconds: dict[str, float],
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield a video and its reconstruction, and add up the seconds of "read", "encode", "decode".
+
+    Pairs of uint8 on the CPU: `[t, H, W, 3]`, cropped to whole latents, and `[t, s H, s W, 3]`,
+    where `s` is the `output_scale` of the VAE. Frames after the last `4 n + 1` are dropped, as by
+    `encode_stream`. `read` takes the `multiple` of height and width.
+    """
+    kept: deque[Tensor] = deque()  # source frames that are not decoded yet
+    seen = 0
+
+    def timed(name: str, items: Iterator[Tensor]) -> Iterator[Tensor]:
+        while True:
+            start = time.perf_counter()
+            item = next(items, None)
+            synchronize(vae.device)
+            seconds[name] += time.perf_counter() - start
+            if item is None:
+                return
+            yield item
+
+    def source() -> Iterator[Tensor]:
+        nonlocal seen
+        at = 0
+        for piece in timed("read", read(multiple=vae.config.spatial_compression)):
+            # It is read again where memory runs out.
+            kept.extend(piece[0, :, max(0, seen - at) :].permute(1, 2, 3, 0))
+            at += piece.shape[2]
+            seen = max(seen, at)
+            yield with_channels(piece, vae.config.image_channels)
+
+    latents = timed("encode", vae.encode_stream(Rereadable(source), options))
+    for piece in timed("decode", vae.decode_stream(latents, options)):
+        result = frames_to_uint8(piece).cpu()
+        yield torch.stack([kept.popleft() for _ in result]), result
+
+
+def afford(args: argparse.Namespace, video: VideoFile, config: VAEConfig) -> str:
+    """Set a size and a limit that a CPU can do where `args` has none; return the note, or ""."""
+    notes, step = [], config.spatial_compression
+    height, width = args.size or (video.height, video.width)
+    if not args.size and height * width > CPU_AREA:
+        shrink = math.sqrt(CPU_AREA / (height * width))
+        height, width = (max(step, int(side * shrink) // step * step) for side in (height, width))
+        args.size = height, width
+        notes.append(f"{width}x{height} instead of {video.width}x{video.height} (--size)")
+    if args.duration is None and args.limit is None:
+        count, most = video.estimate(**chosen(args, *STRETCH)), CPU_PIXELS // (height * width)
+        kept = config.frames(config.latent_frames(max(LEAST_FRAMES, most)))
+        if count is None or count > kept:
+            args.limit = kept
+            frames = f"{kept} of {count} frames" if count else f"at most {kept} frames"
+            notes.append(f"{frames} (--duration, --frames-limit)")
+    return f"on a CPU the demo uses {' and '.join(notes)}; these options change it" if notes else ""
 
 
 def _outputs(folder: Path, stem: str, *, overwrite: bool) -> tuple[Path, Path]:

@@ -1,17 +1,26 @@
-"""Preparation of a command: device, VAE, options and kernels."""
+"""Preparation of a command: processes, device, VAE, options, kernels, the part of a video."""
 
 import argparse
+import contextlib
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ...kernels import default_device
 from ..bench.precision import int8_layers
 from ..bench.precision_report import part_in_int8
 from ..checkpoint import load_vae
+from ..media.atomic_file import unfinished
+from ..media.video_reader import VideoFile
 from ..model import VideoVAE
+from ..models.config import VAEConfig
+from ..streaming.bands.ranks import Ranks
 from ..streaming.bands.team import Team
 from ..streaming.int8.settings import AUTO, INT8
 from ..streaming.options import StreamOptions
@@ -20,31 +29,27 @@ from ..validation import checked_device, checked_devices, dtype_name
 # Seconds of a build without a line.
 _QUIET_S = 0.5
 
+# Options for the part of a video and its frame rate, as `VideoFile.estimate` names them.
+STRETCH = ("fps", "start", "duration", "limit")
 # Prints a line for the user.
 Say = Callable[[str], None]
 
 
-def device_named(name: str | None) -> torch.device:
-    """Return the device of a name such as "cuda:1"; None or empty: the GPU if there is one."""
-    return checked_device(name or default_device().type)
-
-
 def load_named(args: argparse.Namespace, path: Path, say: Say | None = None) -> VideoVAE:
     """Load a VAE on the device and in the dtypes of the command line; describe it to `say`."""
-    devices = checked_devices(getattr(args, "devices", None) or [])
-    device = device_named(args.device) if args.device or not devices else devices[0]
+    devices = checked_devices(args.devices or [])
+    device = checked_device(args.device or (devices or [default_device().type])[0])
     # With an index, as the others have one: "cuda" is the current GPU.
     if devices and checked_devices([device])[0] not in devices:
         names = ", ".join(map(str, devices))
         raise ValueError(f"device is {args.device!r}; expected one of the devices {names}")
-    dtype, encode_dtype = (
-        getattr(torch, name) if name else None for name in (args.dtype, args.encode_dtype)
-    )
-    vae = load_vae(path, device=device, dtype=dtype, encode_dtype=encode_dtype)
+    names = chosen(args, "dtype", "encode_dtype")
+    dtypes = {option: name and getattr(torch, name) for option, name in names.items()}
+    vae = load_vae(path, device=device, **dtypes)
     vae.devices = devices
-    if ranks := getattr(args, "ranks", None):
-        vae.team = Team(vae.replicas, ranks.lead(vae))
-    vae.shares = getattr(args, "shares", None)
+    if args.ranks:
+        vae.team = Team(vae.replicas, args.ranks.lead(vae))
+    vae.shares = args.shares
     if say:
         shared = ", ".join(map(str, vae.team.all)) or device
         say(
@@ -52,22 +57,14 @@ def load_named(args: argparse.Namespace, path: Path, say: Say | None = None) -> 
             f"on {shared}, encodes in {dtype_name(vae.encode_dtype)}, "
             f"decodes in {dtype_name(vae.dtype)}"
         )
-    if getattr(args, "precision", AUTO) == INT8:
-        if args.command != "encode":
-            _use_int8(args, vae, say)
-        elif say:
-            say("--precision int8 is for decodes; the encode is not affected")
+    if args.precision == INT8 and args.command != "encode":
+        _use_int8(vae, say)
+    elif args.precision == INT8 and say:
+        say("--precision int8 is for decodes; the encode is not affected")
     return vae
 
 
-def follow(args: argparse.Namespace) -> None:
-    """Load the VAE of a command, and work for rank 0 until the command ends there."""
-    ranks, args.ranks, args.shares, args.precision = args.ranks, None, None, AUTO
-    vae = load_named(args, args.vae)
-    ranks.follow(vae)
-
-
-def _use_int8(args: argparse.Namespace, vae: VideoVAE, say: Say | None) -> None:
+def _use_int8(vae: VideoVAE, say: Say | None) -> None:
     """Select int8 for decodes, or raise a `ValueError` with the reason."""
     if say:
         build_kernels(vae, say)
@@ -83,12 +80,13 @@ def _use_int8(args: argparse.Namespace, vae: VideoVAE, say: Say | None) -> None:
         say(f"decodes with {part_in_int8(layers)} in int8 ({len(layers.names)} convolutions)")
 
 
-def options_for(args: argparse.Namespace, vae: VideoVAE) -> StreamOptions:
-    """Return the stream options of the command line."""
+def options_for(args: argparse.Namespace, vae: VideoVAE, say: Say) -> StreamOptions:
+    """Return the stream options of the command line when the kernels are built."""
     step = vae.config.spatial_compression
     if args.tile and min(args.tile) < step:
         height, width = args.tile
         raise ValueError(f"tiles are {width}x{height}; this VAE needs at least {step}x{step}")
+    build_kernels(vae, say)
     return StreamOptions(args.chunk, tile=args.tile)
 
 
@@ -99,3 +97,58 @@ def build_kernels(vae: VideoVAE, say: Say) -> None:
         say(f"building kernels for {vae.device}")
         vae.wait_until_prepared()
         say(f"kernels built in {time.perf_counter() - start:.1f} s, once")
+
+
+def chosen(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Return options of the command line as arguments of a call."""
+    return {name: getattr(args, name) for name in names}
+
+
+def cropped(
+    video: VideoFile, config: VAEConfig, size: tuple[int, int] | None, say: Say
+) -> tuple[int, int]:
+    """Return the height and width that a VAE encodes; print the video's size and the crop."""
+    step = config.spatial_compression
+    height, width = video.cropped_size(step, size)
+    count, rate = labels(video.estimated_frames or 0, video.fps)
+    known = f"{count}, " if video.estimated_frames else ""
+    say(f"{video.path.name}: {known}{video.width}x{video.height}, {rate}")
+    if (height, width) != (size or (video.height, video.width)):
+        say(f"note: cropped about the centre to {width}x{height}, multiples of {step}")
+    return height, width
+
+
+def labels(frames: int, fps: Fraction) -> tuple[str, str]:
+    """Format a number of frames and a rate as in "9 frames" and "29.97 fps"."""
+    rate = f"{float(fps):.3f}".rstrip("0").rstrip(".")
+    return f"{frames} frame{'' if frames == 1 else 's'}", f"{rate} fps"
+
+
+@contextlib.contextmanager
+def joined_ranks(args: argparse.Namespace) -> Iterator[Ranks | None]:
+    """Join the processes of `torchrun` for the block; None: there is only this one.
+
+    A process without `--device` takes the GPU of its number.
+    """
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        yield None
+        return
+    if args.command not in ("encode", "decode"):
+        only = "torchrun is for encode and decode"
+        raise ValueError(f"{only}; expected one process to {args.command}")
+    if args.devices:
+        raise ValueError("--devices is for one process; expected it without torchrun")
+    if torch.cuda.is_available() and args.device in (None, "cuda"):
+        number = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+        args.device = f"cuda:{number % torch.cuda.device_count()}"
+        torch.cuda.set_device(args.device)
+    dist.init_process_group("gloo")
+    with Ranks(unfinished) as ranks:
+        yield ranks
+    dist.destroy_process_group()
+
+
+def follow(args: argparse.Namespace) -> None:
+    """Load the VAE of a command, and work for rank 0 until the command ends there."""
+    ranks, args.ranks, args.shares, args.precision = args.ranks, None, None, AUTO
+    ranks.follow(load_named(args, args.vae))

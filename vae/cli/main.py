@@ -20,7 +20,6 @@ from typing import TextIO
 
 from ..media.atomic_file import remove_unfinished
 from .parser import PROGRAM, parse
-from .ranks import joined_ranks, leads
 from .signals import Signals, reason
 
 # The package is not on PyPI, so its name there could belong to another project.
@@ -38,9 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             code = _outcome(parse(argv, _version()), signals)
             signals.settle()
-        except KeyboardInterrupt as error:
+        except KeyboardInterrupt:
             remove_unfinished()
-            number = getattr(error, "number", signal.SIGINT)
+            number = signals.number or signal.SIGINT
             code = _fail(reason(number), code=128 + number)
     return code
 
@@ -48,12 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _outcome(args: argparse.Namespace, signals: Signals) -> int:
     """Run a command; turn an error into one line and an exit code."""
     try:
-        args.quiet = args.quiet or not leads()
-        with _notes(args.quiet):
-            _run(args)
+        _run(args)
         sys.stdout.flush()
     except Exception as error:
-        signals.check()
+        if signals.number is not None:
+            raise KeyboardInterrupt from error  # which this error has replaced
         if isinstance(error, BrokenPipeError):
             # The reader of the output has closed it.
             _to_nowhere(sys.stdout)
@@ -68,72 +66,61 @@ def _outcome(args: argparse.Namespace, signals: Signals) -> int:
 
 def _version() -> str:
     """Return the version of the clone that contains this file, or of the installed package."""
-    project = Path(__file__).parents[2] / "pyproject.toml"
-    if project.is_file():
-        text = project.read_text(encoding="utf-8")
-        found = re.search(r'^name = "fast-video-vae"\nversion = "([^"]+)"', text, re.MULTILINE)
-        if found:
+    with suppress(OSError):
+        text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+        if found := re.search(r'^name = "fast-video-vae"\nversion = "([^"]+)"', text, re.MULTILINE):
             return found[1]
-    try:
+    with suppress(metadata.PackageNotFoundError):
         return metadata.version(PROGRAM)
-    except metadata.PackageNotFoundError:
-        return "unknown: neither installed nor in a clone"
+    return "unknown: neither installed nor in a clone"
 
 
 def _run(args: argparse.Namespace) -> None:
-    # These import torch; help and usage errors are faster without it.
-    from .commands import bench, decode, encode  # noqa: PLC0415
-    from .demo import demo  # noqa: PLC0415
-    from .info import info  # noqa: PLC0415
-    from .loading import follow  # noqa: PLC0415
-
-    commands = {"demo": demo, "encode": encode, "decode": decode, "bench": bench, "info": info}
+    # Of the processes that `torchrun` has started, rank 0 prints and writes the result.
+    leads = os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK") == "0"
+    args.quiet = args.quiet or not leads
 
     def say(text: str) -> None:
         if not args.quiet:
             print(text, flush=True)
 
-    with joined_ranks(args) as args.ranks:
-        if leads():
-            print(commands[args.command](args, say))
-        else:
-            follow(args)
+    with _notes(args.quiet):
+        # These import torch; help and usage errors are faster without it.
+        from .commands import bench, decode, encode  # noqa: PLC0415
+        from .demo import demo  # noqa: PLC0415
+        from .info import info  # noqa: PLC0415
+        from .loading import follow, joined_ranks  # noqa: PLC0415
 
-
-class _LogNotes(logging.Handler):
-    """Prints log lines of the package as notes."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        _note(record.getMessage().removeprefix("Fast Video VAE: "))
+        commands = {"demo": demo, "encode": encode, "decode": decode, "bench": bench, "info": info}
+        with joined_ranks(args) as args.ranks:
+            if leads:
+                print(commands[args.command](args, say))
+            else:
+                follow(args)
 
 
 @contextmanager
 def _notes(quiet: bool) -> Iterator[None]:
     """Print Python's warnings and the package's log lines as one line each, unless `quiet`."""
 
-    def show(message: Warning | str, *_: object, **__: object) -> None:
-        if not quiet:
-            _note(str(message))
+    def note(record: logging.LogRecord) -> None:
+        # tqdm prints above its progress bar.
+        write = sys.modules["tqdm"].tqdm.write if "tqdm" in sys.modules else print
+        write(f"note: {record.getMessage().removeprefix('Fast Video VAE: ')}", file=sys.stderr)
 
     logger = logging.getLogger((__package__ or PROGRAM).partition(".")[0])
-    handler = logging.NullHandler() if quiet else _LogNotes()
-    level = logger.level
+    handler, level = logging.NullHandler() if quiet else logging.Handler(), logger.level
+    handler.emit = note
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("default", UserWarning)
-            warnings.showwarning = show
+            warnings.showwarning = lambda message, *_, **__: logger.info("%s", message)
             yield
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
-
-
-def _note(text: str) -> None:
-    # tqdm prints above its progress bar.
-    write = sys.modules["tqdm"].tqdm.write if "tqdm" in sys.modules else print
-    write(f"note: {text}", file=sys.stderr)
 
 
 def _fail(text: str, *, code: int = 1) -> int:
@@ -159,8 +146,7 @@ def _one_line(error: Exception, command: str) -> str:
         if is_out_of_memory(error):
             return str(exhausted(error, command))
     if isinstance(error, OSError) and error.strerror:
-        where = f": {error.filename}" if error.filename else ""
-        return f"{error.strerror}{where}"
+        return error.strerror + (f": {error.filename}" if error.filename else "")
     text = " ".join(str(error).split()) or "no message"
     if isinstance(error, (ValueError, OSError)):
         return text

@@ -2,7 +2,8 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 
 from torch import Tensor
 from tqdm import tqdm
@@ -13,7 +14,7 @@ BAR_DELAY_S = 2
 LINE_EVERY_S = 10.0
 
 
-class ProgressBar:
+class ProgressBar(AbstractContextManager["ProgressBar"]):
     """Counts progress, as a context manager.
 
     In a terminal it is a bar. A log would store every state of a bar, so if stderr is not a
@@ -21,30 +22,15 @@ class ProgressBar:
     """
 
     def __init__(
-        self,
-        task: str,
-        total: int | None,
-        *,
-        unit: str = "frames",
-        quiet: bool = False,
-        clock: Callable[[], float] = time.monotonic,
+        self, task: str, total: int | None, *, unit: str = "frames", quiet: bool = False
     ) -> None:
-        self.total = total
-        self._task, self._unit, self._quiet, self._clock = task, unit, quiet, clock
-        self._done = 0
-        self._bar: tqdm | None = None
-
-    def __enter__(self) -> "ProgressBar":
-        self._start = self._shown = self._clock()
-        if not self._quiet and sys.stderr is not None and sys.stderr.isatty():
-            self._bar = tqdm(
-                total=self.total,
-                unit=f" {self._unit}",
-                delay=BAR_DELAY_S,
-                leave=False,
-                dynamic_ncols=True,
-            )
-        return self
+        self.total, self._done, self._task, self._unit = total, 0, task, unit
+        self._start = self._shown = time.monotonic()
+        has_bar = not quiet and sys.stderr is not None and sys.stderr.isatty()
+        self._log = None if quiet or has_bar else sys.stderr
+        looks = {"unit": f" {unit}", "leave": False, "dynamic_ncols": True}
+        # A bar that is disabled has a thread too.
+        self._bar = tqdm(total=total, delay=BAR_DELAY_S, **looks) if has_bar else None
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
@@ -67,17 +53,12 @@ class ProgressBar:
         if self._bar is not None:
             self._bar.total = self.total
             self._bar.update(count)
+        time_s = time.monotonic()
+        if self._log is None or time_s - self._shown < LINE_EVERY_S:
             return
-        if self._quiet or sys.stderr is None:
-            return
-        time_s = self._clock()
-        if time_s - self._shown >= LINE_EVERY_S:
-            self._shown = time_s
-            sys.stderr.write(f"{self._line(time_s - self._start)}\n")
-            sys.stderr.flush()
-
-    def _line(self, seconds: float) -> str:
-        if self.total is None or self.total < self._done:
-            return f"{self._task}: {self._done} {self._unit}, {seconds:.1f} s"
-        left = seconds / self._done * (self.total - self._done)
-        return f"{self._task}: {self._done} of {self.total} {self._unit}, {left:.1f} s left"
+        self._shown, seconds = time_s, time_s - self._start
+        line = f"{self._task}: {self._done} {self._unit}, {seconds:.1f} s"
+        if self.total is not None and self._done <= self.total:
+            left = seconds / self._done * (self.total - self._done)
+            line = f"{self._task}: {self._done} of {self.total} {self._unit}, {left:.1f} s left"
+        print(line, file=self._log, flush=True)

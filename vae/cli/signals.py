@@ -1,9 +1,9 @@
 """Signals that end the command line; no partial file is left behind.
 
-The first SIGINT, SIGTERM or SIGHUP raises `Stopped` in the main thread, so that files are closed
-and removed on the way out. Later ones are ignored, because they would interrupt the removal. Python
-runs no handler during a long call into C, and ignores errors raised in a destructor; so a thread
-receives each signal too, and ends the process after `GRACE_S`.
+The first SIGINT, SIGTERM or SIGHUP raises `KeyboardInterrupt` in the main thread, so that files are
+closed and removed on the way out. Later ones are ignored, because they would interrupt the removal.
+Python runs no handler during a long call into C, and ignores errors raised in a destructor; so a
+thread receives each signal too, and ends the process after `GRACE_S`.
 
 A file that is about to take its final name is complete: from then on (`before_naming`) signals are
 ignored and the command succeeds.
@@ -24,83 +24,56 @@ NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK")
 GRACE_S = 8.0
 
 
-class Stopped(KeyboardInterrupt):
-    """A signal, by its number, ends the command."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
-class Signals:
-    """Handles signals as a context manager, and restores the previous handlers.
+class Signals(contextlib.ExitStack):
+    """Handles signals until its exit, which restores the previous handlers.
 
     Ignored signals stay ignored, such as SIGHUP under `nohup`. Outside of the main thread nothing
     changes, because Python allows handlers only there.
     """
 
-    def __init__(self) -> None:
-        self._number: int | None = None
-        self._settled = False
-        self._previous: dict[int, object] = {}
-        self._over = threading.Event()
+    number: int | None = None  # of the signal that ends the command
+    _is_settled = False
 
     def __enter__(self) -> "Signals":
-        self._handles = threading.current_thread() is threading.main_thread()
-        if not self._handles:
+        if threading.current_thread() is not threading.main_thread():
             return self
-        self._heard, self._wakeup = socket.socketpair()
-        self._wakeup.setblocking(False)
-        self._thread = threading.Thread(target=self._watch, name="fast-video-vae-signals")
-        self._thread.daemon = True
-        self._thread.start()
-        self._former = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+        heard, wakeup = map(self.enter_context, socket.socketpair())
+        wakeup.setblocking(False)
+        over = threading.Event()
+        thread = threading.Thread(target=self._watch, args=(heard, over), daemon=True)
+        thread.start()
+        self.callback(thread.join)
+        self.callback(wakeup.close)
+        self.callback(over.set)
+        former = signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
+        self.callback(signal.set_wakeup_fd, former)
         before_naming.append(self.settle)
-        for name in NAMES:
-            number = getattr(signal, name, None)
+        self.callback(before_naming.remove, self.settle)
+        for number in (getattr(signal, name) for name in NAMES if hasattr(signal, name)):
             # None: a handler that is not Python's and cannot be restored.
-            if number is not None and signal.getsignal(number) not in (signal.SIG_IGN, None):
-                self._previous[number] = signal.getsignal(number)
-                signal.signal(number, self._handle)
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                self.callback(signal.signal, number, signal.signal(number, self._handle))
+        self.callback(self.settle)
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self._settled = True
-        if not self._handles:
-            return
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type], what getsignal gave
-        signal.set_wakeup_fd(self._former)
-        before_naming.remove(self.settle)
-        self._over.set()
-        self._wakeup.close()
-        self._thread.join()
-        self._heard.close()
 
     def settle(self) -> None:
         """Ignore signals from now on."""
-        self._settled = True
-
-    def check(self) -> None:
-        """Raise `Stopped` if a signal arrived, as another error may have replaced it."""
-        if self._number is not None:
-            raise Stopped(self._number)
+        self._is_settled = True
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        if self._settled or self._number is not None:
-            return
-        self._number = number
-        raise Stopped(number)
+        if not self._is_settled and self.number is None:
+            self.number = number
+            raise KeyboardInterrupt
 
-    def _watch(self) -> None:
+    def _watch(self, heard: socket.socket, over: threading.Event) -> None:
         """Wait for a signal, then for the end of the command, in a thread."""
-        while heard := self._heard.recv(1):
-            if heard[0] in self._previous:
-                if not self._over.wait(GRACE_S):
+        while received := heard.recv(1):
+            if signal.getsignal(received[0]) == self._handle:
+                if not over.wait(GRACE_S):
                     remove_unfinished()
                     with contextlib.suppress(OSError):
-                        os.write(2, f"fast-video-vae: {reason(heard[0])}\n".encode())
-                    os._exit(128 + heard[0])
+                        os.write(2, f"fast-video-vae: {reason(received[0])}\n".encode())
+                    os._exit(128 + received[0])
                 return
 
 

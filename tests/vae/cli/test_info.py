@@ -2,38 +2,30 @@
 
 import os
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from fast_video_vae.kernels import backend_matrix, native_library, support
+from fast_video_vae import kernels
+from fast_video_vae.kernels import native_library
 from fast_video_vae.kernels.backends import CONVOLUTIONS, ORDER
 from fast_video_vae.tests.builders import decoder_of, module_command, random_state_dict, succeeded
+from fast_video_vae.vae.validation import available_devices
 
 for _package in ("av", "tqdm", "PIL"):
     pytest.importorskip(_package, reason=f"{_package} is not installed")
 
-from fast_video_vae.vae.cli import info  # noqa: E402
-from fast_video_vae.vae.cli.info import (  # noqa: E402
-    SIZES,
-    WIDTH,
-    reasons_of,
-    support_table,
-    tables_of,
-)
+from fast_video_vae.vae.cli.info import SIZES, WIDTH  # noqa: E402
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "backends.md"
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @pytest.fixture(scope="module")
 def matrix():
-    return backend_matrix()
+    return kernels.backend_matrix()
 
 
 @pytest.fixture
@@ -48,27 +40,50 @@ def lines_of(run):
     return call
 
 
+def tables_of(lines):
+    """Return the cells of the tables of backends."""
+    ends = [n for n, line in enumerate(lines) if not line]
+    found = "\n".join(lines[: ends[-1]]).split("\n\n")[:-1]
+    return [[re.split(r"  +", line) for line in table.split("\n")] for table in found]
+
+
 @pytest.mark.parametrize("devices", [("cpu",), ("cpu", "cuda")])
 def test_the_tables_have_a_line_per_op_and_fit_a_terminal(lines_of, matrix, monkeypatch, devices):
     on_cpu = [each for each in matrix if each.device == "cpu"]
-    rows = [replace(each, device=device) for device in devices for each in on_cpu]
-    monkeypatch.setattr(info, "backend_matrix", lambda: rows)
+    rows = [replace(each, device=device) for each in on_cpu for device in devices]
+    monkeypatch.setattr(kernels, "backend_matrix", lambda: rows)
     lines = lines_of("--backends", "--quiet")
     assert max(len(line) for line in lines if not line.startswith("library")) <= WIDTH
-    heads = [re.split(r"  +", line) for line in lines if line.startswith("op ")]
-    assert heads == [
+    tables = tables_of(lines)
+    assert [table[0] for table in tables] == [
         ["op", *(f"{device} {name}" for name in names)]
         for device in devices
         for names in (ORDER, CONVOLUTIONS)
     ]
-    first, second = [n for n, line in enumerate(lines) if not line][:2]
-    tables = lines[1:first], lines[first + 2 : second]
-    ops = [line.split()[0] for table in tables for line in table]
-    assert ops == list(dict.fromkeys(each.op for each in matrix))
-    assert all(line.split()[-1] == "exact" for table in tables for line in table)  # the reference
-    text = "\n".join(lines)
-    assert re.search(rf"^torch +{re.escape(torch.__version__)}", text, flags=re.MULTILINE)
-    assert re.search(r"^CPU +\w+", text, flags=re.MULTILINE)
+    ops = [row[0] for table in tables for row in table[1:]]
+    assert ops == list(dict.fromkeys(each.op for each in matrix)) * len(devices)
+    assert all(row[-1] == "exact" for table in tables for row in table[1:])  # the reference
+    assert f"torch     {torch.__version__}" in lines
+    assert any(re.match(r"CPU +\w+", line) for line in lines)
+
+
+def test_the_documentation_has_the_tables_of_ops_and_backends(lines_of, matrix, monkeypatch):
+    """Compare all cells where the native backend is available, otherwise headings and ops."""
+    on_cpu = [each for each in matrix if each.device == "cpu"]
+    monkeypatch.setattr(kernels, "backend_matrix", lambda: on_cpu)
+    lines = lines_of("--backends")
+    section = PAGE.read_text("utf-8").partition("\n## Ops\n")[2].partition("\n## torch.compile")[0]
+    found = re.findall(r"^\| (.*) \|$", section, flags=re.MULTILINE)
+    shown = [[cell.strip("`") for cell in line.split(" | ")] for line in found]
+    rows = [row for table in tables_of(lines) for row in table]
+    rows = [[cell.removeprefix("cpu ") for cell in row] for row in rows]
+    assert [len(row) for row in shown] == [len(row) for row in rows]
+    assert [row for row in shown if row[0] == "op"] == [row for row in rows if row[0] == "op"]
+    assert [row[0] for row in shown] == [row[0] for row in rows]
+    if native_library().missing is None:
+        assert shown == rows
+        reasons = dict.fromkeys(each.reason for each in on_cpu if each.reason)
+        assert all(f"({n}) {reason}" in section for n, reason in enumerate(reasons, 1))
 
 
 def test_a_vae_is_printed_before_the_table(lines_of, vae_path):
@@ -82,7 +97,7 @@ def test_a_vae_is_printed_before_the_table(lines_of, vae_path):
     assert lines[-len(table) :] == table
 
 
-def test_a_vae_has_a_plan_per_size(lines_of, vae_path):
+def test_a_vae_has_a_plan_per_size(lines_of, vae_path, tmp_path):
     names = [f"{width}x{height}" for width, height in SIZES]
     tables = []
     for options, where in (((), "free"), (("--limit", "0.2"), "within 0.2 GiB")):
@@ -95,100 +110,28 @@ def test_a_vae_has_a_plan_per_size(lines_of, vae_path):
         assert [" encode " in line for line in table] == [True, False] * len(names)
         assert all(re.search(r"\d [MG]iB  \d latent", line) for line in table)
         tables.append(table)
-    free, tight = tables
-    assert "whole frames" in free[0]
-    assert tight[-1].endswith("; more than the limit")
-
-
-def test_a_decoder_only_vae_has_plans_for_decoding(lines_of, tmp_path):
+    assert "whole frames" in tables[0][0]
+    assert tables[1][-1].endswith("; more than the limit")
     save_file(decoder_of(random_state_dict(8)), tmp_path / "vae.safetensors")
     table = lines_of(tmp_path / "vae.safetensors")[-len(SIZES) :]
-    assert [line.split()[1] for line in table] == ["decode"] * len(SIZES)
+    assert [line.split()[:2] for line in table] == [[name, "decode"] for name in names]
 
 
-@pytest.mark.parametrize("arguments", [("--device",), ("--device", "cpu")])
+@pytest.mark.parametrize("arguments", [[], ["cpu:0"], *([name] for name in available_devices())])
 def test_a_device_is_named(lines_of, arguments):
-    (line,) = lines_of("--quiet", *arguments)
+    (line,) = lines_of("--quiet", "--device", *arguments)
     assert ", compute capability " in line
 
 
-SWITCHED_OFF = (
-    {"FAST_VIDEO_VAE_NATIVE": "0"},
-    "FAST_VIDEO_VAE_NATIVE=0 disables the native kernels",
-)
-NO_COMPILER = {"CXX": "no-such-compiler"}, "the C++ compiler no-such-compiler is not installed"
-NO_BUILD = pytest.mark.skipif(sys.platform == "win32", reason="needs a POSIX shell")
-
-
-def test_the_compiler_of_the_gpu_kernels_is_named(lines_of, matrix, monkeypatch):
-    """On Windows without Triton it is what compiles the kernels."""
-    monkeypatch.setattr(info, "backend_matrix", lambda: matrix)
-    if torch.version.cuda is None:
-        line = "compiler  none for GPUs (this PyTorch is built without CUDA)"
-        assert line in lines_of("--backends", "--quiet")
-    found = SimpleNamespace(version="nvrtc 12.8")
-    monkeypatch.setattr(support, "compiler", lambda: found)
-    (line,) = (each for each in lines_of("--backends", "--quiet") if each.startswith("compiler"))
-    assert line.startswith("compiler  nvrtc 12.8; cuda needs no Triton and no toolkit")
-
-
 @pytest.mark.parametrize(
-    ("setting", "reason", "quiet"),
-    [
-        (*SWITCHED_OFF, False),
-        pytest.param(*NO_COMPILER, True, marks=NO_BUILD),
-        pytest.param(*SWITCHED_OFF, True, marks=pytest.mark.slow),
-        pytest.param(*NO_COMPILER, False, marks=[NO_BUILD, pytest.mark.slow]),
-    ],
+    ("module", "quiet"), [("fast_video_vae", []), ("fast_video_vae.vae.cli", ["--quiet"])]
 )
-def test_missing_tools_are_named_and_the_reference_is_used(tmp_path, setting, reason, quiet):
-    command = module_command("fast_video_vae.vae.cli", "info", "--backends", *["--quiet"] * quiet)
-    environment = {**os.environ, "FAST_VIDEO_VAE_CACHE": str(tmp_path)} | setting
-    done = succeeded(command, env=environment)
-    lines = done.stdout.splitlines()
-    assert f"(3) {reason}" in lines  # (1) and (2): triton and cuda need a GPU
-    assert f"missing   {reason}" in lines
-    assert "library   none" in lines
-    assert re.search(
-        r"^silu_mul +no \(1\) +no \(2\) +no \(3\) +exact", done.stdout, flags=re.MULTILINE
-    )
-    if quiet:
-        assert done.stderr == ""
-    else:
-        (note,) = done.stderr.splitlines()
-        assert note.startswith("note: ")
-        assert reason in note
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="needs a POSIX shell")
-def test_the_library_is_built_with_a_note_and_reused(tmp_path):
-    command = module_command("fast_video_vae.vae.cli", "info", "--backends")
-    environment = {**os.environ, "FAST_VIDEO_VAE_CACHE": str(tmp_path)}
-    first, second = (succeeded(command, env=environment) for _ in range(2))
-    assert re.fullmatch(r"note: building the CPU kernels once, .*\n", first.stderr)
-    assert second.stderr == ""
-    assert first.stdout == second.stdout
-    (library,) = tmp_path.rglob("*.so")
-    assert f"library   {library}" in first.stdout.splitlines()
-
-
-def test_the_documentation_has_the_tables_of_ops_and_backends(matrix):
-    """Compare all cells where the native backend is available, otherwise headings and ops."""
-    section = PAGE.read_text("utf-8").partition("\n## Ops\n")[2].partition("\n## torch.compile")[0]
-    lines = re.findall(r"^\| (.*) \|$", section, flags=re.MULTILINE)
-    shown = [[cell.strip("`") for cell in line.split(" | ")] for line in lines]
-    on_cpu = [each for each in matrix if each.device == "cpu"]
-    reasons = reasons_of(on_cpu)
-    rows = [
-        [cell.removeprefix("cpu ") for cell in row]
-        for table in tables_of(on_cpu)
-        for row in support_table(table, reasons)
-    ]
-    if native_library().missing is None:
-        assert shown == rows
-        assert all(f"({number}) {reason}" in section for number, reason in enumerate(reasons, 1))
-    else:
-        assert [len(row) for row in shown] == [len(row) for row in rows]
-        assert [row for row in shown if row[0] == "op"] == [row for row in rows if row[0] == "op"]
-        assert [row[0] for row in shown] == [row[0] for row in rows]
+def test_missing_tools_are_named_and_the_reference_is_used(tmp_path, module, quiet):
+    reason = "FAST_VIDEO_VAE_NATIVE=0 disables the native kernels"
+    command = module_command(module, "info", "--backends", *quiet)
+    settings = {"FAST_VIDEO_VAE_CACHE": str(tmp_path), "FAST_VIDEO_VAE_NATIVE": "0"}
+    done = succeeded(command, env={**os.environ, **settings})
+    # (1) and (2): triton and cuda need a GPU
+    assert {f"(3) {reason}", f"missing   {reason}", "library   none"} < {*done.stdout.splitlines()}
+    assert re.search(r"\nsilu_mul +no \(1\) +no \(2\) +no \(3\) +exact\n", done.stdout)
+    assert re.fullmatch("" if quiet else rf"note: .*{re.escape(reason)}.*\n", done.stderr)

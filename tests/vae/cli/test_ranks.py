@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fast_video_vae.tests.builders import installed_command, module_command, succeeded
+from fast_video_vae.tests.builders import installed_command
 
 for _package in ("av", "tqdm", "PIL"):
     pytest.importorskip(_package, reason=f"{_package} is not installed")
@@ -38,20 +38,16 @@ def started(*commands):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {"WORLD_SIZE": len(commands), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with contextlib.ExitStack() as stack:
         processes = []
         for rank, arguments in enumerate(commands):
             own = shared | {"RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": 1}
-            process = subprocess.Popen(
-                installed_command(*map(str, arguments)),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env=os.environ | {name: str(value) for name, value in own.items()},
-            )
-            stack.enter_context(process)  # closes its pipes, and waits for it
-            stack.callback(process.kill)
-            processes.append(process)
+            env = os.environ | {name: str(value) for name, value in own.items()}
+            command = installed_command(*map(str, arguments))
+            # Its end closes its pipes, and waits for it.
+            processes.append(stack.enter_context(subprocess.Popen(command, env=env, **pipes)))
+            stack.callback(processes[-1].kill)
         yield processes
 
 
@@ -109,8 +105,7 @@ def test_the_others_end_when_a_rank_is_killed(vae_path, latents, tmp_path, victi
 
 def test_wrong_ranks_end_all_with_one_line(vae_path, latents, tmp_path):
     other = tmp_path / "other.safetensors"
-    state = STATES["wan2.1"]()
-    save_file({name: 2 * value for name, value in state.items()}, other)
+    save_file({name: 2 * value for name, value in STATES["wan2.1"]().items()}, other)
     decode = "decode", latents, "-o", tmp_path / "out.mkv", *PLAIN, "--vae"
     wrong = "rank 1 of 2 has another VAE; expected that of rank 0"
     missing = f"{tmp_path / 'missing'} does not exist; expected a .safetensors or .pth file"
@@ -138,8 +133,3 @@ def test_other_uses_of_torchrun_are_one_line(run, monkeypatch, command, line):
     code, _, errors = run(*command)
     assert (code, len(errors)) == (1, 1)
     assert line in errors[0]
-
-
-def test_the_package_runs_as_a_module():
-    """`torchrun -m fast_video_vae` starts it so."""
-    assert succeeded(module_command("fast_video_vae", "--version")).stdout.startswith("fast-video-")
