@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from .content import Clip
-from .precision_report import PrecisionReport
+from .precision import PrecisionReport
 from .tables import finite, markdown
 
 ENCODE, DECODE = "encode", "decode"
@@ -17,11 +17,11 @@ _GIB, _MIB = 2**30, 2**20
 
 
 @dataclass
-class ContestantResult:
+class Result:
     """Measurements of one contestant; None: not measured, or not comparable."""
 
     name: str
-    seconds: tuple[float, ...] = ()
+    seconds: tuple[float, ...] = ()  # of each round
     peak_bytes: int | None = None
     psnr: float | None = None  # of a decode against the first contestant, in dB
     relative_error: float | None = None  # of an encode: norm of the difference over the norm
@@ -39,29 +39,14 @@ class ContestantResult:
 
     def agreement(self) -> str:
         """Describe the difference to the first contestant's result; empty if unknown."""
-        value = self.psnr if self.relative_error is None else self.relative_error
+        value, none = (self.psnr, math.inf) if self.psnr is not None else (self.relative_error, 0)
         if value is None:
             return ""
         if math.isnan(value):
             return "not finite"
-        if value == (math.inf if self.relative_error is None else 0):
+        if value == none:
             return "identical"
-        is_latent = self.relative_error is not None
-        return f"relative error {value:.1e}" if is_latent else f"PSNR {value:.1f} dB"
-
-    def record(self) -> dict[str, object]:
-        """Return the measurements for JSON, which has no infinity."""
-        return {
-            "name": self.name,
-            "seconds": list(self.seconds),
-            "median_s": self.median,
-            "best_s": self.best,
-            "peak_bytes": self.peak_bytes,
-            "psnr_db": finite(self.psnr),
-            "relative_error": finite(self.relative_error),
-            "identical": self.agreement() == "identical",
-            "failure": self.failure,
-        }
+        return f"PSNR {value:.1f} dB" if none else f"relative error {value:.1e}"
 
 
 @dataclass(frozen=True)
@@ -73,17 +58,26 @@ class Comparison:
 
     task: str
     dtype: str
-    results: tuple[ContestantResult, ...]
+    results: tuple[Result, ...]
 
-    def speed(self, result: ContestantResult) -> float | None:
+    def speed(self, result: Result) -> float | None:
         """Return how many times as fast as the first contestant `result` is, by medians."""
         return _ratio(self.results[0].median, result.median)
 
-    def thrift(self, result: ContestantResult) -> float | None:
+    def thrift(self, result: Result) -> float | None:
         """Return how many times less memory than the first contestant `result` takes."""
         return _ratio(self.results[0].peak_bytes, result.peak_bytes)
 
-    def words(self, result: ContestantResult) -> str:
+    def cells(self, result: Result) -> list[str]:
+        """Return the row of `result` in the table."""
+        speed, failed = self.speed(result), result.failure
+        return [
+            *(self.task, self.dtype, result.name, failed or seconds(result.median)),
+            *(seconds(result.best), "-" if speed is None else times(speed)),
+            *("-" if failed else size(result.peak_bytes), result.agreement() or "-"),
+        ]
+
+    def words(self, result: Result) -> str:
         """Return how `result` compares with that of the first contestant."""
         if result.failure is not None:
             return result.failure
@@ -95,6 +89,21 @@ class Comparison:
         if self.thrift(result) is not None:
             words.append(f"{size(result.peak_bytes)} instead of {size(first.peak_bytes)}")
         return "; ".join(filter(None, [*words, result.agreement()]))
+
+    def record(self, result: Result) -> dict[str, object]:
+        """Return the measurements of `result` for JSON, which has no infinity."""
+        return {
+            "name": result.name,
+            "seconds": list(result.seconds),
+            "median_s": result.median,
+            "best_s": result.best,
+            "peak_bytes": result.peak_bytes,
+            "psnr_db": finite(result.psnr),
+            "relative_error": finite(result.relative_error),
+            "identical": result.agreement() == "identical",
+            "failure": result.failure,
+            "speed": self.speed(result),
+        }
 
 
 @dataclass(frozen=True)
@@ -112,50 +121,31 @@ class BenchmarkReport:
     def table(self) -> str:
         """Return all figures as a Markdown table below a line with the conditions."""
         counted = "1 round" if self.rounds == 1 else f"{self.rounds} rounds"
+        against = f"against {self.comparisons[0].results[0].name}"
+        head = ["task", "dtype", "VAE", "median", "best", "speed", "peak memory", against]
+        rows = [each.cells(result) for each in self.comparisons for result in each.results]
         lines = [f"{self.clip}; {self.vae}; {self.device}; {counted}", ""]
-        first = self.comparisons[0].results[0].name
-        rows = [
-            ["task", "dtype", "VAE", "median", "best", "speed", "peak memory", f"against {first}"]
-        ]
-        for each in self.comparisons:
-            for result in each.results:
-                speed = each.speed(result)
-                rows.append(
-                    [
-                        each.task,
-                        each.dtype,
-                        result.name,
-                        result.failure or seconds(result.median),
-                        seconds(result.best),
-                        "-" if speed is None else times(speed),
-                        "-" if result.failure else size(result.peak_bytes),
-                        result.agreement() or "-",
-                    ]
-                )
-        lines += markdown(rows)
+        lines += markdown([head, *rows])
         lines += ["", *(f"- {note}" for note in self.notes)] if self.notes else []
         lines += ["", self.precision.table()] if self.precision else []
         return "\n".join(lines)
 
     def as_json(self) -> str:
         """Return all figures as JSON, including each round."""
-        tasks = [
-            {
-                "task": each.task,
-                "dtype": each.dtype,
-                "results": [
-                    result.record() | {"speed": each.speed(result)} for result in each.results
-                ],
-            }
-            for each in self.comparisons
-        ]
         content = {
             "vae": self.vae,
             "device": self.device,
             "torch": torch.__version__,
             **vars(self.clip),
             "rounds": self.rounds,
-            "tasks": tasks,
+            "tasks": [
+                {
+                    "task": each.task,
+                    "dtype": each.dtype,
+                    "results": [each.record(result) for result in each.results],
+                }
+                for each in self.comparisons
+            ],
             "notes": list(self.notes),
             "precision": self.precision.record() if self.precision else None,
         }

@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 
 from ...kernels import default_device
-from ..bench.precision import int8_layers
-from ..bench.precision_report import part_in_int8
+from ..bench.precision import int8_layers, part_in_int8
 from ..checkpoint import load_vae
 from ..model import VideoVAE
 from ..streaming.bands.team import Team
