@@ -8,6 +8,8 @@ PyTorch counts the peak memory of a GPU. On a CPU a thread samples the memory of
 
 import contextlib
 import gc
+import math
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +29,7 @@ from ...kernels import (
 )
 from ..planning.device_memory import trim_heap
 from .report import DECODE, Comparison, Result
-from .tables import psnr, relative_error
+from .tables import finite, psnr, relative_error
 
 _Made = TypeVar("_Made")
 
@@ -59,23 +61,16 @@ def compare(
     """
     if rounds < 1:
         raise ValueError(f"rounds is {rounds}; expected at least 1")
-    entries = [(each, Result(each.name)) for each in contestants]
+    results = [Result(each.name) for each in contestants]
+    entries = list(zip(contestants, results, strict=True))
     expected: Tensor | None = None
     for contestant, result in entries:  # the warm-up
         made = _call(contestant, result, device)
-        result.seconds, result.peak_bytes = (), None
-        if made is not None and result is entries[0][1]:
+        result.seconds, result.peak_bytes = [], None
+        if made is not None and result is results[0]:
             expected = made.cpu()
         elif made is not None and expected is not None:
-            if made.shape != expected.shape:
-                raise ValueError(
-                    f"{result.name} gives {list(made.shape)}; expected {list(expected.shape)} as "
-                    f"{contestants[0].name} does"
-                )
-            if task == DECODE:
-                result.psnr = psnr(made, expected)
-            else:
-                result.relative_error = relative_error(made, expected)
+            _describe(task, result, made, contestants[0].name, expected)
         del made
         passed()
     del expected
@@ -84,7 +79,15 @@ def compare(
             if result.failure is None:
                 _call(contestant, result, device)
             passed()
-    return Comparison(task, dtype, tuple(result for _, result in entries))
+    first = results[0]
+    for result in results:
+        if result.seconds:
+            result.median_s, result.best_s = statistics.median(result.seconds), min(result.seconds)
+        if result.median_s and first.median_s:
+            result.speed = first.median_s / result.median_s
+        if result.peak_bytes and first.peak_bytes:
+            result.thrift = first.peak_bytes / result.peak_bytes
+    return Comparison(task, dtype, results)
 
 
 def measured(device: torch.device, run: Callable[[], _Made]) -> tuple[_Made, float, int | None]:
@@ -110,6 +113,25 @@ def device_label(device: torch.device) -> str:
     return f"{processor() or 'CPU'}, {threads} thread{'' if threads == 1 else 's'}"
 
 
+def _describe(task: str, result: Result, made: Tensor, first: str, expected: Tensor) -> None:
+    """Note how much `made` differs from what the `first` contestant has made."""
+    if made.shape != expected.shape:
+        raise ValueError(
+            f"{result.name} gives {list(made.shape)}; expected {list(expected.shape)} as {first} "
+            "does"
+        )
+    if task == DECODE:
+        value, none, words = psnr(made, expected), math.inf, "PSNR {:.1f} dB"
+        result.psnr_db = finite(value)
+    else:
+        value, none, words = relative_error(made, expected), 0, "relative error {:.1e}"
+        result.relative_error = finite(value)
+    result.identical = value == none
+    result.agreement = "identical" if result.identical else words.format(value)
+    if math.isnan(value):
+        result.agreement = "not finite"
+
+
 def _call(contestant: Contestant, result: Result, device: torch.device) -> Tensor | None:
     """Run a contestant once, and add the cost to its result; None: memory ran out."""
     try:
@@ -119,12 +141,12 @@ def _call(contestant: Contestant, result: Result, device: torch.device) -> Tenso
         if not is_out_of_memory(error):
             raise
     else:
-        result.seconds = (*result.seconds, seconds)
+        result.seconds.append(seconds)
         if peak_bytes is not None:
             result.peak_bytes = max(result.peak_bytes or 0, peak_bytes)
         return made
     # Outside of the handler, which keeps the error and its tensors alive.
-    result.seconds, result.peak_bytes, result.failure = (), None, "out of memory"
+    result.seconds, result.peak_bytes, result.failure = [], None, "out of memory"
     release_cached(device)
     return None
 

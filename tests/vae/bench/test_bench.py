@@ -62,11 +62,11 @@ def test_the_order_rotates_each_round_after_a_warm_up_that_is_not_in_the_figures
     assert passed[-1] == "a(bc" + "a(bc" + "c(ba" + "a(bc"
     assert [calls[-1] for calls in passed] == [*"abcabccbaabc"]
     one, two, _ = found.results
-    assert one.seconds == (4.0, 2.5, 9.0)
-    assert (one.median, one.best) == (4.0, 2.5)
+    assert one.seconds == [4.0, 2.5, 9.0]
+    assert (one.median_s, one.best_s) == (4.0, 2.5)
     assert (one.peak_bytes, two.peak_bytes) == (100, 40)
-    assert (found.speed(two), found.thrift(two)) == (4.0, 2.5)
-    assert (one.psnr, two.psnr) == (None, psnr(images(1), images(0)))
+    assert (two.speed, two.thrift) == (4.0, 2.5)
+    assert (one.psnr_db, two.psnr_db) == (None, psnr(images(1), images(0)))
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 8, 6, 3), (3, 8, 6, 3)])
@@ -86,6 +86,23 @@ def test_psnr_equals_the_formula_in_float64(shape):
     assert relative_error(one, two) == 0.1
     assert relative_error(two, two) == relative_error(0 * two, 0 * two) == 0
     assert relative_error(two, 0 * two) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("task", "made", "words"),
+    [
+        ("decode", images(), "identical"),
+        ("decode", images() * math.nan, "not finite"),
+        ("decode", images() + 0.01, "PSNR 40.0 dB"),
+        ("encode", images() * 1.5, "relative error 5.0e-01"),
+        ("encode", images(), "identical"),
+    ],
+)
+def test_results_are_compared_in_words(task, made, words):
+    contestants = [Contestant("a", images), Contestant("b", lambda: made)]
+    found = compare(task, contestants, rounds=1, dtype="", device=CPU).results
+    assert [each.agreement for each in found] == ["", words]
+    assert found[1].identical == (words == "identical")
 
 
 def broken():
@@ -131,9 +148,9 @@ def test_a_contestant_out_of_memory_is_skipped_afterwards(at, failing):
     found = compare("decode", contestants, **options).results
     assert (calls[failing], calls[1 - failing]) == (at + 1, 4)
     assert len(passed) == 8
-    assert (found[failing].failure, found[failing].seconds) == ("out of memory", ())
+    assert (found[failing].failure, found[failing].seconds) == ("out of memory", [])
     assert (found[1 - failing].failure, len(found[1 - failing].seconds)) == (None, 3)
-    assert (found[1].psnr is None) == (at == 0)  # there was nothing to compare
+    assert (found[1].psnr_db is None) == (at == 0)  # there was nothing to compare
 
 
 def test_the_peak_excludes_memory_from_before_the_call(monkeypatch):
@@ -179,23 +196,33 @@ def report(*comparisons, notes=()):
     )
 
 
+def measurement(name, seconds=(), peak=None, **found):
+    taken = {"seconds": [*seconds], "peak_bytes": peak}
+    if seconds:
+        taken |= {"median_s": sorted(seconds)[len(seconds) // 2], "best_s": min(seconds)}
+    return Result(name, **taken, **found)
+
+
+PSNR, ERROR = "PSNR 52.4 dB", "relative error 1.2e-06"
 DECODED = Comparison(
     "decode",
     "bf16",
-    (
-        Result("stock", (12.0, 12.5, 11.0), 6 * 2**30),
-        Result("fast", (3.0, 3.1, 2.9), 512 * MIB, psnr=52.44),
-        Result("other", failure="out of memory"),
-        Result("same", (24.0,), None, psnr=math.inf),
-    ),
+    [
+        measurement("stock", (12.0, 12.5, 11.0), 6 * 2**30, speed=1.0, thrift=1.0),
+        measurement(
+            "fast", (3.0, 3.1, 2.9), 512 * MIB, psnr_db=52.44, agreement=PSNR, speed=4.0, thrift=12
+        ),
+        measurement("other", failure="out of memory"),
+        measurement("same", (24.0,), identical=True, agreement="identical", speed=0.5),
+    ],
 )
 ENCODED = Comparison(
     "encode",
     "fp32",
-    (
-        Result("stock", (2.0,), None),
-        Result("fast", (0.05,), None, relative_error=1.2e-6),
-    ),
+    [
+        measurement("stock", (2.0,), speed=1.0),
+        measurement("fast", (0.05,), relative_error=1.2e-6, agreement=ERROR, speed=40.0),
+    ],
 )
 
 
@@ -241,7 +268,7 @@ def test_the_summary_compares_each_contestant_with_the_first():
         "decode, same: 0.50x as fast, 24.0 s instead of 12.0 s; identical",
         "encode, fast: 40.0x as fast, 0.0500 s instead of 2.00 s; relative error 1.2e-06",
     ]
-    failed = Comparison("decode", "", (Result("stock", failure="no"), Result("fast", (1.0,))))
+    failed = Comparison("decode", "", [Result("stock", failure="no"), measurement("fast", (1.0,))])
     assert report(failed).summary() == "decode, fast: 1.00 s; stock: no"
 
 
