@@ -1,10 +1,9 @@
 """Benchmark of this VAE against others on the same work in the same run."""
 
 from .chart import draw_chart
-from .compare import Contestant, compare, device_label
 from .content import Clip, fitted, moving_pictures, random_latent
-from .precision import compare_precision, int8_layers
-from .precision_report import PrecisionReport
+from .measure import Contestant, compare, device_label
+from .precision import PrecisionReport, compare_precision, int8_layers
 from .report import BenchmarkReport, Comparison, tasks_of
 from .tables import dtype_label
 

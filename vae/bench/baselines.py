@@ -17,8 +17,8 @@ from ..model import VideoVAE
 from ..models.checkpoint_keys import to_wan_keys
 from ..models.config import QWEN21, SEEDVR2, WAN22, LayoutError, VAEConfig
 from ..streaming.options import StreamOptions
-from .compare import Contestant, compare, device_label
 from .content import Clip, fitted, moving_pictures, random_latent
+from .measure import Contestant, compare, device_label
 from .report import ENCODE, BenchmarkReport
 from .tables import dtype_label
 
@@ -44,14 +44,9 @@ def race(
         passed = progress(len(found) * (rounds + 1))
         given = {"rounds": rounds, "dtype": dtype_label(_dtype(vae, task)), "device": vae.device}
         comparisons.append(compare(task, found, **given, passed=passed))
-    return BenchmarkReport(
-        f"{config.family}, base width {config.decoder_width}",
-        device_label(vae.device),
-        kept,
-        rounds,
-        tuple(comparisons),
-        tuple(notes),
-    )
+    name = f"{config.family}, base width {config.decoder_width}"
+    results = tuple(comparisons), tuple(notes)
+    return BenchmarkReport(name, device_label(vae.device), kept, rounds, *results)
 
 
 def contestants(
@@ -61,7 +56,11 @@ def contestants(
     config = vae.config
     if task == ENCODE and config.encoder_width is None:
         raise ValueError("the VAE has a decoder only; expected --task decode")
-    content = frames_of(config, clip) if task == ENCODE else random_latent(config, clip)
+    content = random_latent(config, clip)
+    if task == ENCODE:
+        frames = moving_pictures(clip) * 2 - 1
+        alpha = torch.ones_like(frames[:, :1]).expand(-1, config.image_channels - 3, -1, -1, -1)
+        content = torch.cat([frames, alpha], dim=1)
 
     def fast() -> Tensor:
         return _ours(vae, task, content, chunk)
@@ -76,13 +75,6 @@ def contestants(
     pictures = config.is_of_pictures
     found.append(Contestant("diffusers", lambda: _theirs(peer, task, content, pictures)))
     return found, None
-
-
-def frames_of(config: VAEConfig, clip: Clip) -> Tensor:
-    """Make frames of `clip` for `config`, `[1, C, T, H, W]` in [-1, 1] with opaque alpha."""
-    frames = moving_pictures(clip) * 2 - 1
-    alpha = torch.ones_like(frames[:, :1]).expand(-1, config.image_channels - 3, -1, -1, -1)
-    return torch.cat([frames, alpha], dim=1)
 
 
 def diffusers_vae(
@@ -103,8 +95,17 @@ def diffusers_vae(
         kind = getattr(diffusers, name, None)
     if kind is None:
         raise LayoutError(f"this version has no {name}")
+    channels = config.image_channels
+    given: dict[str, Any] = {"base_dim": config.encoder_width, "z_dim": config.latent_channels}
+    if config.family in (WAN22, QWEN21):
+        channels *= config.patch_size**2
+        given["decoder_base_dim"] = config.decoder_width
+    given |= {"in_channels": channels, "out_channels": channels * config.output_scale**2}
+    if config.family == WAN22:
+        times = [False, True, True]
+        given |= {"is_residual": True, "patch_size": 2, "temperal_downsample": times}
     with torch.device("meta"):
-        module = kind(**_arguments(config))
+        module = kind(**given)
     shapes = module.state_dict()
     # The key names that we read from diffusers' files, in reverse.
     names = dict(zip(shapes, to_wan_keys(shapes), strict=True))
@@ -116,20 +117,6 @@ def diffusers_vae(
     }
     module.load_state_dict(copies, strict=True, assign=True)
     return module.eval().requires_grad_(False)
-
-
-def _arguments(config: VAEConfig) -> dict[str, Any]:
-    """Return the arguments of diffusers' class."""
-    channels = config.image_channels
-    given: dict[str, Any] = {"base_dim": config.encoder_width, "z_dim": config.latent_channels}
-    if config.family in (WAN22, QWEN21):
-        channels *= config.patch_size**2
-        given["decoder_base_dim"] = config.decoder_width
-    given |= {"in_channels": channels, "out_channels": channels * config.output_scale**2}
-    if config.family == WAN22:
-        times = [False, True, True]
-        given |= {"is_residual": True, "patch_size": 2, "temperal_downsample": times}
-    return given
 
 
 def _dtype(vae: VideoVAE, task: str) -> torch.dtype:
@@ -153,9 +140,7 @@ def _theirs(peer: Any, task: str, content: Tensor, pictures: bool) -> Tensor:  #
     """Run a task with diffusers' class; its VAE for images takes them as a batch."""
     given = content.to(peer.device, peer.dtype)
     given = given.transpose(0, 2) if pictures else given
-    if task == ENCODE:
-        latent = peer.encode(given).latent_dist.mode().to("cpu", torch.float32)
-        return latent.transpose(0, 2) if pictures else latent
-    frames = peer.decode(given).sample.to("cpu", torch.float32)
-    frames = frames.transpose(0, 2) if pictures else frames
-    return frames.add_(1).div_(2).clamp_(0, 1).movedim(1, -1)
+    made = peer.encode(given).latent_dist.mode() if task == ENCODE else peer.decode(given).sample
+    made = made.transpose(0, 2) if pictures else made
+    made = made.to("cpu", torch.float32)
+    return made if task == ENCODE else made.add_(1).div_(2).clamp_(0, 1).movedim(1, -1)

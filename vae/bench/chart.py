@@ -40,10 +40,10 @@ def draw_chart(benchmark: BenchmarkReport) -> Image.Image:
             _card(pen, box, comparison, memory=memory)
 
     differences = [
-        f"{comparison.task}: {each.name} against {comparison.results[0].name} {each.agreement()}"
+        f"{comparison.task}: {each.name} against {comparison.results[0].name} {each.agreement}"
         for comparison in comparisons
         for each in comparison.results[1:]
-        if each.agreement()
+        if each.agreement
     ]
     line = _HEIGHT - _FOOT / 2
     write(pen, (_MARGIN, line), "   |   ".join(differences), INK, 30, room=room - 300)
@@ -64,7 +64,7 @@ def _card(
     what = "peak memory above weights and input" if memory else "time"
     write(pen, (left, box[1] + 52), f"{comparison.task}: {what}", FAINT, 30)
     results = comparison.results
-    values = [each.peak_bytes if memory else each.median for each in results]
+    values = [each.peak_bytes if memory else each.median_s for each in results]
     longest = max((value or 0 for value in values), default=0)
     height = min(340.0, (bottom - top) / len(results))
     # The rows are centred in the free height of the card.
@@ -73,10 +73,10 @@ def _card(
     for index, (each, value) in enumerate(zip(results, values, strict=True)):
         line = first + (index + 0.28) * height
         shown = write(pen, (left, line), each.name, INK, large * 0.85)
-        text = each.failure or (size(each.peak_bytes) if memory else seconds(each.median))
+        text = each.failure or (size(each.peak_bytes) if memory else seconds(each.median_s))
         color = _WARNING if text.startswith("out of") else FAINT if value is None else INK
         write(pen, (right, line), text, color, large, "rm")
-        ratio = comparison.thrift(each) if memory else comparison.speed(each)
+        ratio = each.thrift if memory else each.speed
         if index and ratio is not None:
             word = f"{times(ratio)} {'less' if memory else 'as fast'}"
             if memory and ratio < 1:

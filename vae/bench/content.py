@@ -56,12 +56,7 @@ def denormalized(config: VAEConfig, latent: Tensor) -> Tensor:
 
 def moving_pictures(clip: Clip) -> Tensor:
     """Draw soft, moving colours `[1, 3, T, H, W]` in [0, 1], equal for equal sizes."""
-    blobs = (
-        -(-clip.frames // _BLOB_FRAMES) + 1,
-        -(-clip.height // _BLOB_PIXELS) + 1,
-        -(-clip.width // _BLOB_PIXELS) + 1,
-    )
+    size, blob = (clip.frames, clip.height, clip.width), (_BLOB_FRAMES, _BLOB_PIXELS, _BLOB_PIXELS)
+    blobs = [-(-side // of) + 1 for side, of in zip(size, blob, strict=True)]
     colours = torch.rand(1, 3, *blobs, generator=torch.Generator().manual_seed(0))
-    return functional.interpolate(
-        colours, (clip.frames, clip.height, clip.width), mode="trilinear", align_corners=True
-    )
+    return functional.interpolate(colours, size, mode="trilinear", align_corners=True)

@@ -1,89 +1,185 @@
-"""Cost of a call: seconds, and peak memory above the level before it.
+"""Measurement of VAEs on the same weights and input: seconds, memory, difference of the results.
 
-PyTorch counts the peak of a GPU. On a CPU a thread samples the memory of the process every few
-milliseconds, which Linux reports, and psutil on other systems.
+They run in the order A B, then B A, so that heat and other load affect all equally. A warm-up, in
+which kernels are selected and results compared, is not counted.
+
+PyTorch counts the peak memory of a GPU. On a CPU a thread samples the memory of the process.
 """
 
+import contextlib
 import gc
-import os
+import math
+import statistics
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
-from ...kernels import runtime, synchronize
+from ...kernels import (
+    device_name,
+    is_out_of_memory,
+    processor,
+    release_cached,
+    runtime,
+    synchronize,
+)
 from ..planning.device_memory import trim_heap
+from .report import DECODE, Comparison, Result
+from .tables import finite, psnr, relative_error
 
-_Result = TypeVar("_Result")
-
-_MEMORY = Path("/proc/self/statm")
+_Made = TypeVar("_Made")
 
 # Seconds between two samples. A shorter peak is small: memory is first touched at a few GB/s.
 _LOOK_SECONDS = 0.002
 
 
-def measured(device: torch.device, run: Callable[[], _Result]) -> tuple[_Result, float, int | None]:
+@dataclass(frozen=True)
+class Contestant:
+    """An implementation; a decode returns images `[..., T, H, W, C]` in [0, 1]."""
+
+    name: str
+    run: Callable[[], Tensor]
+    prepare: Callable[[], None] = lambda: None  # called before each run, not counted
+
+
+def compare(
+    task: str,
+    contestants: Sequence[Contestant],
+    *,
+    rounds: int,
+    dtype: str,
+    device: torch.device,
+    passed: Callable[[], None] = lambda: None,
+) -> Comparison:
+    """Run contestants on the same work in turn; the first is the baseline of the others.
+
+    One that runs out of memory is left out of later rounds.
+    """
+    if rounds < 1:
+        raise ValueError(f"rounds is {rounds}; expected at least 1")
+    results = [Result(each.name) for each in contestants]
+    entries = list(zip(contestants, results, strict=True))
+    expected: Tensor | None = None
+    for contestant, result in entries:  # the warm-up
+        made = _call(contestant, result, device)
+        result.seconds, result.peak_bytes = [], None
+        if made is not None and result is results[0]:
+            expected = made.cpu()
+        elif made is not None and expected is not None:
+            _describe(task, result, made, contestants[0].name, expected)
+        del made
+        passed()
+    del expected
+    for index in range(rounds):
+        for contestant, result in entries[:: -1 if index % 2 else 1]:
+            if result.failure is None:
+                _call(contestant, result, device)
+            passed()
+    first = results[0]
+    for result in results:
+        if result.seconds:
+            result.median_s, result.best_s = statistics.median(result.seconds), min(result.seconds)
+        if result.median_s and first.median_s:
+            result.speed = first.median_s / result.median_s
+        if result.peak_bytes and first.peak_bytes:
+            result.thrift = first.peak_bytes / result.peak_bytes
+    return Comparison(task, dtype, results)
+
+
+def measured(device: torch.device, run: Callable[[], _Made]) -> tuple[_Made, float, int | None]:
     """Call `run`; return its result, the seconds, and the peak bytes or None: not measured."""
     # Young objects of the previous call only: a full collection may take a second.
     gc.collect(1)
     if device.type == "cpu":
         trim_heap()
     synchronize(device)
-    stop = _watched(device)
-    try:
+    with _watched(device) as peak_bytes:
         start = time.perf_counter()
-        result = run()
+        made = run()
         synchronize(device)
         seconds = time.perf_counter() - start
-    finally:
-        peak_bytes = stop()
-    return result, seconds, peak_bytes
+    return made, seconds, peak_bytes()
 
 
-def _watched(device: torch.device) -> Callable[[], int | None]:
-    """Watch memory until a call of the result, which returns the most bytes above the start."""
-    if device.type == "cpu":
-        read = resident_reader()
-        return _sampled(read) if read else lambda: None
-    module = runtime(device)
-    if not hasattr(module, "max_memory_allocated"):
-        return lambda: None
-    module.reset_peak_memory_stats(device)
-    before = module.memory_allocated(device)
-    return lambda: module.max_memory_allocated(device) - before
+def device_label(device: torch.device) -> str:
+    """Return the name of `device`: "NVIDIA H200", or that of the CPU with its thread count."""
+    if device.type != "cpu":
+        return device_name(device)
+    threads = torch.get_num_threads()
+    return f"{processor() or 'CPU'}, {threads} thread{'' if threads == 1 else 's'}"
 
 
-def _sampled(read: Callable[[], int]) -> Callable[[], int]:
-    """Watch the values of `read` with a thread."""
-    before = highest = read()
-    done = threading.Event()
+def _describe(task: str, result: Result, made: Tensor, first: str, expected: Tensor) -> None:
+    """Note how much `made` differs from what the `first` contestant has made."""
+    if made.shape != expected.shape:
+        raise ValueError(
+            f"{result.name} gives {list(made.shape)}; expected {list(expected.shape)} as {first} "
+            "does"
+        )
+    if task == DECODE:
+        value, none, words = psnr(made, expected), math.inf, "PSNR {:.1f} dB"
+        result.psnr_db = finite(value)
+    else:
+        value, none, words = relative_error(made, expected), 0, "relative error {:.1e}"
+        result.relative_error = finite(value)
+    result.identical = value == none
+    result.agreement = "identical" if result.identical else words.format(value)
+    if math.isnan(value):
+        result.agreement = "not finite"
+
+
+def _call(contestant: Contestant, result: Result, device: torch.device) -> Tensor | None:
+    """Run a contestant once, and add the cost to its result; None: memory ran out."""
+    try:
+        contestant.prepare()
+        made, seconds, peak_bytes = measured(device, contestant.run)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    else:
+        result.seconds.append(seconds)
+        if peak_bytes is not None:
+            result.peak_bytes = max(result.peak_bytes or 0, peak_bytes)
+        return made
+    # Outside of the handler, which keeps the error and its tensors alive.
+    result.seconds, result.peak_bytes, result.failure = [], None, "out of memory"
+    release_cached(device)
+    return None
+
+
+@contextlib.contextmanager
+def _watched(device: torch.device) -> Iterator[Callable[[], int | None]]:
+    """Watch memory in the block; a call of the result returns the most bytes above the start."""
+    if device.type != "cpu":
+        module = runtime(device)
+        if not hasattr(module, "max_memory_allocated"):
+            yield lambda: None
+            return
+        module.reset_peak_memory_stats(device)
+        before = module.memory_allocated(device)
+        yield lambda: module.max_memory_allocated(device) - before
+        return
+    try:
+        import psutil  # noqa: PLC0415, optional
+    except ImportError:
+        yield lambda: None
+        return
+    process, done = psutil.Process(), threading.Event()
+    first = highest = process.memory_info().rss
 
     def look() -> None:
         nonlocal highest
         while not done.wait(_LOOK_SECONDS):
-            highest = max(highest, read())
-
-    def stop() -> int:
-        done.set()
-        thread.join()
-        return max(highest, read()) - before
+            highest = max(highest, process.memory_info().rss)
 
     thread = threading.Thread(target=look, name="fast-video-vae-memory", daemon=True)
     thread.start()
-    return stop
-
-
-def resident_reader() -> Callable[[], int] | None:
-    """Return a function that reads the resident bytes of this process; None: not available."""
-    if _MEMORY.exists():
-        page = os.sysconf("SC_PAGE_SIZE")
-        return lambda: int(_MEMORY.read_text(encoding="ascii").split()[1]) * page
     try:
-        import psutil  # noqa: PLC0415, optional
-    except ImportError:
-        return None
-    process = psutil.Process()
-    return lambda: process.memory_info().rss
+        yield lambda: max(highest, process.memory_info().rss) - first
+    finally:
+        done.set()
+        thread.join()

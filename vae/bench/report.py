@@ -1,15 +1,13 @@
 """Results of a benchmark as a Markdown table, JSON, or lines of text."""
 
 import json
-import math
-import statistics
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 
 import torch
 
 from .content import Clip
-from .precision_report import PrecisionReport
-from .tables import finite, markdown
+from .precision import PrecisionReport
+from .tables import markdown
 
 ENCODE, DECODE = "encode", "decode"
 
@@ -17,51 +15,21 @@ _GIB, _MIB = 2**30, 2**20
 
 
 @dataclass
-class ContestantResult:
-    """Measurements of one contestant; None: not measured, or not comparable."""
+class Result:
+    """Measurements of one contestant, as in JSON; None: not measured, or not comparable."""
 
     name: str
-    seconds: tuple[float, ...] = ()
+    seconds: list[float] = field(default_factory=list)  # of each round
+    median_s: float | None = None
+    best_s: float | None = None
     peak_bytes: int | None = None
-    psnr: float | None = None  # of a decode against the first contestant, in dB
+    psnr_db: float | None = None  # of a decode against the first contestant
     relative_error: float | None = None  # of an encode: norm of the difference over the norm
+    identical: bool = False  # to the result of the first contestant
+    agreement: str = ""  # in words; empty: unknown
     failure: str | None = None  # why it stopped; None: it completed
-
-    @property
-    def median(self) -> float | None:
-        """Median of the rounds, in seconds."""
-        return statistics.median(self.seconds) if self.seconds else None
-
-    @property
-    def best(self) -> float | None:
-        """Fastest round, in seconds."""
-        return min(self.seconds, default=None)
-
-    def agreement(self) -> str:
-        """Describe the difference to the first contestant's result; empty if unknown."""
-        value = self.psnr if self.relative_error is None else self.relative_error
-        if value is None:
-            return ""
-        if math.isnan(value):
-            return "not finite"
-        if value == (math.inf if self.relative_error is None else 0):
-            return "identical"
-        is_latent = self.relative_error is not None
-        return f"relative error {value:.1e}" if is_latent else f"PSNR {value:.1f} dB"
-
-    def record(self) -> dict[str, object]:
-        """Return the measurements for JSON, which has no infinity."""
-        return {
-            "name": self.name,
-            "seconds": list(self.seconds),
-            "median_s": self.median,
-            "best_s": self.best,
-            "peak_bytes": self.peak_bytes,
-            "psnr_db": finite(self.psnr),
-            "relative_error": finite(self.relative_error),
-            "identical": self.agreement() == "identical",
-            "failure": self.failure,
-        }
+    speed: float | None = None  # times as fast as the first contestant, by medians
+    thrift: float | None = None  # times less memory than the first contestant
 
 
 @dataclass(frozen=True)
@@ -73,28 +41,7 @@ class Comparison:
 
     task: str
     dtype: str
-    results: tuple[ContestantResult, ...]
-
-    def speed(self, result: ContestantResult) -> float | None:
-        """Return how many times as fast as the first contestant `result` is, by medians."""
-        return _ratio(self.results[0].median, result.median)
-
-    def thrift(self, result: ContestantResult) -> float | None:
-        """Return how many times less memory than the first contestant `result` takes."""
-        return _ratio(self.results[0].peak_bytes, result.peak_bytes)
-
-    def words(self, result: ContestantResult) -> str:
-        """Return how `result` compares with that of the first contestant."""
-        if result.failure is not None:
-            return result.failure
-        first, speed, taken = self.results[0], self.speed(result), seconds(result.median)
-        if speed is None:
-            words = [f"{taken}; {first.name}: {first.failure}"]
-        else:
-            words = [f"{times(speed)} as fast, {taken} instead of {seconds(first.median)}"]
-        if self.thrift(result) is not None:
-            words.append(f"{size(result.peak_bytes)} instead of {size(first.peak_bytes)}")
-        return "; ".join(filter(None, [*words, result.agreement()]))
+    results: list[Result]
 
 
 @dataclass(frozen=True)
@@ -112,62 +59,50 @@ class BenchmarkReport:
     def table(self) -> str:
         """Return all figures as a Markdown table below a line with the conditions."""
         counted = "1 round" if self.rounds == 1 else f"{self.rounds} rounds"
-        lines = [f"{self.clip}; {self.vae}; {self.device}; {counted}", ""]
-        first = self.comparisons[0].results[0].name
-        rows = [
-            ["task", "dtype", "VAE", "median", "best", "speed", "peak memory", f"against {first}"]
-        ]
+        against = f"against {self.comparisons[0].results[0].name}"
+        rows = [["task", "dtype", "VAE", "median", "best", "speed", "peak memory", against]]
         for each in self.comparisons:
             for result in each.results:
-                speed = each.speed(result)
-                rows.append(
-                    [
-                        each.task,
-                        each.dtype,
-                        result.name,
-                        result.failure or seconds(result.median),
-                        seconds(result.best),
-                        "-" if speed is None else times(speed),
-                        "-" if result.failure else size(result.peak_bytes),
-                        result.agreement() or "-",
-                    ]
-                )
-        lines += markdown(rows)
+                speed = "-" if result.speed is None else times(result.speed)
+                memory = "-" if result.failure else size(result.peak_bytes)
+                taken = result.failure or seconds(result.median_s), seconds(result.best_s)
+                found = speed, memory, result.agreement or "-"
+                rows.append([each.task, each.dtype, result.name, *taken, *found])
+        lines = [f"{self.clip}; {self.vae}; {self.device}; {counted}", "", *markdown(rows)]
         lines += ["", *(f"- {note}" for note in self.notes)] if self.notes else []
         lines += ["", self.precision.table()] if self.precision else []
         return "\n".join(lines)
 
     def as_json(self) -> str:
         """Return all figures as JSON, including each round."""
-        tasks = [
-            {
-                "task": each.task,
-                "dtype": each.dtype,
-                "results": [
-                    result.record() | {"speed": each.speed(result)} for result in each.results
-                ],
-            }
-            for each in self.comparisons
-        ]
         content = {
             "vae": self.vae,
             "device": self.device,
             "torch": torch.__version__,
             **vars(self.clip),
             "rounds": self.rounds,
-            "tasks": tasks,
+            "tasks": [asdict(each) for each in self.comparisons],
             "notes": list(self.notes),
             "precision": self.precision.record() if self.precision else None,
         }
         return json.dumps(content, indent=2, allow_nan=False)
 
     def summary(self) -> str:
-        """Return a line for each task and contestant but the first."""
-        return "\n".join(
-            f"{each.task}, {result.name}: {each.words(result)}"
-            for each in self.comparisons
-            for result in each.results[1:]
-        )
+        """Return a line for each task and contestant but the first, compared with the first."""
+        lines = []
+        for each in self.comparisons:
+            first = each.results[0]
+            for result in each.results[1:]:
+                taken = seconds(result.median_s)
+                words = [f"{taken}; {first.name}: {first.failure}"]
+                if result.speed is not None:
+                    instead = f"{taken} instead of {seconds(first.median_s)}"
+                    words = [f"{times(result.speed)} as fast, {instead}"]
+                if result.thrift is not None:
+                    words.append(f"{size(result.peak_bytes)} instead of {size(first.peak_bytes)}")
+                words += [result.agreement] if result.agreement else []
+                lines.append(f"{each.task}, {result.name}: {result.failure or '; '.join(words)}")
+        return "\n".join(lines)
 
 
 def tasks_of(choice: str) -> tuple[str, ...]:
@@ -192,7 +127,3 @@ def size(value: int | None) -> str:
 def times(ratio: float) -> str:
     """Format `ratio` as in "1.83x" or "12.4x"."""
     return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.1f}x"
-
-
-def _ratio(first: float | None, other: float | None) -> float | None:
-    return first / other if first and other else None

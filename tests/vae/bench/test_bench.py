@@ -18,13 +18,12 @@ from fast_video_vae.tests.wan22 import random_qwen21, random_wan22
 pytest.importorskip("PIL", reason="Pillow is not installed")
 
 from fast_video_vae.tests.vae.families import computes_16_bits
-from fast_video_vae.vae.bench import measure as gauge
 from fast_video_vae.vae.bench.baselines import contestants
 from fast_video_vae.vae.bench.chart import COLORS, draw_chart
-from fast_video_vae.vae.bench.compare import Contestant, compare, psnr, relative_error
 from fast_video_vae.vae.bench.content import Clip, fitted, random_latent
-from fast_video_vae.vae.bench.measure import measured
-from fast_video_vae.vae.bench.report import BenchmarkReport, Comparison, ContestantResult
+from fast_video_vae.vae.bench.measure import Contestant, compare, measured
+from fast_video_vae.vae.bench.report import BenchmarkReport, Comparison, Result
+from fast_video_vae.vae.bench.tables import psnr, relative_error
 from fast_video_vae.vae.checkpoint import load_vae, read_checkpoint
 from fast_video_vae.vae.streaming import precision
 from fast_video_vae.vae.streaming.options import StreamOptions
@@ -39,52 +38,35 @@ def images(seed=0, frames=3):
     return torch.rand(1, frames, 8, 6, 3, generator=torch.Generator().manual_seed(seed))
 
 
-class Course:
-    """Contestants that note when they run, and a measure that gives them set times."""
+def test_the_order_rotates_each_round_after_a_warm_up_that_is_not_in_the_figures(monkeypatch):
+    order, passed = [], []
+    costs = {
+        "a": iter([(99.0, 900), (4.0, 100), (2.5, 100), (9.0, 100)]),
+        "b": iter([(0.1, 900), (1.0, 30), (2.0, 40), (1.0, None)]),
+        "c": iter([(1.0, 1)] * 4),
+    }
 
-    def __init__(self, **times):
-        self.order, self.times = [], {name: iter(each) for name, each in times.items()}
-        self.contestants = [self.contestant(name, seed) for seed, name in enumerate(times)]
+    def contestant(name, seed):
+        return Contestant(name, lambda: [order.append(name), images(seed)][1])
 
-    def contestant(self, name, seed):
-        def run():
-            self.order.append(name)
-            return images(seed)
+    def costed(device, run):
+        made = run()
+        return made, *next(costs[order[-1]])
 
-        return Contestant(name, run)
-
-    def measured(self, device, run):
-        result = run()
-        return result, *next(self.times[self.order[-1]])
-
-    def compare(self, **changed):
-        options = {"rounds": 3, "dtype": "fp32", "device": CPU} | changed
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys.modules[compare.__module__], "measured", self.measured)
-            return compare("decode", self.contestants, **options)
-
-
-def test_the_order_rotates_each_round_after_a_warm_up_that_is_not_in_the_figures():
-    seconds = [4.0, 2.5, 9.0]
-    course = Course(
-        a=[(99.0, 900), *((each, 100) for each in seconds)],
-        b=[(0.1, 900), (1.0, 30), (2.0, 40), (1.0, None)],
-        c=[(1, 1)] * 9,
-    )
-    a, b, c = course.contestants
+    monkeypatch.setattr(sys.modules[compare.__module__], "measured", costed)
+    a, b, c = (contestant(name, seed) for seed, name in enumerate(costs))
     # `prepare` runs before each call.
-    course.contestants = [a, replace(b, prepare=lambda: course.order.append("(")), c]
-    passed = []
-    found = course.compare(rounds=3, passed=lambda: passed.append("".join(course.order)))
+    entries = [a, replace(b, prepare=lambda: order.append("(")), c]
+    options = {"rounds": 3, "dtype": "fp32", "device": CPU}
+    found = compare("decode", entries, **options, passed=lambda: passed.append("".join(order)))
     assert passed[-1] == "a(bc" + "a(bc" + "c(ba" + "a(bc"
     assert [calls[-1] for calls in passed] == [*"abcabccbaabc"]
     one, two, _ = found.results
-    assert one.seconds == tuple(seconds)
-    assert (one.median, one.best) == (4.0, 2.5)
+    assert one.seconds == [4.0, 2.5, 9.0]
+    assert (one.median_s, one.best_s) == (4.0, 2.5)
     assert (one.peak_bytes, two.peak_bytes) == (100, 40)
-    comparison = Comparison("decode", "fp32", (one, two))
-    assert (comparison.speed(two), comparison.thrift(two)) == (4.0, 2.5)
-    assert (one.psnr, two.psnr) == (None, psnr(images(1), images(0)))
+    assert (two.speed, two.thrift) == (4.0, 2.5)
+    assert (one.psnr_db, two.psnr_db) == (None, psnr(images(1), images(0)))
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 8, 6, 3), (3, 8, 6, 3)])
@@ -104,6 +86,23 @@ def test_psnr_equals_the_formula_in_float64(shape):
     assert relative_error(one, two) == 0.1
     assert relative_error(two, two) == relative_error(0 * two, 0 * two) == 0
     assert relative_error(two, 0 * two) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("task", "made", "words"),
+    [
+        ("decode", images(), "identical"),
+        ("decode", images() * math.nan, "not finite"),
+        ("decode", images() + 0.01, "PSNR 40.0 dB"),
+        ("encode", images() * 1.5, "relative error 5.0e-01"),
+        ("encode", images(), "identical"),
+    ],
+)
+def test_results_are_compared_in_words(task, made, words):
+    contestants = [Contestant("a", images), Contestant("b", lambda: made)]
+    found = compare(task, contestants, rounds=1, dtype="", device=CPU).results
+    assert [each.agreement for each in found] == ["", words]
+    assert found[1].identical == (words == "identical")
 
 
 def broken():
@@ -149,29 +148,31 @@ def test_a_contestant_out_of_memory_is_skipped_afterwards(at, failing):
     found = compare("decode", contestants, **options).results
     assert (calls[failing], calls[1 - failing]) == (at + 1, 4)
     assert len(passed) == 8
-    assert (found[failing].failure, found[failing].seconds) == ("out of memory", ())
+    assert (found[failing].failure, found[failing].seconds) == ("out of memory", [])
     assert (found[1 - failing].failure, len(found[1 - failing].seconds)) == (None, 3)
-    assert (found[1].psnr is None) == (at == 0)  # there was nothing to compare
+    assert (found[1].psnr_db is None) == (at == 0)  # there was nothing to compare
 
 
-def takes(mebibytes, seconds=0.0):
-    def run():
+def test_the_peak_excludes_memory_from_before_the_call(monkeypatch):
+    pytest.importorskip("psutil", reason="psutil is not installed")
+
+    def takes(mebibytes):
         block = torch.ones(mebibytes * MIB, dtype=torch.uint8)
-        time.sleep(seconds)
-        del block
-        return "done"
+        time.sleep(0.05)
+        return block.numel()
 
-    return run
-
-
-def test_the_peak_excludes_memory_from_before_the_call():
-    if gauge.resident_reader() is None:
-        pytest.skip("neither Linux nor psutil reports the memory of this process")
     kept = torch.ones(40 * MIB, dtype=torch.uint8)  # allocated before, so not counted
     for mebibytes in (96, 32):  # the second takes less than the first
-        _, _, peak = measured(CPU, takes(mebibytes, seconds=0.05))
+        _, _, peak = measured(CPU, lambda mebibytes=mebibytes: takes(mebibytes))
         assert mebibytes - 4 <= peak / MIB <= mebibytes + 24
     assert kept.numel() == 40 * MIB
+    names = lambda: {each.name for each in threading.enumerate()}  # noqa: E731
+    assert "fast-video-vae-memory" in measured(CPU, names)[0]
+    with pytest.raises(KeyboardInterrupt):
+        measured(CPU, lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert "fast-video-vae-memory" not in names()
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    assert measured(CPU, lambda: takes(1))[2] is None
 
 
 @pytest.mark.gpu
@@ -189,42 +190,39 @@ def test_on_a_gpu_the_peak_counts_tensors_and_time_includes_the_work():
     assert kept.all()
 
 
-def test_memory_is_sampled_where_the_system_or_psutil_reports_it(monkeypatch, tmp_path):
-    psutil = pytest.importorskip("psutil", reason="psutil is not installed")
-    names = lambda: {each.name for each in threading.enumerate()}  # noqa: E731
-    monkeypatch.setattr(gauge, "_MEMORY", tmp_path / "statm")  # as without Linux
-    assert abs(gauge.resident_reader()() - psutil.Process().memory_info().rss) < 16 * MIB
-    assert "fast-video-vae-memory" in measured(CPU, names)[0]
-    with pytest.raises(KeyboardInterrupt):
-        measured(CPU, lambda: (_ for _ in ()).throw(KeyboardInterrupt))
-    assert "fast-video-vae-memory" not in names()
-    monkeypatch.setitem(sys.modules, "psutil", None)
-    assert measured(CPU, takes(1))[2] is None
-
-
 def report(*comparisons, notes=()):
     return BenchmarkReport(
         "wan2.1, base width 96", "A card", Clip(832, 480, 81), 3, comparisons, notes
     )
 
 
+def measurement(name, seconds=(), peak=None, **found):
+    taken = {"seconds": [*seconds], "peak_bytes": peak}
+    if seconds:
+        taken |= {"median_s": sorted(seconds)[len(seconds) // 2], "best_s": min(seconds)}
+    return Result(name, **taken, **found)
+
+
+PSNR, ERROR = "PSNR 52.4 dB", "relative error 1.2e-06"
 DECODED = Comparison(
     "decode",
     "bf16",
-    (
-        ContestantResult("stock", (12.0, 12.5, 11.0), 6 * 2**30),
-        ContestantResult("fast", (3.0, 3.1, 2.9), 512 * MIB, psnr=52.44),
-        ContestantResult("other", failure="out of memory"),
-        ContestantResult("same", (24.0,), None, psnr=math.inf),
-    ),
+    [
+        measurement("stock", (12.0, 12.5, 11.0), 6 * 2**30, speed=1.0, thrift=1.0),
+        measurement(
+            "fast", (3.0, 3.1, 2.9), 512 * MIB, psnr_db=52.44, agreement=PSNR, speed=4.0, thrift=12
+        ),
+        measurement("other", failure="out of memory"),
+        measurement("same", (24.0,), identical=True, agreement="identical", speed=0.5),
+    ],
 )
 ENCODED = Comparison(
     "encode",
     "fp32",
-    (
-        ContestantResult("stock", (2.0,), None),
-        ContestantResult("fast", (0.05,), None, relative_error=1.2e-6),
-    ),
+    [
+        measurement("stock", (2.0,), speed=1.0),
+        measurement("fast", (0.05,), relative_error=1.2e-6, agreement=ERROR, speed=40.0),
+    ],
 )
 
 
@@ -270,9 +268,7 @@ def test_the_summary_compares_each_contestant_with_the_first():
         "decode, same: 0.50x as fast, 24.0 s instead of 12.0 s; identical",
         "encode, fast: 40.0x as fast, 0.0500 s instead of 2.00 s; relative error 1.2e-06",
     ]
-    failed = Comparison(
-        "decode", "", (ContestantResult("stock", failure="no"), ContestantResult("fast", (1.0,)))
-    )
+    failed = Comparison("decode", "", [Result("stock", failure="no"), measurement("fast", (1.0,))])
     assert report(failed).summary() == "decode, fast: 1.00 s; stock: no"
 
 
