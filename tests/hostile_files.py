@@ -189,19 +189,14 @@ MISTAKEN = {
 # Of checkpoints alone: pickles, in an archive and from before PyTorch 1.6.
 STATES = {
     "system": (call(name("os", "system"), TOUCH), "more than tensors: os.system"),
-    "eval": (mapping(a=call(name("builtins", "eval"), TOUCH)), "more than tensors: builtins.eval"),
-    "load": (call(name("torch", "load"), TOUCH), "more than tensors: torch.load"),
     "instance": (b"(S'a'\nios\nsystem\n", "has the instruction INST"),
-    "stack global": (text("os") + text("system") + b"\x93", "has the instruction STACK_GLOBAL"),
     "bytearray": (call(BYTES, number(10**9)), "more than tensors: builtins.bytearray"),
-    "new bytearray": (BYTES + row(number(10**9)) + b"\x81", "tensors: builtins.bytearray"),
     "hidden bytearray": (call(FROM_TYPE, BYTES, b"N", row(number(10**9)), b"N"), "bytearray"),
     "tensor type": (call(name("torch", "Tensor"), number(10**9)), CALLS),
     "slow codec": (call(CODEC, text("ä"), text("idna")), CALLS),
     "attributes": (ORDERED + b")RbN", "is damaged"),
     "state": (GOOD + b"q\0" + mapping(a=b"N") + b"b", "is damaged"),
     "deep": (b")" + b"\x85" * 200_000, "holds a tuple|PyTorch cannot read it"),
-    "deep key": (b"})" + b"\x85" * 200 + b"Ns", KEYS),
     "hashes": (call(SET, DEEP), CALLS),
     "equal tuples": (call(SET, b"](" + b"".join(ALIKE) + b"e"), CALLS),
     "equal numbers": (
@@ -222,9 +217,7 @@ STATES = {
     "large key": (b"}" + number(1 << 61) + b"Ns", KEYS),
     "laughs": (LAUGHS, "holds a list|PyTorch cannot read it"),
     "long text": (b"X" + struct.pack("<I", 1 << 31) + b"a", "is damaged"),
-    "long bytes": (b"\x8e" + struct.pack("<Q", 1 << 40), "is damaged"),
     "many": (b"N" * 400_000, "more than 300000 instructions"),
-    "marks": (b"u", "is damaged"),
     "odd pairs": (b"}(Nu", KEYS),
     "tensor": (tensor((4,), (1,)), "holds a Tensor; expected a state dict"),
     "stride 0": (mapping(a=tensor((1 << 15, 1 << 15), (0, 0))), "tensors need 4294967296 bytes"),
@@ -232,17 +225,12 @@ STATES = {
     "beyond": (mapping(a=tensor((4,), (1,), offset=1)), "PyTorch cannot read it"),
     "parameter": (mapping(a=rebuild("parameter", tensor((5,), (0,)), b"\x89", NONE)), "not a "),
     "subclass": (mapping(a=tensor((5,), (0,), subclass=True)), "not a "),
-    "steps": (mapping(a=tensor((4,), ())), "not a |PyTorch cannot read it"),
     "negative": (mapping(a=tensor((-1,), (1,))), "PyTorch cannot read it"),
     "no storage": (mapping(a=tensor((4,), (1,), b"NQ")), "is damaged"),
-    "kind": (mapping(a=tensor((4,), (1,), storage(kind="Size"))), "PyTorch cannot read it"),
-    "two counts": (storage() + storage(count=2) + b"\x86", "holds a tuple"),
     "large storage": (mapping(a=tensor((4,), (1,), storage(count=1 << 45))), "storages|cannot"),
     "other storage": (mapping(a=tensor((4,), (1,), storage("../0"))), "PyTorch cannot read it"),
     "sparse": (mapping(a=rebuild("sparse_tensor", b"N", b")")), "tensors: .*sparse_tensor"),
-    "listed qtensor": (rebuild("qtensor", b"N") + b"]\x86", "tensors: .*qtensor"),
-    "meta": (mapping(a=rebuild("meta_tensor_no_storage", b"N")), "tensors: .*meta_tensor"),
-    "nasty key": (mapping(**{"a\n\u202e\x1b": tensor((5,), (0,))}), r"not a .*"),
+    "nasty key": (mapping(**{"a\n\u202e\x1b": tensor((2,), (1,))}), "not a "),
 }  # fmt: skip
 WIDE = storage(count=1 << 20)
 VIEWS = mapping(**{f"a{i}": tensor((1 << 20,), (1,), WIDE) for i in range(500)})
