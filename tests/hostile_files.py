@@ -205,7 +205,7 @@ STATES = {
         ) + b"e"), CALLS,
     ),
     "often": (SET + b"q\0](" + b"K\1" * 4000 + b"e\x85q\1](" + b"h\0h\1R" * 30_000 + b"e", CALLS),
-    "equal texts": (call(SET, b"](" + text("k" * (4 << 20)) * 2 + b"e"), CALLS),
+    "equal texts": (call(SET, b"](" + text("k" * (4 << 20)) + b"q\0" + b"h\0" * 4 + b"e"), CALLS),
     "long codec": (text("a" * (4 << 20)) + b"q\0](" + BYTES_OF * 99 + b"e", CALLS),
     "hidden codec": (call(FROM_TYPE, CODEC, b"N", row(text("ä"), text("idna")), b"N"), CALLS),
     "deep storage": (row(text("storage"), name("torch", "FloatStorage"), DEEP) + b"Q", CALLS),

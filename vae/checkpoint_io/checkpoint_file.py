@@ -36,8 +36,8 @@ _MOST_SHARED = 64 << 20
 # A tensor takes about 40 instructions and 170 bytes, a member of an archive 120 bytes.
 _MOST_INSTRUCTIONS, _MOST_BYTES, _MOST_DIRECTORY = 300_000, 16 << 20, 4 << 20
 
-# The sum of the squared sizes of all arguments: the hashes of all objects in a set can be equal.
-# It is about 300 for a tensor.
+# Of all arguments: letters, 16 for each object, and the square of those whose hashes can be equal.
+# A tensor has about 500.
 _MOST_WORK = 1 << 24
 
 _MAGIC = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
@@ -87,7 +87,7 @@ def read_file(path: Path, network: Network) -> dict[str, object]:
                 warnings.simplefilter("ignore")  # of pickle protocol 3, which PyTorch reads too
                 value = torch.load(path if maps else file, "cpu", weights_only=True, mmap=maps)
         except pickle.UnpicklingError:  # whose text is advice to trust the file
-            raise ValueError("its pickle is damaged") from None
+            raise ValueError("its pickle is damaged, or holds more than tensors") from None
         except Exception as error:  # a lack of memory too: the sizes are those of the file
             raise ValueError(f"PyTorch cannot read it ({shown(first_line(error))})") from None
     if not isinstance(value, dict):
@@ -211,9 +211,10 @@ def _check_pickle(file: BinaryIO) -> None:
             elif "APPEND" in name:
                 top[-1].extend(items)
             elif "SETITEM" in name:
-                _check_keys(items[::2])
+                if not all(map(_is_plain, items[::2])):
+                    raise ValueError(f"one of its keys is no short text; {_STATE_DICT}")
             else:
-                work += _size(items[-1]) ** 2
+                work += _work(items[-1])
                 if work > _MOST_WORK or (name == "REDUCE" and not _is_usual(*items)):
                     raise ValueError(f"its pickle calls functions in unusual ways; {_STATE_DICT}")
                 top.append(None)
@@ -231,24 +232,25 @@ def _instructions(file: BinaryIO) -> Iterator[tuple[OpcodeInfo, Any, int | None]
         raise ValueError("its pickle is damaged or too large") from None
 
 
-def _size(value: object) -> int:
-    """Return the number of objects in tuples and lists; 64 letters are one more."""
-    found, size = [value], 0
+def _work(arguments: object) -> int:
+    """Return what a call can cost, or more than `_MOST_WORK`, because objects can share parts."""
+    found, letters, alike, work = [arguments], 0, 0, 0
     for each in found:
-        size += 1 + (len(each) // 64 if isinstance(each, str) else 0)
         if isinstance(each, tuple | list):
             found += each
-        if max(size, len(found)) ** 2 > _MOST_WORK:
-            return _MOST_WORK
-    return size
+        letters += len(each) if isinstance(each, str) else 0
+        alike += not _is_plain(each)
+        work = letters + 16 * len(found) + alike**2
+        if work > _MOST_WORK:
+            break
+    return work
 
 
-def _check_keys(keys: list[Any]) -> None:
-    """Refuse long texts, which are slow to compare, and what can have the hash of another key."""
-    for key in keys:
-        is_text = isinstance(key, str) and len(key) <= 1000
-        if not is_text and (type(key) is not int or abs(key) >= 1 << 32):
-            raise ValueError(f"one of its keys is no short text; {_STATE_DICT}")
+def _is_plain(value: object) -> bool:
+    """Return whether a value is fast to compare and few others have its hash."""
+    if isinstance(value, str):
+        return len(value) <= 1000
+    return type(value) is int and abs(value) < 1 << 32
 
 
 def _is_usual(function: str, arguments: tuple[Any, ...]) -> bool:

@@ -90,7 +90,8 @@ SAVED = {
         "optimizer": {"state": {0: {"step": torch.tensor(1.0), "avg": torch.ones(2)}},
         "lr": [1e-4]},
         "size": torch.Size([1, 2]), "dtype": torch.float16, "device": torch.device("cpu"),
-        "seed": 1 << 70, "tags": {"a"}, "raw": b"abc", "betas": (0.9, 0.99),
+        "seed": [1 << 70] * 2000, "tags": {*map(str, range(9000))}, "raw": bytes(300_000),
+        "betas": (0.9, 0.99), "attributes": _tagged(torch.ones(2)), "z": 1 + 2j,
     },
 }  # fmt: skip
 
