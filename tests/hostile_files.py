@@ -147,6 +147,7 @@ ALIKE = [row(*map(number, each)) for each in product((-1, -2), repeat=12)] * 2
 COMPLEX = name("builtins", "complex")
 CODEC = name("_codecs", "encode")
 BYTES_OF = CODEC + b"h\0" + text("latin1") + b"\x86R"
+LETTERS = text("".join(map(chr, range(1 << 20))))
 DEEP = b"](" + SHARED + b"e"
 CALLS, KEYS = "calls functions in unusual ways", "one of its keys is no short text"
 GOOD = mapping(a=tensor((2, 2), (2, 1)))
@@ -206,6 +207,7 @@ STATES = {
     ),
     "often": (SET + b"q\0](" + b"K\1" * 4000 + b"e\x85q\1](" + b"h\0h\1R" * 30_000 + b"e", CALLS),
     "equal texts": (call(SET, b"](" + text("k" * (4 << 20)) + b"q\0" + b"h\0" * 4 + b"e"), CALLS),
+    "letters": (LETTERS + b"q\0](" + (SET + b"h\0\x85R") * 9 + b"e", CALLS),
     "long codec": (text("a" * (4 << 20)) + b"q\0](" + BYTES_OF * 99 + b"e", CALLS),
     "hidden codec": (call(FROM_TYPE, CODEC, b"N", row(text("ä"), text("idna")), b"N"), CALLS),
     "deep storage": (row(text("storage"), name("torch", "FloatStorage"), DEEP) + b"Q", CALLS),

@@ -36,8 +36,8 @@ _MOST_SHARED = 64 << 20
 # A tensor takes about 40 instructions and 170 bytes, a member of an archive 120 bytes.
 _MOST_INSTRUCTIONS, _MOST_BYTES, _MOST_DIRECTORY = 300_000, 16 << 20, 4 << 20
 
-# Of all arguments: letters, 16 for each object, and the square of those whose hashes can be equal.
-# A tensor has about 500.
+# Of all arguments: 16 for each object and letter, of which there are sets too, and the square of
+# the number of objects whose hashes can be equal. A tensor has about 900.
 _MOST_WORK = 1 << 24
 
 _MAGIC = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
@@ -118,10 +118,9 @@ def _mapped(file: BinaryIO, size: int, network: Network) -> dict[str, object]:
     data = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=start)
     for key, place in places.items():
         dtype, (first, last) = place.torch_dtype, place.offsets
-        if dtype is None:
-            raise ValueError(f"{shown(key)} is of dtype {shown(place.dtype)}; expected floats")
-        if first == last:
-            raise ValueError(f"{shown(key)} is {list(place.shape)}; expected no size of 0")
+        if dtype is None or first == last:
+            kind = f"{shown(place.dtype)} {list(place.shape)}"
+            raise ValueError(f"{shown(key)} is {kind}; expected floats and no size of 0")
         offset, count = header.start + first - start, (last - first) // dtype.itemsize
         flat = torch.frombuffer(data, dtype=dtype, offset=offset, count=count)
         tensors[key] = flat.view(place.shape)
@@ -214,7 +213,7 @@ def _check_pickle(file: BinaryIO) -> None:
                 if not all(map(_is_plain, items[::2])):
                     raise ValueError(f"one of its keys is no short text; {_STATE_DICT}")
             else:
-                work += _work(items[-1])
+                work += _work(items[-1]) // (16 if items[0] == _ENCODE else 1)
                 if work > _MOST_WORK or (name == "REDUCE" and not _is_usual(*items)):
                     raise ValueError(f"its pickle calls functions in unusual ways; {_STATE_DICT}")
                 top.append(None)
@@ -240,7 +239,7 @@ def _work(arguments: object) -> int:
             found += each
         letters += len(each) if isinstance(each, str) else 0
         alike += not _is_plain(each)
-        work = letters + 16 * len(found) + alike**2
+        work = 16 * (letters + len(found)) + alike**2
         if work > _MOST_WORK:
             break
     return work
