@@ -1,22 +1,18 @@
-"""Untrusted files: damaged, of another kind, or malicious, and a process that reads them all.
+"""Untrusted files: damaged, of another kind, or malicious.
 
-`CASES` has a content and the words of its error for each reader; `report` reads them one by one and
-prints what happened: the error, the memory, and whether code in the file was run.
+`CASES` has a content and the words of its error for the readers of a kind.
 """
 
-import contextlib
 import gzip
 import io
 import json
 import pickle
 import random
 import struct
-import sys
 import tarfile
-import time
 import warnings
 import zipfile
-from pathlib import Path
+from itertools import product
 
 import torch
 from safetensors.torch import save
@@ -145,7 +141,15 @@ REBUILD = name("torch._utils", "_rebuild_tensor_v2")
 SET = name("builtins", "set")
 NONE = ORDERED + b")R"
 SHARED = b")q\0" + b"".join((b"h" + bytes([i])) * 2 + b"\x86q" + bytes([i + 1]) for i in range(60))
-EQUAL = b"".join(number(i * ((1 << 61) - 1)) for i in range(1, 2000))
+EQUAL = b"".join(number(i * ((1 << 61) - 1)) for i in range(1, 5000))
+# Tuples that differ and have one hash, because -1 and -2 have one.
+ALIKE = [row(*map(number, each)) for each in product((-1, -2), repeat=12)] * 2
+COMPLEX = name("builtins", "complex")
+CODEC = name("_codecs", "encode")
+BYTES_OF = CODEC + b"h\0" + text("latin1") + b"\x86R"
+LETTERS = text("".join(map(chr, range(1 << 20))))
+DEEP = b"](" + SHARED + b"e"
+CALLS, KEYS = "calls functions in unusual ways", "one of its keys is no short text"
 GOOD = mapping(a=tensor((2, 2), (2, 1)))
 DIRECTORY, END = b"PK\x01\x02", b"PK\x05\x06"
 LAUGHS = b"]q\0" + b"".join(
@@ -186,47 +190,49 @@ MISTAKEN = {
 # Of checkpoints alone: pickles, in an archive and from before PyTorch 1.6.
 STATES = {
     "system": (call(name("os", "system"), TOUCH), "more than tensors: os.system"),
-    "eval": (mapping(a=call(name("builtins", "eval"), TOUCH)), "more than tensors: builtins.eval"),
-    "load": (call(name("torch", "load"), TOUCH), "more than tensors: torch.load"),
-    "instance": (b"(S'a'\nios\nsystem\n", "has the instruction STRING"),
-    "stack global": (text("os") + text("system") + b"\x93", "has the instruction STACK_GLOBAL"),
+    "instance": (b"(S'a'\nios\nsystem\n", "has the instruction INST"),
     "bytearray": (call(BYTES, number(10**9)), "more than tensors: builtins.bytearray"),
-    "new bytearray": (BYTES + row(number(10**9)) + b"\x81", "tensors: builtins.bytearray"),
     "hidden bytearray": (call(FROM_TYPE, BYTES, b"N", row(number(10**9)), b"N"), "bytearray"),
-    "tensor type": (call(name("torch", "Tensor"), number(10**9)), "holds a Tensor|cannot read it"),
-    "slow codec": (call(name("_codecs", "encode"), text("ä"), text("idna")), "encodes a text"),
-    "attributes": (ORDERED + b")RbN", "PyTorch cannot read it"),
+    "tensor type": (call(name("torch", "Tensor"), number(10**9)), CALLS),
+    "slow codec": (call(CODEC, text("ä"), text("idna")), CALLS),
+    "attributes": (ORDERED + b")RbN", "is damaged"),
     "state": (GOOD + b"q\0" + mapping(a=b"N") + b"b", "is damaged"),
-    "deep": (b")" + b"\x85" * 200_000, "more than 100 tuples in one"),
-    "deep key": (b"})" + b"\x85" * 200 + b"Ns", "more than 100 tuples in one"),
-    "hashes": (call(SET, b"](" + SHARED + b"e"), "more than 100 tuples in one"),
-    "equal hashes": (call(SET, b"](" + EQUAL + b"e"), "more than 1000 large numbers"),
-    "tuple key": (b"})\x85Ns", "one of its keys is no short text"),
-    "long key": (mapping(**{"k" * 5000: b"N"}), "one of its keys is no short text"),
-    "large key": (b"}" + number(1 << 61) + b"Ns", "one of its keys is no short text"),
+    "deep": (b")" + b"\x85" * 200_000, "holds a tuple|PyTorch cannot read it"),
+    "hashes": (call(SET, DEEP), CALLS),
+    "equal tuples": (call(SET, b"](" + b"".join(ALIKE) + b"e"), CALLS),
+    "equal numbers": (
+        call(SET, b"](" + b"".join(
+            call(COMPLEX, number(-1_000_003 * i), number(i)) for i in range(5000)
+        ) + b"e"), CALLS,
+    ),
+    "often": (SET + b"q\0](" + b"K\1" * 4000 + b"e\x85q\1](" + b"h\0h\1R" * 30_000 + b"e", CALLS),
+    "equal texts": (call(SET, b"](" + text("k" * (4 << 20)) + b"q\0" + b"h\0" * 4 + b"e"), CALLS),
+    "letters": (LETTERS + b"q\0](" + (SET + b"h\0\x85R") * 9 + b"e", CALLS),
+    "long codec": (text("a" * (4 << 20)) + b"q\0](" + BYTES_OF * 99 + b"e", CALLS),
+    "hidden codec": (call(FROM_TYPE, CODEC, b"N", row(text("ä"), text("idna")), b"N"), CALLS),
+    "deep storage": (row(text("storage"), name("torch", "FloatStorage"), DEEP) + b"Q", CALLS),
+    "deep attributes": (ORDERED + b")R]](" + DEEP + b"Neab", CALLS),
+    "listed tensor": (call(name("torch", "Tensor"), LAUGHS), CALLS),
+    "equal hashes": (call(SET, b"](" + EQUAL + b"e"), CALLS),
+    "tuple key": (b"})\x85Ns", KEYS),
+    "long key": (mapping(**{"k" * 5000: b"N"}), KEYS),
+    "large key": (b"}" + number(1 << 61) + b"Ns", KEYS),
     "laughs": (LAUGHS, "holds a list|PyTorch cannot read it"),
     "long text": (b"X" + struct.pack("<I", 1 << 31) + b"a", "is damaged"),
-    "long bytes": (b"\x8e" + struct.pack("<Q", 1 << 40), "is damaged"),
     "many": (b"N" * 400_000, "more than 300000 instructions"),
-    "marks": (b"u", "is damaged"),
-    "odd pairs": (b"}(Nu", "is damaged"),
+    "odd pairs": (b"}(Nu", KEYS),
     "tensor": (tensor((4,), (1,)), "holds a Tensor; expected a state dict"),
-    "stride 0": (mapping(a=tensor((1 << 15, 1 << 15), (0, 0))), "a is .* only 4 values"),
+    "stride 0": (mapping(a=tensor((1 << 15, 1 << 15), (0, 0))), "tensors need 4294967296 bytes"),
     "overlapping": (mapping(a=tensor((1000, 1000), (1, 1))), "PyTorch cannot read it"),
     "beyond": (mapping(a=tensor((4,), (1,), offset=1)), "PyTorch cannot read it"),
-    "parameter": (mapping(a=rebuild("parameter", tensor((5,), (0,)), b"\x89", NONE)), "only 4 val"),
-    "subclass": (mapping(a=tensor((5,), (0,), subclass=True)), "a is .* only 4 values"),
-    "steps": (mapping(a=tensor((4,), ())), "not a |PyTorch cannot read it"),
+    "parameter": (mapping(a=rebuild("parameter", tensor((5,), (0,)), b"\x89", NONE)), "not a "),
+    "subclass": (mapping(a=tensor((5,), (0,), subclass=True)), "not a "),
     "negative": (mapping(a=tensor((-1,), (1,))), "PyTorch cannot read it"),
     "no storage": (mapping(a=tensor((4,), (1,), b"NQ")), "is damaged"),
-    "kind": (mapping(a=tensor((4,), (1,), storage(kind="Size"))), "PyTorch cannot read it"),
-    "two counts": (storage() + storage(count=2) + b"\x86", "holds a tuple"),
     "large storage": (mapping(a=tensor((4,), (1,), storage(count=1 << 45))), "storages|cannot"),
     "other storage": (mapping(a=tensor((4,), (1,), storage("../0"))), "PyTorch cannot read it"),
     "sparse": (mapping(a=rebuild("sparse_tensor", b"N", b")")), "tensors: .*sparse_tensor"),
-    "listed qtensor": (rebuild("qtensor", b"N") + b"]\x86", "tensors: .*qtensor"),
-    "meta": (mapping(a=rebuild("meta_tensor_no_storage", b"N")), "tensors: .*meta_tensor"),
-    "nasty key": (mapping(**{"a\n\u202e\x1b": tensor((5,), (0,))}), r"a\\n\\u202e\\x1b is .* 4 va"),
+    "nasty key": (mapping(**{"a\n\u202e\x1b": tensor((2,), (1,))}), "not a "),
 }  # fmt: skip
 WIDE = storage(count=1 << 20)
 VIEWS = mapping(**{f"a{i}": tensor((1 << 20,), (1,), WIDE) for i in range(500)})
@@ -237,17 +243,17 @@ CHECKPOINTS = {
         lambda: archive(text("a"), {"0": bytes(400 << 20)}, zipfile.ZIP_DEFLATED),
         "is compressed or encrypted",
     ),
-    "large pickle": (lambda: archive(text("a" * (20 << 20))), "is too large"),
+    "large pickle": (lambda: archive(text("a" * (20 << 20))), "is damaged or too large"),
     "no data": (archive(GOOD, {}), "PyTorch cannot read it"),
     "short data": (archive(GOOD, {"0": bytes(8)}), "its storages need 16 bytes; the file has 8"),
     "document": (archive(GOOD).replace(b"data.pkl", b"word.xml"), "without a PyTorch state dict"),
-    "program": (archive(GOOD, more=["archive/constants.pkl"]), "a TorchScript program"),
+    "program": (archive(GOOD, more=["archive/constants.pkl"]), "TorchScript"),
     "twins": (archive(GOOD, more=["archive/DATA.pkl"]), "have one name"),
     "cut": (archive(GOOD)[:-1], "a truncated zip archive"),
     "longer": (archive(GOOD) + b"more", "a truncated zip archive"),
     "directory": (patched(archive(GOOD), END, 16, 7), "the directory of its zip archive"),
     "member size": (patched(archive(GOOD), DIRECTORY, 24, 1 << 30), "is compressed"),
-    "member place": (patched(archive(GOOD), DIRECTORY, 42, 1 << 30), "the directory|is incomplete"),
+    "member place": (patched(archive(GOOD), DIRECTORY, 42, 1 << 30), "the directory|or incomplete"),
     "shared": (archive(VIEWS, {"0": bytes(4 << 20)}), "its tensors need 2097152000 bytes"),
     "other pickle": (pickle.dumps({"a": 1}), "a pickle, but not of PyTorch"),
     "keys": (legacy(GOOD, keys=("1",)), "PyTorch cannot read it"),
@@ -269,68 +275,3 @@ CASES = [
     *(("checkpoint", *each) for each in CHECKPOINTS.items()),
     *(("lora", *each) for each in LORA.items()),
 ]
-
-
-def report(folder):
-    """Read all cases in this process, and print a line of JSON for each case and reader."""
-    from fast_video_vae.lora.bank import load_bank
-    from fast_video_vae.lora.keys import Targets
-    from fast_video_vae.tests.lora.models import wan
-    from fast_video_vae.vae import load_vae
-    from fast_video_vae.vae.cli.main import main
-    from fast_video_vae.vae.media import load_latent
-    from fast_video_vae.vae.preview import load_tiny_decoder
-
-    def command(path):
-        errors = io.StringIO()
-        with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
-            code = main(["info", str(path), "--quiet"])
-        if code:
-            raise ValueError(errors.getvalue().removesuffix("\n"))
-
-    targets = Targets(wan(blocks=1))
-    readers = {
-        "vae": load_vae, "tiny": load_tiny_decoder, "command": command, "latent": load_latent,
-        "lora": lambda path: load_bank([path], targets),
-    }  # fmt: skip
-    kinds = {"every": list(readers), "checkpoint": ["vae", "tiny", "command"], "lora": ["lora"]}
-    # The first call of each imports what it needs.
-    for read in readers.values():
-        with contextlib.suppress(ValueError, OSError):
-            read(Path(folder, "gone"))
-    warnings.simplefilter("error")
-    for kind, what, (content, _) in CASES:
-        path = Path(folder, f"{what}.pth")
-        path.write_bytes(content() if callable(content) else content)
-        size = path.stat().st_size
-        content = None
-        for reader in kinds[kind]:
-            found = _outcome(readers[reader], path)
-            found["bytes"] -= size
-            line = {"kind": kind, "case": what, "reader": reader, **found}
-            sys.stdout.write(json.dumps(line) + "\n")
-        path.unlink()
-
-
-def _outcome(read, path):
-    """Return the error and its types, seconds of the processor, and bytes beyond those before."""
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    before, began = _status("VmRSS"), time.process_time()
-    error = None
-    try:
-        read(path)
-    except Exception as caught:
-        error = caught
-    seconds = time.process_time() - began
-    types = [each.__name__ for each in type(error).mro()]
-    grown = _status("VmHWM") - before
-    return {"error": str(error), "types": types, "seconds": seconds, "bytes": grown}
-
-
-def _status(field):
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
-
-
-if __name__ == "__main__":
-    report(sys.argv[1])

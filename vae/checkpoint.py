@@ -124,8 +124,7 @@ def read_checkpoint(source: str | os.PathLike[str] | Mapping[str, Tensor]) -> Ch
         lost = [] if config.encoder_width else [key for key in left if ENCODER_NORM.search(key)]
         if lost:
             raise ValueError(f"{shown(lost[0])} is of an encoder; expected it next to its decoder")
-        _check_values(weights)
-        _check_ends(weights, config, name)
+        _check_values(weights, config, name)
     if left:
         text = f"left out {_some('not of the VAE', [shown(key, 40) for key in left])}"
         _logger.info("Fast Video VAE: %s", line(name, text))
@@ -156,7 +155,6 @@ def build_vae(
     Returns:
         The VAE, without gradients.
     """
-    place = _shared if share else _copied
     weights = checkpoint.weights
     with torch.inference_mode(False), torch.no_grad():
         with torch.device("meta"):
@@ -164,7 +162,7 @@ def build_vae(
         placed = {}
         for key in list(weights):
             used = encode_dtype if key.startswith(("encoder.", "conv1.")) else dtype
-            placed[key] = place(weights.pop(key), device, weights_dtype or used)
+            placed[key] = _placed(weights.pop(key), device, weights_dtype or used, share=share)
         vae.load_state_dict(placed, strict=True, assign=True)
     return vae.requires_grad_(False).eval()
 
@@ -174,7 +172,7 @@ def _fit(given: Shapes) -> tuple[VAEConfig, Shapes]:
 
     Convolutions of single frames can be 2D, and their `time_conv` is not used: it can be missing.
     """
-    reports: list[tuple[int, VAEConfig, str]] = []
+    reports: list[tuple[int, VAEConfig, dict[str, list[str]]]] = []
     for config in read_configs(given):
         with torch.device("meta"):
             expected = VideoVAE(config, torch.float32, torch.float32).state_dict()
@@ -183,74 +181,63 @@ def _fit(given: Shapes) -> tuple[VAEConfig, Shapes]:
             is_flat = value.shape[2:3] == (1,) and given.get(key) == value[:, :, 0].shape
             if is_flat or (config.is_of_one_frame and ".time_conv." in key):
                 shapes[key] = tuple(value.shape)
-        missing = [key for key in expected if key not in shapes]
-        unexpected = [shown(key) for key in shapes if key not in expected]
-        wrong = [
-            f"{key} {list(shapes[key])}, expected {list(value.shape)}"
-            for key, value in expected.items()
-            if key in shapes and shapes[key] != tuple(value.shape)
-        ]
-        faults = {"missing": missing, "unexpected": unexpected, "of another shape": wrong}
-        kinds = [(kind, entries) for kind, entries in faults.items() if entries]
-        # One name for all kinds together: two would not fit into a line.
-        report = ", ".join(
-            f"{len(entries)} {kind}" if index else _some(kind, entries)
-            for index, (kind, entries) in enumerate(kinds)
-        )
-        reports.append((sum(map(len, faults.values())), config, report))
-        if not report:
+        faults = {
+            "missing": [key for key in expected if key not in shapes],
+            "unexpected": [shown(key) for key in shapes if key not in expected],
+            "of another shape": [
+                f"{key} {list(shapes[key])}, expected {list(value.shape)}"
+                for key, value in expected.items()
+                if shapes.get(key, value.shape) != tuple(value.shape)
+            ],
+        }
+        reports.append((sum(map(len, faults.values())), config, faults))
+        if not reports[-1][0]:
             return config, shapes
-    _, config, report = min(reports, key=lambda entry: entry[0])
+    _, config, faults = min(reports, key=lambda entry: entry[0])
+    first, *others = (entry for entry in faults.items() if entry[1])
+    # One name for all kinds together: two would not fit into a line.
+    report = ", ".join([_some(*first), *(f"{len(keys)} {kind}" for kind, keys in others)])
     raise ValueError(f"does not fit {config.family}: {report}")
 
 
-def _check_values(weights: Mapping[str, Tensor]) -> None:
-    """Refuse integers, and NaN or infinity from training or a damaged disk."""
+def _check_values(weights: Mapping[str, Tensor], config: VAEConfig, name: str) -> None:
+    """Refuse integers, what training or a damaged disk leaves, and untrained files, with zeros."""
     whole = [
-        f"{shown(key)} ({value.dtype})"
-        for key, value in weights.items()
-        if not value.is_floating_point()
+        f"{key} ({value.dtype})" for key, value in weights.items() if not value.is_floating_point()
     ]
-    if whole:
-        raise ValueError(
-            f"the weights are not floating point: {_some('of them', whole)}; expected floats"
-        )
-    broken = [key for key, value in weights.items() if not bool(widened(value).isfinite().all())]
-    if broken:
-        raise ValueError(
-            f"the weights hold NaN or infinity: {_some('of them', broken)}; expected finite ones"
-        )
-
-
-def _check_ends(weights: Mapping[str, Tensor], config: VAEConfig, name: str) -> None:
-    """Check the convolutions next to the latent, which are zero in untrained files."""
+    broken = [key for key, value in weights.items() if not widened(value).isfinite().all()]
+    for keys, fault, expected in (
+        (whole, "are not floating point", "floats"),
+        (broken, "hold NaN or infinity", "finite ones"),
+    ):
+        if keys:
+            raise ValueError(f"the weights {fault}: {_some('of them', keys)}; expected {expected}")
     if config.family == SEEDVR2:
         return
-    if not weights["conv2.weight"].to(torch.float32).any():
+    # The convolutions next to the latent.
+    ends = {key: weights[key] for key in ("conv1.weight", "conv2.weight") if key in weights}
+    zeros = [key for key, value in ends.items() if not widened(value).any()]
+    if "conv2.weight" in zeros:
         raise ValueError(
             "conv2.weight (post_quant_conv) is all zeros: all latents decode to one flat color; "
             "expected trained weights"
         )
-    if "conv1.weight" in weights and not weights["conv1.weight"].to(torch.float32).any():
+    if "conv1.weight" in zeros:
         text = "conv1.weight (quant_conv) is all zeros: all frames encode to the same latent"
         _logger.warning("Fast Video VAE: %s", line(name, text))
 
 
-def _copied(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return a copy of a weight in the memory order of the convolutions."""
-    return value.detach().to(device, dtype, copy=True, memory_format=_order(value))
+def _placed(value: Tensor, device: torch.device, dtype: torch.dtype, *, share: bool) -> Tensor:
+    """Return a copy of a weight in the memory order of the convolutions, or one without gaps.
 
-
-def _shared(value: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return the weight itself if it can be used directly, or a copy without gaps in memory."""
-    placed = value.detach().to(device, dtype)
-    whole = placed.is_contiguous() or placed.is_contiguous(memory_format=_order(value))
-    return placed if whole else placed.contiguous()
-
-
-def _order(value: Tensor) -> torch.memory_format:
+    The latter, to share, is the weight itself where it can be used directly.
+    """
     orders = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return orders.get(value.ndim, torch.contiguous_format)
+    order = orders.get(value.ndim, torch.contiguous_format)
+    if not share:
+        return value.detach().to(device, dtype, copy=True, memory_format=order)
+    placed = value.detach().to(device, dtype)
+    return placed if placed.is_contiguous(memory_format=order) else placed.contiguous()
 
 
 def _some(kind: str, entries: list[str]) -> str:

@@ -1,15 +1,14 @@
-"""Checkpoints load in every dialect and dtype, or are refused in one line."""
+"""A VAE has the configuration of its weights, and the dtypes that the caller names."""
 
 import dataclasses
-import math
 
 import pytest
 import torch
 
-from fast_video_vae.tests.builders import diffusers_name, one_line, random_state_dict, refused
+from fast_video_vae.tests.builders import one_line, random_state_dict, refused
 from fast_video_vae.tests.seedvr2 import random_seedvr2
 from fast_video_vae.tests.vae.families import STATES, latent_for
-from fast_video_vae.tests.wan22 import diffusers_wan22_name, random_qwen21, random_wan22
+from fast_video_vae.tests.wan22 import random_qwen21, random_wan22
 from fast_video_vae.vae import LayoutError, VideoVAE, build_vae, load_vae, read_checkpoint
 
 
@@ -21,36 +20,6 @@ def state():
 @pytest.fixture(scope="module")
 def latent():
     return torch.randn(1, 16, 2, 2, 2, generator=torch.Generator().manual_seed(0))
-
-
-DIALECTS = {
-    "original": ("wan2.1", str),
-    "model.": ("wan2.1", lambda key: f"model.{key}"),
-    "first_stage_model.": ("wan2.1", lambda key: f"first_stage_model.{key}"),
-    "diffusers": ("wan2.1", diffusers_name),
-    "diffusers of Wan 2.2": ("wan2.2", diffusers_wan22_name),
-    "diffusers of Qwen-Image 2.1": ("qwen-image-2.1", diffusers_wan22_name),
-}
-
-
-def same_weights(vae, other):
-    expected = other.state_dict()
-    return vae.state_dict().keys() == expected.keys() and all(
-        torch.equal(value, expected[key]) for key, value in vae.state_dict().items()
-    )
-
-
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_every_dialect_gives_the_same_vae(dialect):
-    family, rename = DIALECTS[dialect]
-    state = STATES[family]()
-    renamed = {rename(key): value for key, value in state.items()}
-    if family == "qwen-image-2.1":  # its convolutions are 2D in diffusers
-        renamed = {k: v.squeeze(2) if v.ndim == 5 else v for k, v in renamed.items()}
-    vae, original = load_vae(renamed), load_vae(state)
-    assert vae.config == original.config
-    assert same_weights(vae, original)
-    assert {name for name, _ in vae.named_parameters()} == set(state)
 
 
 # Family, channels of latents and frames, scale of the output, compressions, base widths.
@@ -120,7 +89,8 @@ def test_a_decoder_checkpoint_decodes_and_cannot_encode(family, left):
 def test_weights_of_any_float_dtype_are_loaded_and_kept(state, latent, stored):
     low = {key: value.to(stored) for key, value in state.items()}
     rounded = load_vae({key: value.float() for key, value in low.items()}, dtype=torch.float32)
-    assert same_weights(load_vae(low, dtype=torch.float32), rounded)
+    loaded = load_vae(low, dtype=torch.float32).state_dict()
+    assert all(torch.equal(loaded[key], value) for key, value in rounded.state_dict().items())
     vae = load_vae(state, dtype=torch.float32, weights_dtype=stored)
     assert {parameter.dtype for parameter in vae.parameters()} == {stored}
     if stored != torch.float64:
@@ -132,13 +102,9 @@ def test_weights_of_any_float_dtype_are_loaded_and_kept(state, latent, stored):
 @pytest.mark.parametrize(
     ("arguments", "decodes", "encodes"),
     [
-        ({}, (torch.float32, torch.bfloat16), torch.float32),
-        (
-            {"dtype": torch.bfloat16, "encode_dtype": torch.float32},
-            (torch.bfloat16,),
-            torch.float32,
-        ),
-        ({"dtype": torch.float64}, (torch.float64,), torch.float64),
+        ({}, [torch.float32, torch.bfloat16], torch.float32),
+        ({"dtype": torch.bfloat16, "encode_dtype": torch.float32}, [torch.bfloat16], torch.float32),
+        ({"dtype": torch.float64}, [torch.float64], torch.float64),
     ],
 )
 def test_a_dtype_applies_to_both_directions(state, latent, arguments, decodes, encodes):
@@ -148,29 +114,6 @@ def test_a_dtype_applies_to_both_directions(state, latent, arguments, decodes, e
     assert vae.encode(torch.zeros(1, 3, 1, 8, 8)).dtype == vae.encode_dtype == encodes
     assert {p.dtype for p in vae.decoder.parameters()} == {vae.dtype}
     assert {p.dtype for p in vae.encoder.parameters()} == {encodes}
-
-
-class _Payload:
-    def __reduce__(self):
-        return (exec, ("raise SystemExit",))
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ([1, 2], "expected a state dict"),
-        (torch.ones(3), "expected a state dict"),
-        ({"a": 1}, "expected names and tensors"),
-        ({1: torch.ones(1)}, "expected names and tensors"),
-        ({"weight": _Payload()}, "more than tensors"),
-    ],
-    ids=["list", "tensor", "number", "key", "code"],
-)
-def test_a_file_with_other_content_is_refused(tmp_path, content, words):
-    path = tmp_path / "vae.pth"
-    torch.save(content, path)
-    with refused(words, "vae.pth"):
-        load_vae(path)
 
 
 @pytest.mark.parametrize(
@@ -192,62 +135,6 @@ def test_only_another_network_is_a_layout_error(keys, words, another):
         load_vae({key: torch.ones(4, 4, 1, 1, 1) for key in keys})
     one_line(error, *words)
     assert isinstance(error.value, LayoutError) is another
-
-
-ANCHORS = (
-    "decoder.conv1.weight", "decoder.upsamples.4.residual.6.weight", "decoder.conv1.bias"
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        (
-            {
-                **{f"decoder.upsamples.{index}.residual.6.bias": None for index in (0, 1, 5, 6)},
-                "decoder.loss.weight": torch.ones(3),
-                "decoder.middle.1.proj.weight": torch.ones(32, 31, 1, 1),
-            },
-            [
-                *("fit", "4 missing (decoder.upsamples.0.residual.6.bias and 3 more)"),
-                *("1 unexpected", "1 of another shape"),
-            ],
-        ),
-        (
-            {"decoder.middle.1.proj.weight": torch.ones(32, 31, 1, 1)},
-            ["fit", "decoder.middle.1.proj.weight [32, 31, 1, 1], expected [32, 32, 1, 1]"],
-        ),
-        *(
-            ({key: random_state_dict(8)[key][:5].contiguous()}, ["fit", "1 of another shape", key])
-            for key in ANCHORS
-        ),
-        ({"conv1.bias": torch.zeros(32, dtype=torch.int32)}, ["floating point", "conv1.bias"]),
-    ],
-)
-def test_all_misfits_are_in_one_report(state, changes, words):
-    broken = {key: value for key, value in {**state, **changes}.items() if value is not None}
-    with refused(*words):
-        load_vae(broken)
-
-
-def test_unknown_layouts_are_refused():
-    state = random_wan22(8, 16)
-    broken = {key: v for key, v in state.items() if not key.startswith("decoder.upsamples.2.")}
-    with refused("the decoder has 3 stages; expected 4 or 5"):
-        load_vae(broken)
-    with refused("48 channels; expected a multiple of 32"):
-        load_vae(random_seedvr2((48, 64, 64, 64)))
-
-
-@pytest.mark.parametrize(
-    ("value", "dtype"), [(math.nan, torch.bfloat16), (math.inf, torch.float8_e5m2)]
-)
-def test_values_that_are_not_finite_are_refused(state, value, dtype):
-    broken = {key: tensor.to(dtype) for key, tensor in state.items()}
-    key = "encoder.middle.0.residual.2.bias"
-    broken[key] = torch.full_like(state[key], value).to(dtype)
-    with refused("NaN or infinity", key):
-        load_vae(broken)
 
 
 @pytest.mark.parametrize(

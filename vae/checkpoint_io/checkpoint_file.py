@@ -1,28 +1,65 @@
 """Read the tensors of a file, or report in one line what the file is instead.
 
-The kind of a file is read from its first bytes, not from its name. The sizes in a safetensors file
-are compared with the file before it is mapped. A PyTorch file is looked at first (`torch_look.py`),
-and its tensors are compared with the file once PyTorch has read them. Nothing in it is executed.
+The kind of a file is read from its first bytes, not from its name. All sizes are compared with the
+file, and nothing in it is executed. `torch.load(weights_only=True)` calls functions for tensors
+only, but with any arguments: a pickle of 30 bytes can take a gigabyte (`bytearray(10**9)`) or never
+end (the hash of tuples that share their parts). So calls are looked at first, and limited.
+
+Source of the layout: torch/serialization.py and torch/_weights_only_unpickler.py of PyTorch 2.13.
 """
 
+import io
 import mmap
 import os
 import pickle
+import re
+import struct
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from pickletools import OpcodeInfo, genops
+from typing import Any, BinaryIO
+from zipfile import ZipFile
 
 import torch
 from torch import Tensor
 
 from ...kernels import PICKLE, SAFETENSORS, ZIP, first_line, kind_of, read_header, shown
 from .networks import Network, flattened
-from .torch_look import check_pickles, check_zip
 
 _EXPECTED = "expected a .safetensors or .pth file"
+_STATE_DICT = "expected a state dict"
 
 # Most bytes that tensors may share, as tied weights do.
-_MAX_SHARED = 64 << 20
+_MOST_SHARED = 64 << 20
+
+# A tensor takes about 40 instructions and 170 bytes, a member of an archive 120 bytes.
+_MOST_INSTRUCTIONS, _MOST_BYTES, _MOST_DIRECTORY = 300_000, 16 << 20, 4 << 20
+
+# Of all arguments: 16 for each object and letter, of which there are sets too, and the square of
+# the number of objects whose hashes can be equal. A tensor has about 900.
+_MOST_WORK = 1 << 24
+
+_MAGIC = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
+
+_ENCODE, _REBUILD = "_codecs.encode", "torch._tensor._rebuild_from_type_v2"
+_CALLED = re.compile(
+    r"torch\._utils\._rebuild_(tensor|tensor_v2|tensor_v3|parameter|parameter_with_state)"
+    r"|torch\.(Size|device|serialization\._get_layout)|collections\.(OrderedDict|Counter)"
+    r"|(builtins|__builtin__)\.(set|complex)"
+)
+# With classes and dtypes, but without the storages of quantised tensors.
+_NAMED = re.compile(
+    rf"{_CALLED.pattern}|{re.escape(_ENCODE)}|{re.escape(_REBUILD)}"
+    r"|torch\.(Tensor|nn\.parameter\.Parameter|storage\.UntypedStorage|(cuda\.)?[A-PR-Z]\w+Storage"
+    r"|bool|u?int\d+|(b?float|complex)\d\w+)"
+)
+
+# Instructions that take objects: how many, or None for all from the mark on.
+_TAKERS = {
+    "TUPLE": None, "APPENDS": None, "SETITEMS": None, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3,
+    "APPEND": 1, "SETITEM": 2, "REDUCE": 2, "BUILD": 2, "BINPERSID": 1,
+}  # fmt: skip
 
 
 def read_file(path: Path, network: Network) -> dict[str, object]:
@@ -30,12 +67,10 @@ def read_file(path: Path, network: Network) -> dict[str, object]:
 
     All entries are there by name, for `Network.take`; only the values of networks are checked.
     """
-    if path.is_dir():
-        raise ValueError(f"it is a folder; {_EXPECTED}")
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist; {_EXPECTED}")
     if not path.is_file():
-        raise ValueError(f"it is a device; {_EXPECTED}")
+        raise ValueError(f"it is a {'folder' if path.is_dir() else 'device'}; {_EXPECTED}")
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         kind = kind_of(file, size)
@@ -43,7 +78,7 @@ def read_file(path: Path, network: Network) -> dict[str, object]:
             return _mapped(file, size, network)
         if kind not in (ZIP, PICKLE):
             raise ValueError(f"it is {kind}, not a complete .safetensors or .pth file")
-        most = check_zip(file, size) if kind == ZIP else check_pickles(file, size)
+        most = _check_zip(file, size) if kind == ZIP else _check_legacy(file, size)
         file.seek(0)
         # PyTorch maps files by path, and takes one of this suffix for a safetensors file.
         maps = kind == ZIP and path.suffix != ".safetensors"
@@ -52,14 +87,17 @@ def read_file(path: Path, network: Network) -> dict[str, object]:
                 warnings.simplefilter("ignore")  # of pickle protocol 3, which PyTorch reads too
                 value = torch.load(path if maps else file, "cpu", weights_only=True, mmap=maps)
         except pickle.UnpicklingError:  # whose text is advice to trust the file
-            raise ValueError("its pickle is damaged") from None
+            raise ValueError("its pickle is damaged, or holds more than tensors") from None
         except Exception as error:  # a lack of memory too: the sizes are those of the file
             raise ValueError(f"PyTorch cannot read it ({shown(first_line(error))})") from None
     if not isinstance(value, dict):
-        raise ValueError(f"it holds a {type(value).__name__}; expected a state dict")
+        raise ValueError(f"it holds a {type(value).__name__}; {_STATE_DICT}")
     entries = flattened(value)
     for names in network.places(entries).values() or [entries]:
-        entries |= _state_dict({name: entries[name] for name in names}, most)
+        found = [(name, entries[name]) for name in names]
+        tensors = {name: Tensor.detach(each) for name, each in found if isinstance(each, Tensor)}
+        _check_stored([*tensors.values()], most)
+        entries |= tensors
     return entries
 
 
@@ -80,41 +118,141 @@ def _mapped(file: BinaryIO, size: int, network: Network) -> dict[str, object]:
     data = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=start)
     for key, place in places.items():
         dtype, (first, last) = place.torch_dtype, place.offsets
-        if dtype is None:
-            raise ValueError(f"{shown(key)} is of dtype {shown(place.dtype)}; expected floats")
-        if first == last:
-            raise ValueError(f"{shown(key)} is {list(place.shape)}; expected no size of 0")
+        if dtype is None or first == last:
+            kind = f"{shown(place.dtype)} {list(place.shape)}"
+            raise ValueError(f"{shown(key)} is {kind}; expected floats and no size of 0")
         offset, count = header.start + first - start, (last - first) // dtype.itemsize
         flat = torch.frombuffer(data, dtype=dtype, offset=offset, count=count)
-        tensors[key] = _aligned(flat.view(place.shape))
+        tensors[key] = flat.view(place.shape)
     return tensors
 
 
-def _state_dict(value: dict[str, object], most: int) -> dict[str, object]:
-    """Return the entries of a file with `most` bytes of storages.
-
-    PyTorch compares neither storages with the file, nor tensors whose steps are 0 with their
-    storages.
-    """
-    tensors = {key: Tensor.detach(each) for key, each in value.items() if isinstance(each, Tensor)}
-    stored: dict[int, int] = {}
-    for key, tensor in tensors.items():
-        storage = tensor.untyped_storage()
-        stored[storage.data_ptr()] = storage.nbytes()
-        if tensor.nbytes > storage.nbytes():
-            count = storage.nbytes() // tensor.itemsize
-            raise ValueError(
-                f"{shown(key)} is {list(tensor.shape)}; its storage has only {count} values"
-            )
+def _check_stored(tensors: list[Tensor], most: int) -> None:
+    """Compare tensors with the `most` bytes of storages in their file, as PyTorch does not."""
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
     for what, total, limit in (
-        ("storages", sum(stored.values()), most),
-        ("tensors", sum(tensor.nbytes for tensor in tensors.values()), most + _MAX_SHARED),
+        ("storages", sum(each.nbytes() for each in storages.values()), most),
+        ("tensors", sum(each.nbytes for each in tensors), most + _MOST_SHARED),
     ):
         if total > limit:
             raise ValueError(f"its {what} need {total} bytes; the file has {most}")
-    return value | {key: _aligned(tensor) for key, tensor in tensors.items()}
 
 
-def _aligned(tensor: Tensor) -> Tensor:
-    """Copy a tensor that old files do not align; vector instructions of some processors need it."""
-    return tensor if tensor.data_ptr() % tensor.itemsize == 0 else tensor.clone()
+def _check_zip(file: BinaryIO, size: int) -> int:
+    """Refuse a file of PyTorch 1.6 or later, of `size` bytes; return the bytes of its storages."""
+    file.seek(max(0, size - 98))
+    tail = file.read().rjust(98)
+    if tail[76:80] != b"PK\x05\x06":
+        raise ValueError("it is a truncated zip archive")
+    # PyTorch and zipfile look for the directory in different ways; for this form they agree.
+    wide = tail[56:60] == b"PK\x06\x07"
+    count, first = struct.unpack("<QQ" if wide else "<II", tail[40:56] if wide else tail[88:96])
+    end = size - (98 if wide else 22)
+    place = int.from_bytes(tail[64:72], "little") if wide else end
+    if first + count != end or place != end or count > _MOST_DIRECTORY:
+        raise ValueError("the directory of its zip archive is damaged")
+    members = ZipFile(file).infolist()
+    names = {each.filename.lower(): each for each in members}  # as PyTorch compares them
+    pickled = names.get(next(iter(names), "").partition("/")[0] + "/data.pkl")
+    if pickled is None:
+        raise ValueError("it is a zip archive without a PyTorch state dict")
+    if len(names) < len(members):
+        raise ValueError("two members of its zip archive have one name")
+    for each in members:
+        packed = each.compress_type or each.flag_bits & 1 or each.file_size != each.compress_size
+        if packed or each.header_offset + each.file_size > first:
+            what = "is compressed or encrypted, or incomplete; expected it stored"
+            raise ValueError(f"its member {shown(each.filename)} {what}")
+    file.seek(pickled.header_offset + 26)
+    file.seek(sum(struct.unpack("<HH", file.read(4))), io.SEEK_CUR)
+    _check_pickle(io.BytesIO(file.read(min(pickled.file_size, _MOST_BYTES))))
+    return sum(each.file_size for each in members if "/data/" in each.filename)
+
+
+def _check_legacy(file: BinaryIO, size: int) -> int:
+    """Refuse a file from before PyTorch 1.6 unless it is a state dict; return its `size`."""
+    data = file.read(_MOST_BYTES)
+    if _MAGIC not in data[:32]:
+        raise ValueError(f"it is a pickle, but not of PyTorch; {_STATE_DICT}")
+    pickles = io.BytesIO(data)
+    for _ in ("magic number", "version", "system", "state dict", "keys of its storages"):
+        _check_pickle(pickles)
+    return size
+
+
+def _check_pickle(file: BinaryIO) -> None:
+    """Follow a pickle with literals, tuples and lists alone; refuse what no state dict needs."""
+    stacks: list[list[Any]] = [[]]
+    memo: dict[Any, Any] = {}
+    work = 0
+    for count, (instruction, argument, _) in enumerate(_instructions(file)):
+        name, top = instruction.name, stacks[-1]
+        if count > _MOST_INSTRUCTIONS:
+            raise ValueError(f"its pickle has more than {_MOST_INSTRUCTIONS} instructions")
+        if name == "GLOBAL":
+            top.append(argument.replace(" ", ".", 1))
+            if not _NAMED.fullmatch(top[-1]):
+                raise ValueError(f"it holds more than tensors: {shown(top[-1])}; {_STATE_DICT}")
+        elif name == "EMPTY_LIST":
+            top.append([])
+        elif name in ("BINPUT", "LONG_BINPUT"):
+            memo[argument] = top[-1]
+        elif name in ("BINGET", "LONG_BINGET"):
+            top.append(memo[argument])
+        elif name == "MARK":
+            stacks.append([])
+        elif name in _TAKERS:
+            taken = _TAKERS[name]
+            items = stacks.pop() if taken is None else [top.pop() for _ in range(taken)][::-1]
+            top = stacks[-1]
+            if "TUPLE" in name:
+                top.append(tuple(items))
+            elif "APPEND" in name:
+                top[-1].extend(items)
+            elif "SETITEM" in name:
+                if not all(map(_is_plain, items[::2])):
+                    raise ValueError(f"one of its keys is no short text; {_STATE_DICT}")
+            else:
+                work += _work(items[-1]) // (16 if items[0] == _ENCODE else 1)
+                if work > _MOST_WORK or (name == "REDUCE" and not _is_usual(*items)):
+                    raise ValueError(f"its pickle calls functions in unusual ways; {_STATE_DICT}")
+                top.append(None)
+        elif not instruction.stack_before:
+            top += [argument] * len(instruction.stack_after)  # a literal, or nothing
+        elif name != "STOP":
+            raise ValueError(f"its pickle has the instruction {name}; {_STATE_DICT}")
+
+
+def _instructions(file: BinaryIO) -> Iterator[tuple[OpcodeInfo, Any, int | None]]:
+    """Yield the instructions of a pickle; nothing is allocated beyond the file."""
+    try:
+        yield from genops(file)
+    except ValueError:
+        raise ValueError("its pickle is damaged or too large") from None
+
+
+def _work(arguments: object) -> int:
+    """Return what a call can cost, or more than `_MOST_WORK`, because objects can share parts."""
+    found, letters, alike, work = [arguments], 0, 0, 0
+    for each in found:
+        if isinstance(each, tuple | list):
+            found += each
+        letters += len(each) if isinstance(each, str) else 0
+        alike += not _is_plain(each)
+        work = 16 * (letters + len(found)) + alike**2
+        if work > _MOST_WORK:
+            break
+    return work
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether a value is fast to compare and few others have its hash."""
+    if isinstance(value, str):
+        return len(value) <= 1000
+    return type(value) is int and abs(value) < 1 << 32
+
+
+def _is_usual(function: str, arguments: tuple[Any, ...]) -> bool:
+    """Refuse classes, which allocate, and other encodings than that of bytes, which are slow."""
+    called = arguments[0] if function == _REBUILD else function
+    return bool(_CALLED.fullmatch(called)) or (called == _ENCODE and arguments[1:] == ("latin1",))

@@ -29,12 +29,13 @@ class Network(NamedTuple):
 
     def places(self, names: Collection[str]) -> dict[str, dict[str, str]]:
         """Return the prefix of each such network, and its keys by the names of entries."""
-        found: dict[str, dict[str, str]] = {}
         bare = {name: _WRAPPERS.sub("", name) for name in names}
-        for name in bare.values():
-            prefix = name[: max(0, name.rfind("decoder."))]
-            if prefix[-1:] in ("", ".") and name[len(prefix) :] in self.anchors:
-                found[prefix] = {}
+        found: dict[str, dict[str, str]] = {
+            name.removesuffix(anchor): {}
+            for name in bare.values()
+            for anchor in self.anchors
+            if f".{name}".endswith(f".{anchor}")
+        }
         if len(found) > _MOST_NETWORKS:
             raise ValueError(f"it holds {len(found)} networks; expected one")
         for prefix, keys in found.items():
@@ -47,14 +48,17 @@ class Network(NamedTuple):
         """Return the network without its prefix, empty if there is none, and all other names."""
         places = self.places(entries)
         found = {
-            prefix: _checked({key: entries[name] for name, key in keys.items()})
+            prefix: {key: _checked(name, entries[name]) for name, key in keys.items()}
             for prefix, keys in places.items()
         }
         first, *others = found or [""]
         for other in others:
-            if not _equal(found[first], found[other]):
-                one, two = (shown(prefix[:-1] or "its root", 24) for prefix in (first, other))
-                raise ValueError(f"it has different networks, at {one} and {two}; expected one")
+            one, two = found[first], found[other]
+            pairs = [(value, two[key]) for key, value in one.items() if key in two]
+            same = len(pairs) == len(one) == len(two)
+            if not same or any(a.dtype != b.dtype or not torch.equal(a, b) for a, b in pairs):
+                ends = " and ".join(shown(each[:-1] or "its root", 24) for each in (first, other))
+                raise ValueError(f"it has different networks, at {ends}; expected one")
         return found.get(first, {}), [name for name in entries if name not in places.get(first, ())]
 
 
@@ -86,34 +90,23 @@ def check_different(names: Mapping[str, str]) -> None:
             raise ValueError(f"{shown(key)} and {shown(first[name])} both mean {shown(name)}")
 
 
-def _checked(network: Mapping[str, object]) -> dict[str, Tensor]:
-    """Refuse tensors without their own data, before anything of their size is allocated."""
-    tensors: dict[str, Tensor] = {}
-    for key, value in network.items():
-        if not isinstance(value, Tensor):
-            kind = f"a {type(value).__name__}"
-        elif value.is_nested:
-            kind = "nested"
-        elif value.layout != torch.strided:
-            kind = "sparse"
-        elif value.is_quantized:
-            kind = "quantised"
-        elif value.is_meta:
-            kind = "on the meta device, without numbers"
-        elif not value.numel():
-            kind = f"{list(value.shape)}, which holds nothing"
-        elif any(
-            not step and size > 1 for size, step in zip(value.shape, value.stride(), strict=True)
-        ):
-            kind = "expanded from fewer numbers"
-        else:
-            tensors[key] = value
-            continue
-        raise ValueError(f"{shown(key)} is {kind}; expected plain tensors")
-    return tensors
-
-
-def _equal(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> bool:
-    pairs = [(value, two[key]) for key, value in one.items() if key in two]
-    same = len(pairs) == len(one) == len(two)
-    return same and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
+def _checked(key: str, value: object) -> Tensor:
+    """Return an aligned tensor; refuse one without its own data, before its size is allocated."""
+    if not isinstance(value, Tensor):
+        kind = f"a {type(value).__name__}"
+    elif value.is_nested or value.is_quantized or value.layout != torch.strided:
+        kind = "nested, sparse or quantised"
+    elif value.is_meta:
+        kind = "on the meta device, without numbers"
+    elif not value.numel():
+        kind = f"{list(value.shape)}, which holds nothing"
+    elif any(
+        step == 0 and size > 1 for size, step in zip(value.shape, value.stride(), strict=True)
+    ):
+        kind = "expanded from fewer numbers"
+    # Vector instructions of some processors need what old files do not align.
+    elif value.data_ptr() % value.itemsize:
+        return value.clone()
+    else:
+        return value
+    raise ValueError(f"{shown(key)} is {kind}; expected plain tensors")

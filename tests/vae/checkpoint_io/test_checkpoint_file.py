@@ -2,15 +2,14 @@
 
 import logging
 import os
-import pickle
 from collections import OrderedDict
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from fast_video_vae.tests.builders import diffusers_name, random_state_dict, refused
-from fast_video_vae.vae import load_vae, read_checkpoint
+from fast_video_vae.tests.builders import random_state_dict, refused
+from fast_video_vae.vae import load_vae
 
 
 @pytest.mark.parametrize(
@@ -31,17 +30,6 @@ def test_the_suffix_of_a_file_is_ignored(tmp_path, kind, suffix):
     for given in (path, str(path)):
         loaded = load_vae(given, dtype=torch.float32).state_dict()
         assert all(torch.equal(loaded[key], value) for key, value in small.items())
-
-
-def test_an_error_names_the_kind_of_the_file(tmp_path):
-    path = tmp_path / "vae.safetensors"
-    for content, what in (
-        (b"<!DOCTYPE html><html>404</html>", "is an HTML page, not a complete"),
-        (pickle.dumps({"a": 1}), "a pickle, but not of PyTorch"),
-    ):
-        path.write_bytes(content)
-        with refused(what, path.name):
-            load_vae(path)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no named pipes")
@@ -95,13 +83,15 @@ SAVED = {
         for key, value in state.items()
     },
     "float8": lambda state: {key: value.to(torch.float8_e5m2) for key, value in state.items()},
+    "bfloat16": lambda state: {key: value.bfloat16() for key, value in state.items()},
     "with attributes": lambda state: {key: _tagged(value) for key, value in state.items()},
     "training": lambda state: {
         "state_dict": state, "epoch": 3, "loss": 0.5, "name": "x", "done": False, "none": None,
         "optimizer": {"state": {0: {"step": torch.tensor(1.0), "avg": torch.ones(2)}},
         "lr": [1e-4]},
         "size": torch.Size([1, 2]), "dtype": torch.float16, "device": torch.device("cpu"),
-        "seed": 1 << 70, "tags": {"a"}, "raw": b"abc", "betas": (0.9, 0.99),
+        "seed": [1 << 70] * 2000, "tags": {*map(str, range(9000))}, "raw": bytes(300_000),
+        "betas": (0.9, 0.99), "attributes": _tagged(torch.ones(2)), "z": 1 + 2j,
     },
 }  # fmt: skip
 
@@ -116,20 +106,9 @@ def test_files_saved_by_training_load(tmp_path, saved, zipped):
         with refused("PyTorch cannot read it", "vae.pth"):
             load_vae(path)
         return
+    dtype = {"float8": torch.float8_e5m2, "bfloat16": torch.bfloat16}.get(saved, torch.float32)
     loaded = load_vae(path, dtype=torch.float32).state_dict()
-    for key, value in small.items():
-        expected = value.to(torch.float8_e5m2).float() if saved == "float8" else value
-        assert torch.equal(loaded[key], expected), key
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("save", [save_file, torch.save])
-def test_the_dtype_of_a_file_is_kept(tmp_path, save, dtype):
-    small = {key: value.to(dtype) for key, value in random_state_dict(2).items()}
-    save(small, tmp_path / "vae.pth")
-    weights = read_checkpoint(tmp_path / "vae.pth").weights
-    assert all(torch.equal(weights[key], value) for key, value in small.items())
-    assert {value.dtype for value in weights.values()} == {dtype}
+    assert all(torch.equal(loaded[key], value.to(dtype).float()) for key, value in small.items())
 
 
 @pytest.mark.parametrize("protocol", [2, 3])
@@ -172,34 +151,6 @@ def test_tensors_without_their_own_data_are_refused(tmp_path, kind, source):
     named = [key] if source == "state dict" or kind in ("expanded", "empty") else []
     with refused(words, "state dict" if source == "state dict" else "vae.pth", *named):
         load_vae(given)
-
-
-def test_an_empty_weight_that_gives_a_width_is_refused(tmp_path):
-    small = random_state_dict(2)
-    for key in ("encoder.conv1.weight", "decoder.head.2.weight", "decoder.head.0.gamma"):
-        save_file({**small, key: torch.zeros(2, 0, 3, 3, 3)}, tmp_path / "vae.safetensors")
-        with refused("no size of 0", key, "vae.safetensors"):
-            load_vae(tmp_path / "vae.safetensors")
-
-
-def test_two_keys_of_one_weight_are_refused():
-    small = random_state_dict(2)
-    renamed = {diffusers_name(key): value for key, value in small.items()}
-    with refused(r"both mean conv2\.weight", "post_quant_conv.weight"):
-        load_vae({**renamed, "conv2.weight": small["conv2.weight"]})
-
-
-# Zero weights next to the latent.
-
-
-@pytest.mark.parametrize("rename", [str, diffusers_name])
-def test_a_decoder_of_one_color_is_refused(tmp_path, rename):
-    small = random_state_dict(2)
-    for key in ("conv1.weight", "conv1.bias", "conv2.weight", "conv2.bias"):
-        small[key] = torch.zeros_like(small[key])
-    save_file({rename(key): value for key, value in small.items()}, tmp_path / "v.pth")
-    with refused(r"conv2\.weight \(post_quant_conv\) is all zeros", "v.pth", "one flat color"):
-        load_vae(tmp_path / "v.pth")
 
 
 def test_an_encoder_of_one_latent_logs_a_warning(caplog):

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import sys
 from itertools import cycle, product
 
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from fast_video_vae.tests.builders import diffusers_name, random_state_dict, refused
+from fast_video_vae.tests.seedvr2 import random_seedvr2
 from fast_video_vae.tests.tiny import random_tiny
 from fast_video_vae.tests.vae.families import STATES, latent_for, random_frames, random_latent
 from fast_video_vae.tests.wan22 import diffusers_wan22_name
@@ -17,7 +19,7 @@ from fast_video_vae.vae import LayoutError, load_vae, read_checkpoint
 from fast_video_vae.vae.preview import load_tiny_decoder
 
 WHOLE = {family: make() for family, make in STATES.items()}
-SMALL, OTHER = WHOLE["wan2.1"], random_state_dict(8, seed=1)
+SMALL, OTHER, ONE = WHOLE["wan2.1"], random_state_dict(8, seed=1), torch.ones(())
 LOSS = {"loss.logvar": torch.zeros(()), "loss.discriminator.main.0.weight": torch.ones(4, 3, 4, 4)}
 UNET = {
     "model.diffusion_model.blocks.0.ffn.0.weight": torch.ones(8, 8, dtype=torch.int8),
@@ -110,8 +112,17 @@ def layouts():
         low, expected = quantised(WHOLE[family], shape, name, dtype)
         content = put("vae.", respell(low, family))
         yield f"{family} {what} {name}", content, ".safetensors", expected, 1
-    compiled = {key.replace("coder.", "coder._orig_mod."): value for key, value in SMALL.items()}
-    yield "each part compiled", compiled, ".safetensors", SMALL, 0
+    for what in ("_orig_mod", "module"):  # compiled, distributed
+        parts = {key.replace("coder.", f"coder.{what}."): value for key, value in SMALL.items()}
+        yield f"each part in {what}", parts, ".safetensors", SMALL, 0
+    # AutoencoderKLHunyuanVideo15 has most of the names of Wan in diffusers.
+    other = {"hy.decoder.mid_block.resnets.0.norm1.gamma": ONE}
+    yield "another VAE", SMALL | other, ".safetensors", SMALL, 1
+    for key in ("weight_scale", "input_scale"):  # of 1
+        yield f"with {key}", SMALL | {f"decoder.conv1.{key}": ONE}, ".pth", SMALL, 0
+    images = WHOLE["qwen-image-2.1"]
+    flattened = {k: v.squeeze(2) if v.ndim == 5 else v for k, v in images.items()}
+    yield "2D in diffusers", diffusers(flattened, "qwen-image-2.1"), ".safetensors", images, 0
     parts = {name: {} for name in ("encoder", "decoder", "conv1", "conv2")}
     for key, value in SMALL.items():
         parts[key.partition(".")[0]][key.partition(".")[2]] = value
@@ -148,8 +159,15 @@ def changed(value, key="weight", **more):
     return put("vae.model.", {k: v for k, v in (SMALL | entries).items() if v is not None})
 
 
-WIDE, ONE = torch.zeros(32, 16, 3, 3, 3), torch.ones(())
+WIDE = torch.zeros(32, 16, 3, 3, 3)
 FLOAT8 = WIDE.to(torch.float8_e5m2)
+INFINITE = torch.full_like(WIDE, float("inf")).to(torch.float8_e5m2)
+ZEROS = {key: torch.zeros_like(SMALL[key]) for key in ("conv1.weight", "conv2.weight")}
+FAULTY = {
+    **{k: v for k, v in SMALL.items() if not re.search(r"upsamples\.[0156]\.residual\.6\.bias", k)},
+    "decoder.loss.weight": ONE,
+    "decoder.middle.1.proj.weight": ONE,
+}
 HALF = {key: value for key, value in SMALL.items() if key.startswith("decoder.")}
 FLAT = {k: v[:, :, -1] if v.ndim == 5 else v for k, v in SMALL.items() if ".time_conv." not in k}
 CUT = next(key for key in FLAT if key.endswith("resample.1.weight"))
@@ -162,7 +180,20 @@ REFUSED = [
     ({f"a{n}": HALF | {"n": ONE} for n in range(10)}, "holds 10 networks"),
     (SMALL | {"vae": {"a": ONE}, "vae.a": ONE}, "two of its entries are named vae.a"),
     (SMALL | {"decoder._orig_mod.conv1.weight": WIDE}, "both mean decoder.conv1.weight"),
+    ([1, 2], "holds a list; expected a state dict"),
+    (torch.ones(3), "holds a Tensor; expected a state dict"),
+    ({1: ONE}, "expected names and tensors"),
+    (diffusers(SMALL, "wan2.1") | {"conv2.weight": ONE}, "post_quant.* both mean conv2.weight"),
     (changed(None, "bias"), "1 missing .decoder.conv1.bias"),
+    (SMALL | {"decoder.middle.1.proj.weight": WIDE[..., 0]}, "32, 16, 3, 3., expected .32, 32, 1"),
+    (FAULTY, "4 missing .decoder.upsamples.0.residual.6.bias and 3 more., 1 unexpected, 1 of ano"),
+    (changed(WIDE[:, :0]), "decoder.conv1.weight is .32, 0, .* which holds nothing"),
+    (changed((WIDE + 1).bfloat16() * float("nan")), "NaN or infinity: .*decoder.conv1.weight"),
+    (changed(INFINITE), "NaN or infinity: .*decoder.conv1.weight"),
+    (SMALL | ZEROS, r"conv2.weight .post_quant_conv. is all zeros: .* one flat color"),
+    (diffusers(SMALL | ZEROS, "wan2.1"), r"conv2.weight .post_quant_conv. is all zeros"),
+    ({k: v for k, v in WHOLE["wan2.2"].items() if ".upsamples.2." not in k}, "has 3 stages; exp"),
+    (random_seedvr2((48, 64, 64, 64)), "48 channels; expected a multiple of 32"),
     (changed(None, "bias", bais=WIDE), "1 missing .*1 unexpected"),
     (changed(WIDE, "block.weight"), "1 unexpected"),
     (changed(WIDE[:, 1:], "bias"), "1 of another shape"),
@@ -190,27 +221,6 @@ def test_what_is_not_clear_is_refused_in_one_line(tmp_path, number):
     content, words = REFUSED[number]
     with refused(words, "vae.pth"):
         load_vae(saved(content, tmp_path, ".pth"))
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        # AutoencoderKLHunyuanVideo15 has most of the names of Wan in diffusers.
-        put("hy.", {"decoder.mid_block.resnets.0.norm1.gamma": ONE}),
-        {"decoder.conv1.weight_scale": ONE},
-        {"decoder.conv1.input_scale": ONE},
-    ],
-)
-def test_what_changes_nothing_is_left_out(more):
-    weights = read_checkpoint(SMALL | more).weights
-    assert weights.keys() == SMALL.keys()
-    assert all(torch.equal(weights[key], value) for key, value in SMALL.items())
-
-
-def test_distributed_parts_are_found():
-    names = {key: key.replace("decoder.", "decoder.module.") for key in SMALL}
-    weights = read_checkpoint({names[key]: value for key, value in SMALL.items()}).weights
-    assert weights.keys() == SMALL.keys()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the file system has no holes")
