@@ -10,6 +10,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
+from threading import Event
 from typing import TypeVar
 
 from torch import Tensor
@@ -154,13 +155,13 @@ class Video:
             ahead = math.inf
         elif job.video is not None and (writer or (watch and device.type != "cpu")):
             ahead = 1
-        waiting: deque[tuple[Tensor, int]] = deque()
+        waiting: deque[tuple[Tensor, Event | None]] = deque()
         missing, failures = stop - self._at, list[Exception]()
 
         def arrived() -> Tensor:
-            piece, queued = waiting.popleft()
+            piece, written = waiting.popleft()
             if writer is not None:
-                writer.wait(queued)
+                writer.wait(written)
             if watch is not None and watch.overflowed():
                 raise RangeError
             self._at += piece.shape[self._axis]
@@ -172,7 +173,7 @@ class Video:
             for piece in _until_short(stream, failures):
                 count = piece.shape[self._axis]
                 if count:
-                    waiting.append((piece, writer.queued if writer else 0))
+                    waiting.append((piece, writer.last if writer else None))
                 del piece  # without a wanted frame it is a view of the others
                 missing -= count
                 if not missing:
