@@ -45,7 +45,7 @@ class BackgroundWriter:
             raise ValueError(f"depth is {depth}; expected at least 1")
         self._write, self._dtype, self._cancel = write, dtype, cancel
         self._free: queue.Queue[Tensor | None] = queue.Queue()
-        # Per piece its buffer, its frames, the event after their copy, the target, and `last`.
+        # Per piece its buffer, its frames, the event after their copy, and the target.
         self._filled: queue.Queue[tuple[Any, ...] | None] = queue.Queue()
         for _ in range(depth):
             self._free.put(None)  # a buffer without memory yet
@@ -56,7 +56,8 @@ class BackgroundWriter:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._putting = threading.Lock()  # threads of several devices can put pieces
         self.error: BaseException | None = None  # of `write` or of a copy
-        self.last: threading.Event | None = None  # for `wait`: the piece that was queued last
+        self.queued = self._written = 0
+        self._progress = threading.Condition()
 
     def __enter__(self) -> "BackgroundWriter":
         self._is_open = True
@@ -83,27 +84,27 @@ class BackgroundWriter:
             self._user = threading.current_thread()
             buffer = self._next_buffer()
             try:
-                # Buffers outlive the caller's inference mode, and inference tensors cannot be
-                # written later.
+                # Buffers outlive the caller's inference mode, out of which theirs are read-only.
                 with torch.inference_mode(False), torch.no_grad():
-                    if buffer is None or buffer.numel() < frames.nbytes:
-                        buffer = pinned_memory(frames.nbytes) if frames.is_cuda else None
-                    if buffer is None:
-                        buffer = torch.empty(frames.nbytes, dtype=torch.uint8)
-                    held = buffer[: frames.nbytes].view(frames.dtype).view(frames.shape)
+                    size = frames.nbytes
+                    if buffer is None or buffer.numel() < size:
+                        pinned = pinned_memory(size) if frames.is_cuda else None
+                        buffer = torch.empty(size, dtype=torch.uint8) if pinned is None else pinned
+                    held = buffer[:size].view(frames.dtype).view(frames.shape)
                     copied = self._copy(frames, held)
             except BaseException:
                 self._free.put(buffer)
                 raise
-            self.last = threading.Event()
-            self._filled.put((buffer, held, copied, target, self.last))
+            self._filled.put((buffer, held, copied, target))
+            self.queued += 1
             if self._thread.ident is None:
                 self._thread.start()
 
-    def wait(self, piece: threading.Event | None) -> None:
-        """Wait until a piece, which was `last` after its `put`, is written."""
-        while piece is not None and not piece.wait(TICK_S):
-            self._raise()
+    def wait(self, count: int) -> None:
+        """Wait until the first `count` queued pieces are written."""
+        with self._progress:
+            while self._written < count and self.error is None:
+                self._progress.wait(TICK_S)
         self._raise()
 
     def _next_buffer(self) -> Tensor | None:
@@ -116,14 +117,12 @@ class BackgroundWriter:
                 return self._free.get(timeout=TICK_S)
 
     def _copy(self, frames: Tensor, held: Tensor) -> torch.cuda.Event | None:
-        """Copy frames to the host; return the event after it, or None if it is complete."""
         if not frames.is_cuda:
             held.copy_(frames)
             return None
         device = frames.device
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        side = self._streams[device]
+        side = self._streams.get(device) or torch.cuda.Stream(device)
+        self._streams[device] = side
         # The next kernel may overwrite the memory of `frames`, as a CUDA graph does. A copy on the
         # device is 1000 times as fast as waiting for the one to the host.
         kept = frames.clone(memory_format=torch.contiguous_format)
@@ -136,8 +135,7 @@ class BackgroundWriter:
         return copied
 
     def _work(self) -> None:
-        while (piece := self._next_piece()) is not None:
-            buffer, frames, copied, target, written = piece
+        for buffer, frames, copied, target in iter(self._next_piece, None):
             try:
                 if copied is not None:
                     copied.synchronize()
@@ -147,7 +145,9 @@ class BackgroundWriter:
                 self.error = error  # raised by the next `put`
             finally:
                 self._free.put(buffer)
-                written.set()
+            with self._progress:
+                self._written += 1
+                self._progress.notify_all()
         self._ended.set()
 
     def _next_piece(self) -> tuple[Any, ...] | None:
@@ -155,11 +155,10 @@ class BackgroundWriter:
         while True:
             # At its end Python waits for this thread, also if a stream was dropped midway.
             left = not (threading.main_thread().is_alive() or self._user.is_alive())
-            try:
+            with suppress(queue.Empty):
                 return self._filled.get(timeout=TICK_S)
-            except queue.Empty:
-                if left:
-                    return None
+            if left:
+                return None
 
     def _stop(self) -> None:
         self._is_stopped = True
@@ -167,17 +166,15 @@ class BackgroundWriter:
 
     def _join(self) -> None:
         """Wait for the thread, which must not write to a removed file, also after an interrupt."""
-        interrupt: BaseException | None = None
         # Not Thread.join: before Python 3.13 it treats the thread as ended after an interrupt.
-        while not self._ended.is_set():
-            try:
-                self._ended.wait(TICK_S)
-            except BaseException as error:
-                self._stop()
-                interrupt = error
+        try:
+            while not self._ended.wait(TICK_S):
+                pass
+        except BaseException:
+            self._stop()
+            self._join()
+            raise
         self._thread.join()
-        if interrupt is not None:
-            raise interrupt
 
     def _raise(self) -> None:
         if self.error is not None:

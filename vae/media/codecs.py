@@ -137,7 +137,6 @@ _ENCODERS = {
     # work; each slice has a checksum.
     "ffv1": Encoder(options={"level": "3", "slicecrc": "1"}),
     # Profiles Proxy, LT, 422 and HQ; HQ from the default quality on.
-    "prores_ks": Encoder(("profile",), (0, 3, 3), {"vendor": "apl0"}),
     "prores": Encoder(("profile",), (0, 3, 3)),
     # Level 1 takes 0.4 times as long as the default, and the files are 0.5 % larger on a noisy
     # gradient in 16 bits (2026-11).
@@ -157,9 +156,24 @@ _ENCODERS = {
     "hevc_videotoolbox": _TOOLBOX,
 }
 
+
+def _exact(name: str, suffix: str, formats: dict[int, str], alpha: dict[int, str]) -> Codec:
+    """Return a format of RGB of any size, without the loss that quality is about."""
+    return Codec(
+        name,
+        (suffix,),
+        (name,),
+        even=(1, 1),
+        bit_depth=16,
+        formats=formats,
+        alpha_formats=alpha,
+        lossy=False,
+    )
+
+
 _MP4 = (".mp4", ".mov", ".m4v", ".mkv")
 # prores_ks is 2 dB better, but takes 3 times as long, and 16 times as long on noise.
-_PRORES = ((".mov", ".mkv"), ("prores", "prores_ks"), "pcm_s16le", (1, 2))
+_PRORES = ((".mov", ".mkv"), ("prores",), "pcm_s16le", (1, 2))
 _TABLE = (
     Codec("h264", _MP4, ("libx264",), bit_depth=8),  # few players decode h264 in 10 bits
     # Below 64 pixels, its largest block, x265 4.2 writes outside its memory.
@@ -167,43 +181,16 @@ _TABLE = (
     Codec("vp9", (".webm", ".mkv", ".mp4"), ("libvpx-vp9",)),
     # SVT-AV1 4.1 crashes at a width of 16.
     Codec("av1", (".mp4", ".webm", ".mkv"), ("libsvtav1", "libaom-av1"), least=64),
-    Codec(
+    _exact(
         "ffv1",
-        (".mkv",),
-        ("ffv1",),
-        even=(1, 1),
-        bit_depth=16,
-        formats={8: "bgr0", 10: "gbrp10le", 16: "gbrp16le"},
-        alpha_formats={8: "bgra", 10: "gbrap10le", 16: "gbrap16le"},
-        lossy=False,
+        ".mkv",
+        {8: "bgr0", 10: "gbrp10le", 16: "gbrp16le"},
+        {8: "bgra", 10: "gbrap10le", 16: "gbrap16le"},
     ),
     Codec("prores", *_PRORES, formats={10: "yuv422p10le"}),
-    Codec(
-        "prores4444",
-        *_PRORES,
-        formats={10: "yuv444p10le"},
-        alpha_formats={10: "yuva444p10le"},
-    ),
-    Codec(
-        "png",
-        (".png",),
-        ("png",),
-        even=(1, 1),
-        bit_depth=16,
-        formats={8: "rgb24", 16: "rgb48be"},
-        alpha_formats={8: "rgba", 16: "rgba64be"},
-        lossy=False,
-    ),
-    Codec(
-        "exr",
-        (".exr",),
-        ("exr",),
-        even=(1, 1),
-        bit_depth=16,
-        formats={16: "gbrpf32le"},
-        alpha_formats={16: "gbrapf32le"},
-        lossy=False,
-    ),
+    Codec("prores4444", *_PRORES, formats={10: "yuv444p10le"}, alpha_formats={10: "yuva444p10le"}),
+    _exact("png", ".png", {8: "rgb24", 16: "rgb48be"}, {8: "rgba", 16: "rgba64be"}),
+    _exact("exr", ".exr", {16: "gbrpf32le"}, {16: "gbrapf32le"}),
 )
 CODECS = tuple(codec.name for codec in _TABLE)
 

@@ -12,7 +12,7 @@ import os
 import pickle
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from fractions import Fraction
 from queue import SimpleQueue
@@ -52,30 +52,43 @@ def add_stream(container: OutputContainer, settings: Settings) -> Any:  # noqa: 
     return stream
 
 
-def encoded(
-    settings: Settings, frames: Iterable[list[bytes]], watch: Callable[[], object] = lambda: None
-) -> bytes:
-    """Encode frames, given by their planes, to an MP4 file; `watch` is called before each step."""
+def encoded(settings: Settings, frames: Iterable[list[bytes]], patience: float = 0) -> bytes:
+    """Encode frames, given by their planes, to an MP4 file.
+
+    If a step of the encoder takes longer than `patience` in seconds, the process ends; 0: it waits.
+    """
     file, taken, made = io.BytesIO(), 0, 0
-    watch()
+    _watch(patience, busy=True)
     with av.open(file, "w", format="mp4") as container:
         stream = add_stream(container, settings)
+        _watch(patience, busy=False)
         for taken, planes in enumerate(frames, 1):
+            _watch(patience, busy=True)
             frame = av.VideoFrame(*settings.size, settings.pixels)
             for plane, data in zip(frame.planes, planes, strict=True):
                 plane.update(data)
             frame.pts, frame.time_base = taken - 1, 1 / settings.rate
-            for packet in stream.encode(frame):
-                made += packet.size > 0
-                container.mux(packet)
+            packets = stream.encode(frame)
+            made += len(packets)
+            container.mux(packets)
+            _watch(patience, busy=False)  # the caller may take its time
+        _watch(patience, busy=True)
         for packet in stream.codec_context.encode_lazy(None):
-            watch()
-            made += packet.size > 0
+            made += 1
             packet.stream = stream
             container.mux(packet)
+            _watch(patience, busy=True)
+    _watch(patience, busy=False)
     if made != taken:
         raise RuntimeError(f"{made} of {taken} frames were encoded")
     return file.getvalue()
+
+
+def _watch(patience: float, *, busy: bool) -> None:
+    if patience and busy:
+        faulthandler.dump_traceback_later(patience, exit=True)
+    elif patience:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def main() -> None:
@@ -84,30 +97,16 @@ def main() -> None:
     os.dup2(2, 1)  # nothing else writes to that pipe
     requests: SimpleQueue[Any] = SimpleQueue()
 
-    def segment() -> bytes | tuple[int, str]:
-        patience, *settings = requests.get()
-
-        def watch() -> None:
-            faulthandler.dump_traceback_later(patience, exit=True)
-
-        def received() -> Any:  # noqa: ANN401
-            faulthandler.cancel_dump_traceback_later()  # the caller may take its time
-            request = requests.get()
-            watch()
-            return request
-
-        try:
-            return encoded(Settings(*settings), iter(received, None), watch)
-        except Exception as error:
-            text = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-            return getattr(error, "errno", None) or 0, text
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-
     def work() -> None:
-        reply: bytes | tuple[int, str] = b""
+        reply: Any = b""
         while isinstance(reply, bytes):
-            reply = segment()
+            patience, *settings = requests.get()
+            try:
+                reply = encoded(Settings(*settings), iter(requests.get, None), patience)
+            except Exception as error:
+                _watch(patience, busy=False)
+                text = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+                reply = getattr(error, "errno", None) or 0, text
             pickle.dump(reply, output)
             output.flush()
 

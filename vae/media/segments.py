@@ -72,9 +72,9 @@ class SegmentEncoder:
         if frame is not None:
             self._kept.append([bytes(cast(Any, plane)) for plane in frame.planes])
             self._process = self._process or _started()
-            begins = len(self._kept) == 1
+            given = [(PATIENCE_S[0], *self._settings)] if len(self._kept) == 1 else []
             with suppress(OSError):  # the end of the segment shows that the process has ended
-                self._give(self._whole(PATIENCE_S[0]) if begins else self._kept[-1:])
+                self._give([*given, self._kept[-1]])
             least = max(_LEAST_FRAMES, round(_SECONDS * self._settings.rate))
             most = max(1, _MOST_BYTES // sum(map(len, self._kept[0])))
             if len(self._kept) < min(least, most):
@@ -97,10 +97,6 @@ class SegmentEncoder:
             self._process.communicate()
         self._process = None
 
-    def _whole(self, patience: float) -> list[Any]:
-        """Return what the process needs for the kept frames."""
-        return [(patience, *self._settings), *self._kept]
-
     def _give(self, requests: list[Any]) -> None:
         process = cast(Any, self._process)
         if self._cancelled:
@@ -116,7 +112,7 @@ class SegmentEncoder:
         for patience in PATIENCE_S:
             if reason:
                 LOG.info("Fast Video VAE: %s; they are encoded again with fewer threads", reason)
-                self._process, given = _started(), self._whole(patience)
+                self._process, given = _started(), [(patience, *self._settings), *self._kept]
             process = cast(Any, self._process)
             try:
                 self._give([*given, None])

@@ -162,14 +162,12 @@ class VideoWriter:
 
     def _open(self, dtype: torch.dtype) -> None:
         """Open the encoder and the file with all of its streams."""
-        is_deep = dtype != torch.uint8
-        depth = self._bit_depth
-        if depth is None and not is_deep and 8 in self.codec.formats:
+        depth, alpha = self._bit_depth, self._shape[2] == 4
+        if depth is None and dtype == torch.uint8 and 8 in self.codec.formats:
             depth = 8
-        alpha = self._shape[2] == 4
         self.encoding = find_encoding(self.codec, depth, alpha=alpha, hardware=self._hardware)
         try:
-            self._open_encoder(is_deep=is_deep)
+            self._open_encoder(dtype)
         except FFmpegError:
             # Hardware limits the size and the number of videos at a time.
             software, failed = find_encoding(self.codec, depth, alpha=alpha), self.encoding.encoder
@@ -178,9 +176,9 @@ class VideoWriter:
             text = "Fast Video VAE: %s failed at %s; using software"
             LOG.info(text, failed, _size(self._shape))
             self.encoding = software
-            self._open_encoder(is_deep=is_deep)
+            self._open_encoder(dtype)
 
-    def _open_encoder(self, *, is_deep: bool) -> None:
+    def _open_encoder(self, dtype: torch.dtype) -> None:
         encoder, bit_depth, pixels = self.encoding
         self._maker = FrameMaker(self.codec.name, pixels, bit_depth, self._dither, self.fps)
         context: dict[str, Any] = dict(self._maker.tags)
@@ -189,7 +187,7 @@ class VideoWriter:
         if encoder.startswith("prores"):
             # The next frame is converted while one is encoded.
             context |= {"thread_type": "FRAME", "thread_count": PRORES_THREADS}
-        dithered = self._dither and bit_depth == 8 and is_deep
+        dithered = self._dither and bit_depth == 8 and dtype != torch.uint8
         options = self.encoding.options(self._quality, dithered=dithered)
         size = self._shape[1], self._shape[0]
         settings = Settings(encoder, options, self.fps, size, pixels, context)
@@ -211,15 +209,15 @@ class VideoWriter:
         self._output = container, stream
 
     def _container(self) -> OutputContainer:
+        part, options = self._draft.part, {}
         if self.codec.is_sequence:
-            return cast(OutputContainer, ImageFolder(self._draft.part, self.codec.suffix))
-        options = {}
+            return cast(OutputContainer, ImageFolder(part, self.codec.suffix))
         if self._format in ("mp4", "mov"):
             # faststart moves the index to the front, so that a browser can play while it loads.
             # Without the other flag only tags that mp4 defines are kept.
-            flags = "faststart+use_metadata_tags" if self._metadata else "faststart"
-            options["movflags"] = flags
-        return av.open(f"file:{self._draft.part}", "w", format=self._format, options=options)
+            more = "+use_metadata_tags" if self._metadata else ""
+            options["movflags"] = f"faststart{more}"
+        return av.open(f"file:{part}", "w", format=self._format, options=options)
 
     def _close(self, kind: type[BaseException] | None, *_: object) -> None:
         """Finish or discard the file; runs before `whole_file` renames or removes it."""
@@ -237,8 +235,8 @@ class VideoWriter:
                 # gone. Windows keeps the name of an open file.
                 with suppress(OSError):
                     self._draft.part.unlink()
+                # Another error is being raised; this one repeats it for the same disk.
                 with suppress(FFmpegError):
-                    # Another error is being raised; this one repeats it for the same disk.
                     container.close()
         finally:
             if isinstance(stream, SegmentEncoder):

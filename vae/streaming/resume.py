@@ -10,7 +10,6 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from threading import Event
 from typing import TypeVar
 
 from torch import Tensor
@@ -155,13 +154,13 @@ class Video:
             ahead = math.inf
         elif job.video is not None and (writer or (watch and device.type != "cpu")):
             ahead = 1
-        waiting: deque[tuple[Tensor, Event | None]] = deque()
+        waiting: deque[tuple[Tensor, int]] = deque()
         missing, failures = stop - self._at, list[Exception]()
 
         def arrived() -> Tensor:
-            piece, written = waiting.popleft()
+            piece, queued = waiting.popleft()
             if writer is not None:
-                writer.wait(written)
+                writer.wait(queued)
             if watch is not None and watch.overflowed():
                 raise RangeError
             self._at += piece.shape[self._axis]
@@ -173,7 +172,7 @@ class Video:
             for piece in _until_short(stream, failures):
                 count = piece.shape[self._axis]
                 if count:
-                    waiting.append((piece, writer.last if writer else None))
+                    waiting.append((piece, writer.queued if writer else 0))
                 del piece  # without a wanted frame it is a view of the others
                 missing -= count
                 if not missing:

@@ -62,11 +62,8 @@ def test_frames_sound_and_times_pass_the_borders_of_segments(tmp_path):
         assert 10 * torch.log10(255**2 / difference.square().mean((1, 2, 3))).min() > 38
         with av.open(str(path)) as container:
             frames = list(container.decode(video=0))
-            assert [n for n, frame in enumerate(frames) if frame.key_frame] == [
-                0,
-                LENGTH,
-                2 * LENGTH,
-            ]
+            keys = [n for n, frame in enumerate(frames) if frame.key_frame]
+            assert keys == [0, LENGTH, 2 * LENGTH]
             times = [frame.time for frame in frames]
             assert times == pytest.approx([n / 12 for n in range(len(clip))], abs=1e-3)
             assert container.streams.video[0].average_rate == fps
@@ -75,14 +72,8 @@ def test_frames_sound_and_times_pass_the_borders_of_segments(tmp_path):
             assert heard == pytest.approx(len(clip) / 12, abs=0.2)
 
 
-@pytest.mark.parametrize(
-    "planted",
-    [
-        ["hang@1"],
-        ["hang@122"],  # in the second segment
-        ["crash@9", "hang@125"],
-    ],
-)
+# The second segment begins with frame 120.
+@pytest.mark.parametrize("planted", [["hang@1"], ["hang@122"], ["crash@9", "hang@125"]])
 def test_a_segment_whose_encoder_hangs_is_encoded_again(tmp_path, faults, caplog, planted):
     clip = moving_clip(2 * LENGTH + 5, 64, 64)
     expected = stacked(write(tmp_path / "whole.mp4", clip, codec="av1"))
@@ -116,7 +107,7 @@ def test_a_stop_does_not_wait_for_an_encoder_that_hangs(tmp_path, faults, monkey
             VideoWriter(tmp_path / "a.mp4", 24, codec="av1") as writer,
             BackgroundWriter(writer.write, cancel=writer.cancel) as background,
         ):
-            background.put(moving_clip(5, 64, 64))
+            background.put(moving_clip(2 * LENGTH, 64, 64))  # a segment
             time.sleep(1)  # it hangs
             raise KeyboardInterrupt
 
