@@ -104,10 +104,8 @@ class VideoWriter:
         return picture_dtype(self.encoding.pixel_format, self.encoding.bit_depth, self._dither)
 
     def __enter__(self) -> "VideoWriter":
-        with ExitStack() as stack:
-            self._draft = stack.enter_context(self._new)
-            stack.push(self._close)
-            self._stack = stack.pop_all()
+        self._draft = self._stack.enter_context(self._new)
+        self._stack.push(self._close)
         return self
 
     def __exit__(self, *error: Any) -> None:  # noqa: ANN401, as ExitStack takes them

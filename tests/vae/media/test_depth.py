@@ -51,7 +51,7 @@ def widest_band(values):
         ("h264", 3 / 255, 100),
     ],
 )
-def test_a_gradient_keeps_its_depth_and_has_its_tags(tmp_path, codec, most, levels):
+def test_a_gradient_keeps_its_depth(tmp_path, codec, most, levels):
     expected = gradient()
     path = written(tmp_path, codec, expected)
     result = read(path)

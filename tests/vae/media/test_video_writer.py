@@ -2,16 +2,13 @@
 
 import errno
 import json
-import signal
-import subprocess
-import time
 from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 
-from fast_video_vae.tests.builders import refused, script_command
+from fast_video_vae.tests.builders import refused
 from fast_video_vae.tests.videos import (
     CODEC_ERROR,
     COLOR_ERROR,
@@ -141,65 +138,3 @@ def test_tags_of_any_content_are_kept(tmp_path, codec, suffix):
     with av.open(str(path)) as container:
         found = {key.lower(): value for key, value in container.metadata.items()}
     assert {key: found[key] for key in tags} == tags
-
-
-def test_a_failing_encoder_leaves_no_file(tmp_path):
-    class Failing:
-        """An encoder that fails after three frames, as a hardware encoder can."""
-
-        def __init__(self, stream):
-            self._stream, self._frames = stream, iter(range(3))
-
-        def __getattr__(self, name):
-            return getattr(self._stream, name)
-
-        def encode(self, frame):
-            if next(self._frames, None) is None:
-                av.error.err_check(-542398533)  # AVERROR_EXTERNAL
-            return self._stream.encode(frame)
-
-    path = tmp_path / "a.mp4"
-
-    def work():
-        with VideoWriter(path, 24) as writer:
-            writer.write(moving_clip(1))
-            container, stream = writer._output
-            writer._output = container, Failing(stream)
-            writer.write(moving_clip(10))
-
-    with refused(r"a\.mp4 cannot be encoded \(.+\)"):
-        work()
-    assert not list(tmp_path.iterdir())
-    write(path, moving_clip(3))  # the next writer works
-    assert len(stacked(path)) == 3
-
-
-KILLED = """
-import sys, torch
-from fast_video_vae.vae.media import VideoWriter
-noise = torch.randint(256, (8, 64, 64, 3), dtype=torch.uint8)
-with (
-    VideoWriter(sys.argv[1], 24, overwrite=True) as one,
-    VideoWriter(sys.argv[2], 24, codec="ffv1") as two,
-):
-    while True:
-        one.write(noise)
-        two.write(noise)
-"""
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="signals of POSIX")
-def test_a_killed_process_leaves_the_old_file_or_none(tmp_path):
-    old, new = tmp_path / "a.mp4", tmp_path / "b.mkv"
-    old.write_bytes(b"old")
-    with subprocess.Popen(script_command(KILLED, old, new)) as process:
-        deadline = time.monotonic() + 60
-        while sum(part.stat().st_size > 0 for part in tmp_path.glob(".*.part")) < 2:
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        process.send_signal(signal.SIGKILL)
-    assert old.read_bytes() == b"old"
-    assert not new.exists()
-    for path, codec in ((old, "h264"), (new, "ffv1")):  # leftover files do not block the next one
-        assert len(stacked(write(path, moving_clip(3), codec=codec))) == 3
