@@ -205,13 +205,13 @@ def codec_named(name: str) -> Codec:
 def codec_for(path: Path) -> Codec:
     """Return the first format whose default suffix a file has."""
     suffix = path.suffix.lower().replace(".m4v", ".mp4")
-    found = next((codec for codec in _TABLE if codec.suffix == suffix), None)
-    if found is None:
-        raise ValueError(
-            f"{path} is not a video file; expected a name such as x.mp4, x.webm, x.mkv, x.mov, "
-            "x.png or x.exr"
-        )
-    return found
+    for codec in _TABLE:
+        if codec.suffix == suffix:
+            return codec
+    raise ValueError(
+        f"{path} is not a video file; expected a name such as x.mp4, x.webm, x.mkv, x.mov, x.png "
+        "or x.exr"
+    )
 
 
 def container_of(codec: Codec, path: Path) -> str:

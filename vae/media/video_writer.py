@@ -94,9 +94,8 @@ class VideoWriter:
         self._shape = torch.Size((0, 0, 3))
         self._stack = ExitStack()
         self._draft = Draft(self.path, self.path)
-        self._output: tuple[OutputContainer, VideoStream | SegmentEncoder] | None = None
+        self._output: tuple[OutputContainer, VideoStream | SegmentEncoder, FrameMaker] | None = None
         self._sound: SoundTrack | None = None
-        self._maker: FrameMaker | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -141,12 +140,11 @@ class VideoWriter:
             if self._output is None:
                 self._shape = frames.shape[1:]
                 self._open(frames.dtype)
-            container, stream = cast(Any, self._output)
+            container, stream, make = cast(Any, self._output)
             if frames.shape[1:] != self._shape:
                 raise ValueError(
                     f"frames are {_size(frames.shape[1:])}; expected {_size(self._shape)}"
                 )
-            make = cast(FrameMaker, self._maker)
             for picture in frames.detach().cpu().contiguous():
                 container.mux(stream.encode(make(picture, self.frames)))
                 self.frames += 1
@@ -178,8 +176,8 @@ class VideoWriter:
 
     def _open_encoder(self, dtype: torch.dtype) -> None:
         encoder, bit_depth, pixels = self.encoding
-        self._maker = FrameMaker(self.codec.name, pixels, bit_depth, self._dither, self.fps)
-        context: dict[str, Any] = dict(self._maker.tags)
+        maker = FrameMaker(self.codec.name, pixels, bit_depth, self._dither, self.fps)
+        context: dict[str, Any] = dict(maker.tags)
         if self.codec.name == "hevc" and self._format in ("mp4", "mov"):
             context["codec_tag"] = "hvc1"  # required by Apple's players
         if encoder.startswith("prores"):
@@ -204,7 +202,7 @@ class VideoWriter:
                 stream = add_stream(container, settings)
                 add_sound()
             stack.pop_all()
-        self._output = container, stream
+        self._output = container, stream, maker
 
     def _container(self) -> OutputContainer:
         part, options = self._draft.part, {}
@@ -213,8 +211,7 @@ class VideoWriter:
         if self._format in ("mp4", "mov"):
             # faststart moves the index to the front, so that a browser can play while it loads.
             # Without the other flag only tags that mp4 defines are kept.
-            more = "+use_metadata_tags" if self._metadata else ""
-            options["movflags"] = f"faststart{more}"
+            options["movflags"] = "faststart" + "+use_metadata_tags" * bool(self._metadata)
         return av.open(f"file:{part}", "w", format=self._format, options=options)
 
     def _close(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -223,7 +220,7 @@ class VideoWriter:
             raise ValueError(f"no frames were written to {self.path}; expected at least one")
         if self._output is None:
             return
-        container, stream = self._output
+        container, stream = self._output[:2]
         try:
             if kind is None:
                 with _errors_name(self.path), closing(container):
