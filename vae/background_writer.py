@@ -7,7 +7,8 @@ into pinned memory on a separate stream, without a wait on either side.
 import queue
 import threading
 from collections.abc import Callable
-from typing import NamedTuple
+from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,34 +17,6 @@ from .pinned_memory import pinned_memory
 
 # Timeout of a wait in seconds; on Windows a wait without a timeout blocks signals.
 TICK_S = 0.1
-
-# Bytes of a number that is copied with the frames.
-_NUMBER_BYTES = 4
-
-
-class _Piece(NamedTuple):
-    """Frames in a buffer of the ring, and the event that marks the end of their copy.
-
-    `note` gets the number at the end of the buffer, which was copied with the frames.
-    """
-
-    buffer: Tensor
-    shape: torch.Size
-    dtype: torch.dtype
-    copied: torch.cuda.Event | None
-    target: tuple[Tensor, ...]
-    note: Callable[[float], object] | None
-
-    @property
-    def frames(self) -> Tensor:
-        """The frames `[T, H, W, C]`, a view of the buffer."""
-        nbytes = self.shape.numel() * self.dtype.itemsize
-        return self.buffer[:nbytes].view(self.dtype).view(self.shape)
-
-    @property
-    def number(self) -> Tensor:
-        """The number `[1]`, float32, a view of the buffer."""
-        return self.buffer[-_NUMBER_BYTES:].view(torch.float32)
 
 
 class BackgroundWriter:
@@ -64,7 +37,7 @@ class BackgroundWriter:
         dtype: torch.dtype | None = torch.uint8,
         cancel: Callable[[], None] = lambda: None,
     ) -> None:
-        """Prepare for pieces of `dtype` (None: any); the thread starts on entry of the context.
+        """Prepare for pieces of `dtype` (None: any); the thread starts with the first one.
 
         If the body raises, `cancel` is called to end a `write` that takes long.
         """
@@ -72,182 +45,137 @@ class BackgroundWriter:
             raise ValueError(f"depth is {depth}; expected at least 1")
         self._write, self._dtype, self._cancel = write, dtype, cancel
         self._free: queue.Queue[Tensor | None] = queue.Queue()
-        self._filled: queue.Queue[_Piece | None] = queue.Queue()
+        # Per piece its buffer, its frames, the event after their copy, and the target.
+        self._filled: queue.Queue[tuple[Any, ...] | None] = queue.Queue()
         for _ in range(depth):
             self._free.put(None)  # a buffer without memory yet
-        self._error: BaseException | None = None
-        self._stopped, self._ended = threading.Event(), threading.Event()
+        self._is_open = self._is_stopped = False
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._work, name="fast-video-vae-writer")
         self._user = threading.current_thread()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._putting = threading.Lock()  # threads of several devices can put pieces
+        self.error: BaseException | None = None  # of `write` or of a copy
         self.queued = self._written = 0
         self._progress = threading.Condition()
-        self._putting = threading.Lock()  # threads of several devices can put pieces
 
     def __enter__(self) -> "BackgroundWriter":
-        try:
-            self._thread.start()
-        except BaseException:
-            # After a signal here `__exit__` does not run, and Python would wait for the thread.
-            self._filled.put(None)
-            raise
+        self._is_open = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._is_open = False
         if kind is not None:
             self._stop()
         self._filled.put(None)
         if threading.current_thread() is self._thread:
             return  # the garbage collector closes a dropped stream here; the thread ends by itself
-        try:
-            # It must not write to a removed file.
-            join(self._thread, self._ended, self._stop)
-        finally:
-            self._free, self._filled = queue.Queue(), queue.Queue()
-            self._streams.clear()
+        if self._thread.ident is not None:
+            self._join()
+        self._free = queue.Queue()  # without the memory of the buffers
         if kind is None:
             self._raise()
 
-    def _stop(self) -> None:
-        self._stopped.set()
-        self._cancel()
-
-    @property
-    def error(self) -> BaseException | None:
-        """The error of `write` or of a copy, or None."""
-        return self._error
-
-    def put(
-        self,
-        frames: Tensor,
-        *target: Tensor,
-        number: tuple[Tensor, Callable[[float], object]] | None = None,
-    ) -> None:
-        """Queue frames `[T, H, W, C]` of any device and layout; wait while `depth` are queued.
-
-        `write` also gets `target`. `number` is `[]`, float32, copied with the frames, and what the
-        thread passes it to before it writes.
-        """
+    def put(self, frames: Tensor, *target: Tensor) -> None:
+        """Queue frames `[T, H, W, C]`, and a target for `write`; wait while `depth` are queued."""
         if self._dtype not in (None, frames.dtype):
             raise ValueError(f"frames are {frames.dtype}; expected {self._dtype}")
         with self._putting:
             self._user = threading.current_thread()
             buffer = self._next_buffer()
             try:
-                # Buffers outlive the caller's inference mode, and inference tensors cannot be
-                # written later.
+                # Buffers outlive the caller's inference mode, out of which theirs are read-only.
                 with torch.inference_mode(False), torch.no_grad():
-                    size = (-(-frames.nbytes // _NUMBER_BYTES) + 1) * _NUMBER_BYTES
+                    size = frames.nbytes
                     if buffer is None or buffer.numel() < size:
-                        buffer = _host_buffer(size, pinned=frames.is_cuda)
-                    value, note = number or (None, None)
-                    piece = _Piece(buffer, frames.shape, frames.dtype, None, target, note)
-                    piece = piece._replace(copied=self._copy(frames, value, piece))
+                        pinned = pinned_memory(size) if frames.is_cuda else None
+                        buffer = torch.empty(size, dtype=torch.uint8) if pinned is None else pinned
+                    held = buffer[:size].view(frames.dtype).view(frames.shape)
+                    copied = self._copy(frames, held)
             except BaseException:
                 self._free.put(buffer)
                 raise
-            self._filled.put(piece)
+            self._filled.put((buffer, held, copied, target))
             self.queued += 1
+            if self._thread.ident is None:
+                self._thread.start()
 
     def wait(self, count: int) -> None:
         """Wait until the first `count` queued pieces are written."""
         with self._progress:
-            self._raise()
-            while self._written < count:
-                if self._ended.is_set():
-                    raise RuntimeError("the thread is not running; expected a wait within `with`")
+            while self._written < count and self.error is None:
                 self._progress.wait(TICK_S)
-                self._raise()
+        self._raise()
 
     def _next_buffer(self) -> Tensor | None:
         """Wait for a free buffer; raises the error of the thread if there is one."""
         while True:
             self._raise()
-            if self._thread.ident is None or self._ended.is_set():
+            if not self._is_open:
                 raise RuntimeError("the writer thread is not running; expected `put` within `with`")
-            try:
+            with suppress(queue.Empty):
                 return self._free.get(timeout=TICK_S)
-            except queue.Empty:
-                continue
 
-    def _copy(self, frames: Tensor, value: Tensor | None, piece: _Piece) -> torch.cuda.Event | None:
+    def _copy(self, frames: Tensor, held: Tensor) -> torch.cuda.Event | None:
         if not frames.is_cuda:
-            piece.frames.copy_(frames)
-            if value is not None:
-                piece.number.copy_(value)
+            held.copy_(frames)
             return None
         device = frames.device
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        side = self._streams[device]
+        side = self._streams.get(device) or torch.cuda.Stream(device)
+        self._streams[device] = side
         # The next kernel may overwrite the memory of `frames`, as a CUDA graph does. A copy on the
         # device is 1000 times as fast as waiting for the one to the host.
-        held = frames.clone(memory_format=torch.contiguous_format)
+        kept = frames.clone(memory_format=torch.contiguous_format)
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
-            piece.frames.copy_(held, non_blocking=True)
-            held.record_stream(side)
-            if value is not None:
-                piece.number.copy_(value, non_blocking=True)
-                value.record_stream(side)
+            held.copy_(kept, non_blocking=True)
+            kept.record_stream(side)
             copied = torch.cuda.Event(blocking=True)  # sleeps, where the default would spin
             copied.record(side)
         return copied
 
     def _work(self) -> None:
-        while (piece := self._next_piece()) is not None:
+        for buffer, frames, copied, target in iter(self._next_piece, None):
             try:
-                if piece.copied is not None:
-                    piece.copied.synchronize()
-                if piece.note is not None:
-                    piece.note(piece.number.item())
-                if self._error is None and not self._stopped.is_set():
-                    self._write(piece.frames, *piece.target)
+                if copied is not None:
+                    copied.synchronize()
+                if self.error is None and not self._is_stopped:
+                    self._write(frames, *target)
             except BaseException as error:
-                self._error = error  # raised by the next `put`
+                self.error = error  # raised by the next `put`
             finally:
-                self._free.put(piece.buffer)
+                self._free.put(buffer)
             with self._progress:
                 self._written += 1
                 self._progress.notify_all()
         self._ended.set()
 
-    def _next_piece(self) -> _Piece | None:
+    def _next_piece(self) -> tuple[Any, ...] | None:
         """Wait for a queued piece; None after the last, or when no thread can queue more."""
         while True:
             # At its end Python waits for this thread, also if a stream was dropped midway.
             left = not (threading.main_thread().is_alive() or self._user.is_alive())
-            try:
+            with suppress(queue.Empty):
                 return self._filled.get(timeout=TICK_S)
-            except queue.Empty:
-                if left:
-                    return None
+            if left:
+                return None
 
-    def _raise(self) -> None:
-        if self._error is not None:
-            raise self._error
+    def _stop(self) -> None:
+        self._is_stopped = True
+        self._cancel()
 
-
-def join(
-    thread: threading.Thread,
-    ended: threading.Event,
-    interrupted: Callable[[], object] = lambda: None,
-) -> None:
-    """Wait for a `thread` that sets `ended`, also after an interrupt, which is raised then."""
-    interrupt: BaseException | None = None
-    while True:
+    def _join(self) -> None:
+        """Wait for the thread, which must not write to a removed file, also after an interrupt."""
         # Not Thread.join: before Python 3.13 it treats the thread as ended after an interrupt.
         try:
-            if ended.wait(TICK_S):
-                break
-        except BaseException as error:
-            interrupted()
-            interrupt = error
-    thread.join()
-    if interrupt is not None:
-        raise interrupt
+            while not self._ended.wait(TICK_S):
+                pass
+        except BaseException:
+            self._stop()
+            self._join()
+            raise
+        self._thread.join()
 
-
-def _host_buffer(size: int, *, pinned: bool) -> Tensor:
-    memory = pinned_memory(size) if pinned else None
-    return torch.empty(size, dtype=torch.uint8) if memory is None else memory
+    def _raise(self) -> None:
+        if self.error is not None:
+            raise self.error

@@ -10,7 +10,6 @@ import itertools
 import os
 import secrets
 import shutil
-import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -43,9 +42,10 @@ def whole_file(
     `x_2.mp4` and so on; `overwrite` replaces the older file instead.
     """
     path = Path(path)
-    names = others or _numbered(path, path.suffix)
-    with _appearing(path, names, overwrite=overwrite) as draft:
-        _check_replaceable(path)
+    with _appearing(path, others or _numbered(path, path.suffix), overwrite=overwrite) as draft:
+        if path.exists() and not path.is_file():
+            kind = "a folder" if path.is_dir() else "a device"
+            raise ValueError(f"{path} is {kind}; expected the name of a file to write")
         if others is None and not overwrite and path.exists():
             raise ValueError(f"{path} exists already; expected a new name, or to overwrite it")
         _create(draft.part)
@@ -166,14 +166,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(gone)
     else:
         path.unlink(missing_ok=True)
-
-
-def _check_replaceable(path: Path) -> None:
-    """Refuse to replace a device or a folder by a file."""
-    try:
-        mode = path.stat().st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISREG(mode):
-        kind = "a folder" if stat.S_ISDIR(mode) else "a device"
-        raise ValueError(f"{path} is {kind}; expected the name of a file to write")

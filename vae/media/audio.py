@@ -79,10 +79,8 @@ class SoundTrack:
 
     def __init__(self, audio: Audio, container: OutputContainer, encoder: str) -> None:
         """Add the stream to `container` before its first packet; nothing is written yet."""
-        self._audio = audio
-        self._container = container
-        self._sent = 0
-        self._clipped = False
+        self._audio, self._container = audio, container
+        self._sent, self._clipped = 0, False
         rates = av.Codec(encoder, "w").audio_rates
         rate = audio.sample_rate if not rates or audio.sample_rate in rates else USUAL_RATE
         layout = LAYOUTS[audio.waveform.shape[0]]
@@ -95,26 +93,18 @@ class SoundTrack:
         while self._sent < end:
             stop = min(end, self._sent + BLOCK)
             block = self._audio.waveform[:, self._sent : stop].detach().to("cpu", torch.float32)
-            frame = av.AudioFrame.from_ndarray(
-                self._within_range(block).contiguous().numpy(),
-                format="fltp",
-                layout=LAYOUTS[len(block)],
-            )
+            loudest = block.abs().max().item()
+            if loudest > 1 and not self._clipped:
+                text = "Fast Video VAE: the audio peaks at %.3g and is clipped to 1; lower its "
+                LOG.info(text + "volume to avoid this", loudest)
+                self._clipped = True
+            # As players do; the AAC encoder would fail.
+            wave = block.clamp(-1, 1).contiguous().numpy()
+            frame = av.AudioFrame.from_ndarray(wave, format="fltp", layout=LAYOUTS[len(block)])
             frame.sample_rate = self._audio.sample_rate
             frame.pts, frame.time_base = self._sent, Fraction(1, self._audio.sample_rate)
             self._container.mux(self._stream.encode(frame))
             self._sent = stop
-
-    def _within_range(self, block: Tensor) -> Tensor:
-        """Clip a block that is too loud, as players do; the AAC encoder would fail."""
-        loudest = block.abs().max().item()
-        if loudest <= 1:
-            return block
-        if not self._clipped:
-            LOG.info("Fast Video VAE: the audio peaks at %.3g and is clipped to 1; lower its "
-                     "volume to avoid this", loudest)  # fmt: skip
-            self._clipped = True
-        return block.clamp(-1, 1)
 
     def close(self) -> None:
         """Flush the encoder."""

@@ -1,16 +1,18 @@
 """The process that encodes segments of a video for `segments.py`; it imports PyAV alone.
 
-It reads pickles from stdin: per segment its settings, the planes of each frame, and None. It writes
-pickles to stdout: None for each frame taken and each packet made, then the segment as a whole MP4
-file, or the code and the text of an error. It ends with its caller, even if the encoder hangs.
+It reads pickles from stdin: per segment its patience in seconds and its settings, the planes of
+each frame, and None. It writes pickles to stdout: per segment a whole MP4 file, or the code and the
+text of an error. It ends with its caller, even if the encoder hangs, and by itself with `HUNG` if a
+step of the encoder takes longer than its patience.
 """
 
+import faulthandler
 import io
 import os
 import pickle
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Iterable
 from contextlib import suppress
 from fractions import Fraction
 from queue import SimpleQueue
@@ -18,6 +20,9 @@ from typing import Any, NamedTuple
 
 import av
 from av.container import OutputContainer
+
+# The code with which `faulthandler` ends a process.
+HUNG = 1
 
 
 class Settings(NamedTuple):
@@ -31,59 +36,79 @@ class Settings(NamedTuple):
     context: dict[str, Any]  # other attributes of PyAV's codec context
 
 
-def add_stream(container: OutputContainer, settings: tuple[Any, ...]) -> Any:  # noqa: ANN401
+def add_stream(container: OutputContainer, settings: Settings) -> Any:  # noqa: ANN401
     """Add a stream for frames to a file, and open its encoder."""
     os.environ.setdefault("SVT_LOG", "1")  # SVT-AV1 logs its settings; 1: errors only
-    encoder, options, rate, (width, height), pixels, more = settings
-    stream: Any = container.add_stream(encoder, rate=rate, options=options)
-    stream.width, stream.height, stream.pix_fmt = width, height, pixels
+    stream: Any = container.add_stream(
+        settings.encoder, rate=settings.rate, options=settings.options
+    )
+    stream.width, stream.height = settings.size
+    stream.pix_fmt = settings.pixels
     # An image sequence has the encoder itself as its stream.
     context = getattr(stream, "codec_context", stream)
-    for name, value in more.items():
+    for name, value in settings.context.items():
         setattr(context, name, value)
     context.open()
     return stream
 
 
-def encoded(
-    settings: tuple[Any, ...], receive: Callable[[], Any], report: Callable[[], None]
-) -> bytes:
-    """Encode frames from `receive`, until it returns None, to a segment that needs no other."""
-    file = io.BytesIO()
-    _, _, rate, (width, height), pixels, _ = settings
+def encoded(settings: Settings, frames: Iterable[list[bytes]], patience: float = 0) -> bytes:
+    """Encode frames, given by their planes, to an MP4 file.
+
+    If a step of the encoder takes longer than `patience` in seconds, the process ends; 0: it waits.
+    """
+    file, taken, made = io.BytesIO(), 0, 0
+    _watch(patience, busy=True)
     with av.open(file, "w", format="mp4") as container:
         stream = add_stream(container, settings)
-        for index, planes in enumerate(iter(receive, None)):
-            frame = av.VideoFrame(width, height, pixels)
+        _watch(patience, busy=False)
+        for taken, planes in enumerate(frames, 1):
+            _watch(patience, busy=True)
+            frame = av.VideoFrame(*settings.size, settings.pixels)
             for plane, data in zip(frame.planes, planes, strict=True):
                 plane.update(data)
-            frame.pts, frame.time_base = index, 1 / rate
-            container.mux(stream.encode(frame))
-            report()
+            frame.pts, frame.time_base = taken - 1, 1 / settings.rate
+            packets = stream.encode(frame)
+            made += len(packets)
+            container.mux(packets)
+            _watch(patience, busy=False)  # the caller may take its time
+        _watch(patience, busy=True)
         for packet in stream.codec_context.encode_lazy(None):
+            made += 1
             packet.stream = stream
             container.mux(packet)
-            report()
+            _watch(patience, busy=True)
+    _watch(patience, busy=False)
+    if made != taken:
+        raise RuntimeError(f"{made} of {taken} frames were encoded")
     return file.getvalue()
 
 
+def _watch(patience: float, *, busy: bool) -> None:
+    if patience and busy:
+        faulthandler.dump_traceback_later(patience, exit=True)
+    elif patience:
+        faulthandler.cancel_dump_traceback_later()
+
+
 def main() -> None:
-    """Encode segments until the caller ends."""
+    """Encode segments until the caller ends, or one fails."""
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # nothing else writes to that pipe
     requests: SimpleQueue[Any] = SimpleQueue()
 
-    def reply(answer: bytes | tuple[int, str] | None = None) -> None:
-        pickle.dump(answer, output)
-        output.flush()
-
     def work() -> None:
-        while True:
+        reply: Any = b""
+        while isinstance(reply, bytes):
+            patience, *settings = requests.get()
             try:
-                reply(encoded(requests.get(), requests.get, reply))
+                reply = encoded(Settings(*settings), iter(requests.get, None), patience)
             except Exception as error:
+                _watch(patience, busy=False)
                 text = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-                reply((getattr(error, "errno", None) or 0, text))
+                reply = getattr(error, "errno", None) or 0, text
+            pickle.dump(reply, output)
+            output.flush()
 
     threading.Thread(target=work, daemon=True).start()
     with suppress(EOFError, KeyboardInterrupt, OSError, pickle.UnpicklingError):

@@ -18,24 +18,17 @@ from av.packet import Packet
 NAME = "frame_{:05}{}"
 # Images that are encoded at a time; each is held in memory.
 THREADS = min(4, os.cpu_count() or 1)
-PNG = b"\x89PNG\r\n\x1a\n"
 # Bytes of the signature and the first chunk of a PNG file.
-_PNG_START = len(PNG) + 25
+_PNG_START = 33
 
 
 class ImageFolder:
     """A folder of `.png` or `.exr` images; the first PNG has the metadata."""
 
-    def __init__(self, folder: Path, suffix: str, metadata: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, suffix: str) -> None:
+        self.metadata: dict[str, str] = {}
         self._folder, self._suffix = folder, suffix
-        self._metadata = dict(metadata)
         self._written = 0
-
-    def __enter__(self) -> "ImageFolder":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def add_stream(
         self, encoder: str, rate: Fraction, options: Mapping[str, str]
@@ -51,7 +44,8 @@ class ImageFolder:
         for packet in packets:
             data = bytes(packet)
             if not self._written and self._suffix == ".png":
-                data = _with_texts(data, self._metadata)
+                texts = b"".join(map(_text, self.metadata.items()))
+                data = data[:_PNG_START] + texts + data[_PNG_START:]
             path = self._folder / NAME.format(self._written, self._suffix)
             with path.open("wb") as file:
                 file.write(data)
@@ -63,14 +57,10 @@ class ImageFolder:
         """Do nothing: every image is complete when it is written."""
 
 
-def _with_texts(image: bytes, texts: Mapping[str, str]) -> bytes:
-    """Return a PNG with text chunks, as in the PNG specification, section 11.3.3."""
-    chunks = []
-    for key, value in texts.items():
-        # ComfyUI reads tEXt, which is Latin-1; JSON escapes all other characters.
-        text = "".join(c if "\0" < c < "\u0100" else json.dumps(c)[1:-1] for c in value)
-        name = key.replace("\0", " ").encode("latin-1", "replace")[:79] or b"Comment"
-        data = b"tEXt" + name + b"\0" + text.encode("latin-1")
-        size, crc = len(data) - 4, zlib.crc32(data)
-        chunks.append(size.to_bytes(4, "big") + data + crc.to_bytes(4, "big"))
-    return image[:_PNG_START] + b"".join(chunks) + image[_PNG_START:]
+def _text(item: tuple[str, str]) -> bytes:
+    """Return a text chunk, as in the PNG specification, section 11.3.3."""
+    # ComfyUI reads tEXt, which is Latin-1; JSON escapes all other characters.
+    text = "".join(c if "\0" < c < "\u0100" else json.dumps(c)[1:-1] for c in item[1])
+    name = item[0].replace("\0", " ").encode("latin-1", "replace")[:79] or b"Comment"
+    data = b"tEXt" + name + b"\0" + text.encode("latin-1")
+    return (len(data) - 4).to_bytes(4, "big") + data + zlib.crc32(data).to_bytes(4, "big")

@@ -61,9 +61,7 @@ def load_latent(path: Path) -> LatentFile:
         if fps is not None and not (_FPS.fullmatch(fps) and Fraction(fps)):
             raise ValueError(f"{path} gives its fps as {shown(fps)!r}; expected a number")
         family = header.metadata.get("family")
-    return LatentFile(
-        latent, None if family is None else shown(family), None if fps is None else Fraction(fps)
-    )
+    return LatentFile(latent, family and shown(family), Fraction(fps) if fps else None)
 
 
 def _read_latent(file: BinaryIO, header: Header) -> Tensor:

@@ -87,26 +87,21 @@ def picture_dtype(pixel_format: str, bit_depth: int, dither: bool) -> torch.dtyp
     return torch.uint16 if bit_depth > 8 or dither else torch.uint8
 
 
-def tags_of(codec: str, pixel_format: str) -> dict[str, int]:
-    """Return code points of ISO/IEC 23091-2 by the names of the attributes in PyAV."""
-    is_yuv = pixel_format.startswith(("yuv", "nv12", "p010"))
-    return {
-        "colorspace": BT709 if is_yuv else IDENTITY,
-        "color_primaries": BT709,
-        "color_trc": BT709 if codec.startswith("prores") else SRGB,
-        "color_range": ColorRange.MPEG if is_yuv else ColorRange.JPEG,
-    }
-
-
 class FrameMaker:
     """Makes frames of one pixel format from pictures."""
 
     def __init__(
         self, codec: str, pixel_format: str, bit_depth: int, dither: bool, fps: Fraction
     ) -> None:
-        self.tags = tags_of(codec, pixel_format)
         self._format, self._bit_depth, self._fps = pixel_format, bit_depth, fps
-        self._is_yuv = self.tags["colorspace"] == BT709
+        self._is_yuv = pixel_format.startswith(("yuv", "nv12", "p010"))
+        # Code points of ISO/IEC 23091-2 by the names of the attributes in PyAV.
+        self.tags: dict[str, int] = {
+            "colorspace": BT709 if self._is_yuv else IDENTITY,
+            "color_primaries": BT709,
+            "color_trc": BT709 if codec.startswith("prores") else SRGB,
+            "color_range": ColorRange.MPEG if self._is_yuv else ColorRange.JPEG,
+        }
         self._dtype = picture_dtype(pixel_format, bit_depth, dither)
         self._reformatter = VideoReformatter()
 
@@ -129,7 +124,7 @@ class FrameMaker:
         return frame
 
     def _video(self, pixels: numpy.ndarray) -> av.VideoFrame:
-        frame = av.VideoFrame.from_ndarray(pixels, format=_name(pixels))
+        frame = _packed(pixels)
         if pixels.dtype == numpy.uint16:
             # The white of swscale is 255 * 256, except of alpha. From 16 to 8 bits it dithers.
             plane: Any = frame.planes[0]  # a buffer, which its type does not declare
@@ -153,15 +148,13 @@ class FrameMaker:
             top = (1 << self._bit_depth) - 1
             wide = (pixels.astype(numpy.int32) * top + 32767) // 65535
             pixels = (wide << (16 - self._bit_depth)).astype(numpy.uint16)
-        frame = av.VideoFrame.from_ndarray(pixels, format=_name(pixels))
-        return self._reformatter.reformat(frame, format=self._format)
+        return self._reformatter.reformat(_packed(pixels), format=self._format)
 
 
-def _name(pixels: numpy.ndarray) -> str:
-    """Return FFmpeg's name of the format of `[H, W, C]` uint8 or uint16."""
-    if pixels.dtype == numpy.uint8:
-        return "rgba" if pixels.shape[-1] == 4 else "rgb24"
-    return "rgba64le" if pixels.shape[-1] == 4 else "rgb48le"
+def _packed(pixels: numpy.ndarray) -> av.VideoFrame:
+    """Return a frame of `[H, W, C]` uint8 or uint16."""
+    names = ("rgb24", "rgba") if pixels.dtype == numpy.uint8 else ("rgb48le", "rgba64le")
+    return av.VideoFrame.from_ndarray(pixels, format=names[pixels.shape[-1] - 3])
 
 
 @lru_cache(maxsize=1)

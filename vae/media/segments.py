@@ -10,8 +10,8 @@ import logging
 import pickle
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ from av.container import OutputContainer
 from av.error import FFmpegError
 from av.packet import Packet
 
-from .encoder_process import Settings
+from .encoder_process import HUNG, Settings
 
 LOG = logging.getLogger(__name__)
 
@@ -35,10 +35,16 @@ _SECONDS, _LEAST_FRAMES, _MOST_BYTES = 5, 65, 256 << 20
 
 _SCRIPT = Path(__file__).with_name("encoder_process.py")
 # As `python FILE` the modules next to it would hide those of Python. Isolated, because what users
-# have Python import at its start can print to the pipe.
-_COMMAND = (
-    "import runpy, sys; sys.path.append(sys.argv[2]); runpy.run_path(sys.argv[1], None, '__main__')"
-)
+# have Python import at its start can print to the pipe. A script that fails does not end as one
+# that hangs.
+_COMMAND = """
+import os, runpy, sys
+sys.path.append(sys.argv[2])
+try:
+    runpy.run_path(sys.argv[1], None, "__main__")
+except BaseException:
+    os._exit(2)
+"""
 
 
 class SegmentEncoder:
@@ -50,9 +56,9 @@ class SegmentEncoder:
         """Prepare; `begin` is called when the stream has been added to `container`."""
         self._settings, self._container, self._begin = settings, container, begin
         self._kept: list[list[bytes]] = []  # the frames of a segment
-        self._sent, self._done = 0, 0  # of them, frames that the process has; frames before them
+        self._done = 0  # frames before them
         self._process: subprocess.Popen[bytes] | None = None
-        self._cancelled = self._hung = False
+        self._cancelled = False
         self._stream: Any = None
 
     @staticmethod
@@ -65,12 +71,15 @@ class SegmentEncoder:
         """Take a frame, or None at the end; return the packets of a segment that is complete."""
         if frame is not None:
             self._kept.append([bytes(cast(Any, plane)) for plane in frame.planes])
+            self._process = self._process or _started()
+            given = [(PATIENCE_S[0], *self._settings)] if len(self._kept) == 1 else []
+            with suppress(OSError):  # the end of the segment shows that the process has ended
+                self._give([*given, self._kept[-1]])
             least = max(_LEAST_FRAMES, round(_SECONDS * self._settings.rate))
             most = max(1, _MOST_BYTES // sum(map(len, self._kept[0])))
             if len(self._kept) < min(least, most):
-                self._send(end=False)
                 return []
-        packets = self._packets(self._send(end=True)) if self._kept else []
+        packets = self._packets(self._segment()) if self._kept else []
         if frame is None:
             self.close()
         return packets
@@ -86,29 +95,32 @@ class SegmentEncoder:
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
-        self._process, self._sent = None, 0
+        self._process = None
 
-    def _send(self, *, end: bool) -> bytes:
-        """Send the kept frames, and return the segment at its `end`, in several attempts."""
+    def _give(self, requests: list[Any]) -> None:
+        process = cast(Any, self._process)
+        if self._cancelled:
+            process.kill()  # it may have been started after `cancel`
+        for each in requests:
+            pickle.dump(each, process.stdin)
+        process.stdin.flush()
+
+    def _segment(self) -> bytes:
+        """Return the segment of the kept frames, in several attempts."""
         what = f"{self._settings.encoder} at frames {self._done}-{self._done + len(self._kept) - 1}"
-        reason = ""
+        reason, given = "", []
         for patience in PATIENCE_S:
             if reason:
                 LOG.info("Fast Video VAE: %s; they are encoded again with fewer threads", reason)
-            self._process = self._process or _started()
+                self._process, given = _started(), [(patience, *self._settings), *self._kept]
+            process = cast(Any, self._process)
             try:
-                for planes in self._kept[self._sent :]:
-                    given = [planes] if self._sent else [tuple(self._settings), planes]
-                    self._ask(self._process, given, patience)
-                    self._sent += 1
-                reply = self._ask(self._process, [None], patience) if end else None
-                while end and reply is None:
-                    reply = self._ask(self._process, [], patience)
-                return reply or b""
+                self._give([*given, None])
+                reply = pickle.load(process.stdout)
             except (OSError, EOFError, pickle.UnpicklingError):
-                code = self._process.wait()
-                ended = f"made no progress for {patience:g} s" if self._hung else f"ended ({code})"
-                reason, self._hung = f"{what} {ended}", False
+                code = process.wait()
+                hung = f"made no progress for {patience:g} s"
+                reason = f"{what} {hung if code == HUNG else f'ended ({code})'}"
                 self.close()
                 if self._cancelled:
                     break
@@ -116,36 +128,16 @@ class SegmentEncoder:
                 params = {*self._settings.options.get(_PARAMS, "").split(":"), "lp=1"} - {""}
                 options = self._settings.options | {_PARAMS: ":".join(sorted(params))}
                 self._settings = self._settings._replace(options=options)
-        raise FFmpegError(0, reason)
-
-    def _ask(
-        self, process: "subprocess.Popen[bytes]", given: list[Any], patience: float
-    ) -> bytes | None:
-        """Return the reply to what is `given`; the process is ended after some seconds."""
-        requests, replies = cast(Any, process.stdin), cast(Any, process.stdout)
-        timer = threading.Timer(patience, self._give_up, [process])
-        timer.daemon = True
-        timer.start()
-        try:
-            for each in given:
-                pickle.dump(each, requests)
-            requests.flush()
-            reply = pickle.load(replies)
-        finally:
-            timer.cancel()
-        if isinstance(reply, tuple):
+                continue
+            if isinstance(reply, bytes):
+                return reply
             self.close()
             raise FFmpegError(*reply)
-        return reply
-
-    def _give_up(self, process: "subprocess.Popen[bytes]") -> None:
-        self._hung = True
-        process.kill()
+        raise FFmpegError(0, reason)
 
     def _packets(self, segment: bytes) -> list[Packet]:
         """Return the packets of a segment, with the times of the video."""
-        packets = []
-        rate = self._settings.rate
+        packets, rate = [], self._settings.rate
         with av.open(io.BytesIO(segment)) as file:
             own = file.streams.video[0]
             if self._stream is None:
@@ -157,13 +149,11 @@ class SegmentEncoder:
                 self._begin()
             for packet in file.demux(own):
                 if packet.size:
-                    packet.pts = packet.dts = self._done + len(packets)
+                    packet.pts = packet.dts = self._done
                     packet.time_base, packet.duration = 1 / rate, 1
                     packet.stream = self._stream
                     packets.append(packet)
-        if len(packets) != len(self._kept):
-            raise FFmpegError(0, f"{len(packets)} of {len(self._kept)} frames were encoded")
-        self._done, self._sent = self._done + len(packets), 0
+                    self._done += 1
         self._kept.clear()
         return packets
 

@@ -5,11 +5,10 @@
 A file or a folder of images appears under its final name only when it is complete (`whole_file`).
 """
 
-import functools
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, cast
@@ -25,19 +24,10 @@ from ...kernels import frames_to_images
 from .atomic_file import Draft, whole_file, whole_folder
 from .audio import Audio, SoundTrack
 from .av_input import reason
-from .codecs import (
-    Encoding,
-    check_depth,
-    check_size,
-    codec_named,
-    container_of,
-    find_encoding,
-    sound_encoder,
-)
-from .encoder_options import options_of
+from .codecs import check_size, codec_named, container_of, find_encoding, sound_encoder
 from .encoder_process import Settings, add_stream
 from .image_folder import ImageFolder
-from .pictures import WHITE, FrameMaker, picture_dtype, tags_of
+from .pictures import WHITE, FrameMaker, picture_dtype
 from .segments import SegmentEncoder
 from .timestamps import checked_rate
 
@@ -84,19 +74,16 @@ class VideoWriter:
         """
         self.path, self.fps, self.codec = Path(path), checked_rate(fps), codec_named(codec)
         self._format = container_of(self.codec, self.path)
+        self._bit_depth, self._hardware, self._quality = bit_depth, hardware, quality
+        self.encoding = find_encoding(self.codec, bit_depth, alpha=bool(alpha), hardware=hardware)
+        self.encoding.options(quality)
         self.keeps_alpha = alpha is not False and bool(self.codec.alpha_formats)
-        self.quality = quality
-        self._hardware, self._bit_depth = hardware, bit_depth
-        self._shape = torch.Size((0, 0, 3))
-        check_depth(codec, bit_depth, alpha=bool(alpha))
-        self.encoding = self._found(bit_depth)
         self._drops_alpha = alpha is None and not self.keeps_alpha
         self._dither = self.codec.lossy if dither is None else dither
-        options_of(self.encoding.encoder, quality)
         # Empty audio counts as none: some players stop at an empty track.
-        self.audio = audio if audio and audio.waveform.shape[1] else None
-        self._sound_encoder = sound_encoder(self.codec, self.path) if self.audio else ""
-        self.metadata = dict(metadata or {})
+        self._audio = audio if audio and audio.waveform.shape[1] else None
+        self._sound_encoder = sound_encoder(self.codec, self.path) if self._audio else ""
+        self._metadata = dict(metadata or {})
         if self.codec.is_sequence:
             self.path = self.path.with_suffix("")
             folders = (each.with_suffix("") for each in others) if others else None
@@ -104,11 +91,11 @@ class VideoWriter:
         else:
             self._new = whole_file(self.path, overwrite=overwrite, others=others)
         self.frames = 0
+        self._shape = torch.Size((0, 0, 3))
         self._stack = ExitStack()
         self._draft = Draft(self.path, self.path)
-        self._output: tuple[OutputContainer, VideoStream | SegmentEncoder] | None = None
+        self._output: tuple[OutputContainer, VideoStream | SegmentEncoder, FrameMaker] | None = None
         self._sound: SoundTrack | None = None
-        self._maker: FrameMaker | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -116,10 +103,8 @@ class VideoWriter:
         return picture_dtype(self.encoding.pixel_format, self.encoding.bit_depth, self._dither)
 
     def __enter__(self) -> "VideoWriter":
-        with ExitStack() as stack:
-            self._draft = stack.enter_context(self._new)
-            stack.push(self._close)
-            self._stack = stack.pop_all()
+        self._draft = self._stack.enter_context(self._new)
+        self._stack.push(self._close)
         return self
 
     def __exit__(self, *error: Any) -> None:  # noqa: ANN401, as ExitStack takes them
@@ -129,7 +114,7 @@ class VideoWriter:
     def check(self, height: int, width: int, channels: int = 3) -> None:
         """Check before any work that frames can be stored, with alpha if `channels` is 4."""
         check_size(self.codec.name, height, width)
-        self._found(self._bit_depth, alpha=self.keeps_alpha and channels == 4, hardware=False)
+        find_encoding(self.codec, self._bit_depth, alpha=self.keeps_alpha and channels == 4)
         if channels == 4 and self._drops_alpha:
             text = "Fast Video VAE: %s stores no alpha channel; that of the frames is dropped"
             LOG.info(text, self.codec.name)
@@ -154,13 +139,12 @@ class VideoWriter:
         with _errors_name(self.path):
             if self._output is None:
                 self._shape = frames.shape[1:]
-                self._output = self._opened(frames.dtype)
-            container, stream = self._output
+                self._open(frames.dtype)
+            container, stream, make = cast(Any, self._output)
             if frames.shape[1:] != self._shape:
                 raise ValueError(
                     f"frames are {_size(frames.shape[1:])}; expected {_size(self._shape)}"
                 )
-            make = cast(FrameMaker, self._maker)
             for picture in frames.detach().cpu().contiguous():
                 container.mux(stream.encode(make(picture, self.frames)))
                 self.frames += 1
@@ -172,115 +156,96 @@ class VideoWriter:
         if self._output is not None and isinstance(self._output[1], SegmentEncoder):
             self._output[1].cancel()
 
-    def _found(
-        self, bit_depth: int | None, *, alpha: bool | None = None, hardware: bool = True
-    ) -> Encoding:
-        return find_encoding(
-            self.codec,
-            bit_depth=bit_depth,
-            alpha=self._shape[2] == 4 if alpha is None else alpha,
-            hardware=hardware and self._hardware,
-        )
-
-    def _opened(self, dtype: torch.dtype) -> tuple[OutputContainer, VideoStream | SegmentEncoder]:
+    def _open(self, dtype: torch.dtype) -> None:
         """Open the encoder and the file with all of its streams."""
-        depth = self._bit_depth
+        depth, alpha = self._bit_depth, self._shape[2] == 4
         if depth is None and dtype == torch.uint8 and 8 in self.codec.formats:
             depth = 8
-        if depth != self._bit_depth or self._shape[2] == 4:
-            self.encoding = self._found(depth)
+        self.encoding = find_encoding(self.codec, depth, alpha=alpha, hardware=self._hardware)
         try:
-            return self._opened_with(is_deep=dtype != torch.uint8)
+            self._open_encoder(dtype)
         except FFmpegError:
             # Hardware limits the size and the number of videos at a time.
-            software, failed = self._found(depth, hardware=False), self.encoding.encoder
+            software, failed = find_encoding(self.codec, depth, alpha=alpha), self.encoding.encoder
             if failed == software.encoder:
                 raise
             text = "Fast Video VAE: %s failed at %s; using software"
             LOG.info(text, failed, _size(self._shape))
             self.encoding = software
-            return self._opened_with(is_deep=dtype != torch.uint8)
+            self._open_encoder(dtype)
 
-    def _opened_with(
-        self, *, is_deep: bool
-    ) -> tuple[OutputContainer, VideoStream | SegmentEncoder]:
-        encoder, pixels = self.encoding.encoder, self.encoding.pixel_format
-        self._maker = FrameMaker(
-            self.codec.name, pixels, self.encoding.bit_depth, self._dither, self.fps
-        )
-        container = self._container()
+    def _open_encoder(self, dtype: torch.dtype) -> None:
+        encoder, bit_depth, pixels = self.encoding
+        maker = FrameMaker(self.codec.name, pixels, bit_depth, self._dither, self.fps)
+        context: dict[str, Any] = dict(maker.tags)
+        if self.codec.name == "hevc" and self._format in ("mp4", "mov"):
+            context["codec_tag"] = "hvc1"  # required by Apple's players
+        if encoder.startswith("prores"):
+            # The next frame is converted while one is encoded.
+            context |= {"thread_type": "FRAME", "thread_count": PRORES_THREADS}
+        dithered = self._dither and bit_depth == 8 and dtype != torch.uint8
+        options = self.encoding.options(self._quality, dithered=dithered)
+        size = self._shape[1], self._shape[0]
+        settings = Settings(encoder, options, self.fps, size, pixels, context)
         with ExitStack() as stack:
+            container = self._container()
             stack.callback(container.close)
-            is_dithered = self._dither and self.encoding.bit_depth == 8 and is_deep
-            options = options_of(encoder, self.quality, pixels, dithered=is_dithered)
-            context: dict[str, Any] = {**tags_of(self.codec.name, pixels)}
-            if self.codec.name == "hevc" and self._format in ("mp4", "mov"):
-                context["codec_tag"] = "hvc1"  # required by Apple's players
-            if encoder.startswith("prores"):
-                # The next frame is converted while one is encoded.
-                context |= {"thread_type": "FRAME", "thread_count": PRORES_THREADS}
-            size = self._shape[1], self._shape[0]
-            settings = Settings(encoder, options, self.fps, size, pixels, context)
-            if not self.codec.is_sequence:
-                container.metadata.update(self.metadata)
-            begin = functools.partial(self._add_sound, container)
+            container.metadata.update(self._metadata)
+
+            def add_sound() -> None:  # after the stream of the frames
+                if self._audio:
+                    self._sound = SoundTrack(self._audio, container, self._sound_encoder)
+
             if SegmentEncoder.serves(encoder):
-                stream = SegmentEncoder(settings, container, begin)
+                stream = SegmentEncoder(settings, container, add_sound)
             else:
                 stream = add_stream(container, settings)
-                begin()
+                add_sound()
             stack.pop_all()
-        return container, stream
-
-    def _add_sound(self, container: OutputContainer) -> None:
-        """Add the audio, after the stream of the frames."""
-        if self.audio:
-            self._sound = SoundTrack(self.audio, container, self._sound_encoder)
+        self._output = container, stream, maker
 
     def _container(self) -> OutputContainer:
+        part, options = self._draft.part, {}
         if self.codec.is_sequence:
-            images = ImageFolder(self._draft.part, self.codec.suffix, self.metadata)
-            return cast(OutputContainer, images)
-        return av.open(f"file:{self._draft.part}", "w", format=self._format, options=self._flags())
-
-    def _flags(self) -> dict[str, str]:
-        if self._format not in ("mp4", "mov"):
-            return {}
-        # faststart moves the index to the front, so that a browser can play while it loads. Without
-        # the other flag only tags that mp4 defines are kept.
-        return {"movflags": "faststart+use_metadata_tags" if self.metadata else "faststart"}
+            return cast(OutputContainer, ImageFolder(part, self.codec.suffix))
+        if self._format in ("mp4", "mov"):
+            # faststart moves the index to the front, so that a browser can play while it loads.
+            # Without the other flag only tags that mp4 defines are kept.
+            options["movflags"] = "faststart" + "+use_metadata_tags" * bool(self._metadata)
+        return av.open(f"file:{part}", "w", format=self._format, options=options)
 
     def _close(self, kind: type[BaseException] | None, *_: object) -> None:
         """Finish or discard the file; runs before `whole_file` renames or removes it."""
+        if kind is None and not self.frames:
+            raise ValueError(f"no frames were written to {self.path}; expected at least one")
+        if self._output is None:
+            return
+        container, stream = self._output[:2]
         try:
-            self._finish(kind)
-        finally:
-            if self._output is not None and isinstance(self._output[1], SegmentEncoder):
-                self._output[1].close()
-
-    def _finish(self, kind: type[BaseException] | None) -> None:
-        if kind is not None:
-            if self._output is not None:
+            if kind is None:
+                with _errors_name(self.path), closing(container):
+                    self._finish(container, stream)
+            else:
                 # Closing copies the whole file to move the index to the front, unless the name is
                 # gone. Windows keeps the name of an open file.
                 with suppress(OSError):
                     self._draft.part.unlink()
+                # Another error is being raised; this one repeats it for the same disk.
                 with suppress(FFmpegError):
-                    # Another error is being raised; this one repeats it for the same disk.
-                    self._output[0].close()
-            return
-        if self._output is None or not self.frames:
-            raise ValueError(f"no frames were written to {self.path}; expected at least one")
-        container, stream = self._output
-        with _errors_name(self.path), container:
-            last = stream.encode(None)
-            if self.encoding.encoder == "libx265" and self.frames <= X265_DELAY:
-                for packet in last:
-                    packet.dts = packet.pts
-            container.mux(last)
-            if self._sound:
-                self._sound.write_until(self.frames / self.fps)
-                self._sound.close()
+                    container.close()
+        finally:
+            if isinstance(stream, SegmentEncoder):
+                stream.close()
+
+    def _finish(self, container: OutputContainer, stream: VideoStream | SegmentEncoder) -> None:
+        last = stream.encode(None)
+        if self.encoding.encoder == "libx265" and self.frames <= X265_DELAY:
+            for packet in last:
+                packet.dts = packet.pts
+        container.mux(last)
+        if self._sound:
+            self._sound.write_until(self.frames / self.fps)
+            self._sound.close()
 
 
 def pictures_of(frames: Tensor, dtype: torch.dtype, *, alpha: bool = False) -> Tensor:

@@ -128,7 +128,7 @@ class Output:
         target = self._target(place)
         if target is None:
             return self._new(x)
-        self._place(x, target, finding)
+        self._place(x, target)
         return target
 
     def chunk(self, latent: Tensor, *, first: bool) -> "TiledChunk":
@@ -165,7 +165,7 @@ class Output:
             target = piece[:, time, down, across]
         if finding is not None:
             finding.look(x, coding)
-        self._place(x, target, finding)
+        self._place(x, target)
 
     def _finding(self, place: slice) -> Finding | None:
         """Return the examination of a piece; None for one without frames, which is not yielded."""
@@ -183,13 +183,12 @@ class Output:
             return frames
         return pixel_shuffle_3d(frames, (1, self._size, self._size), self._order)
 
-    def _place(self, x: Tensor, target: Tensor, finding: Finding | None) -> None:
+    def _place(self, x: Tensor, target: Tensor) -> None:
         if not target.numel():
             return
         if self._writer is not None:
             held = uint16_as_int16(self._converted(x, target))
-            number = None if finding is None else finding.number()
-            self._writer.put(held, uint16_as_int16(target), number=number)
+            self._writer.put(held, uint16_as_int16(target))
             return
         with torch.inference_mode(target.is_inference()):  # otherwise it cannot be written to
             if self._images is not None:

@@ -12,7 +12,6 @@ import logging
 import math
 import threading
 from collections import deque
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -41,7 +40,6 @@ class Finding:
         self._sides, self._coding = sides, coding
         # By thread, which has one device: the sum, and the event after it.
         self._sums: dict[int, tuple[Tensor, torch.cuda.Event | None]] = {}
-        self._arrived: list[float] = []  # sums that have arrived with the frames
 
     def look(self, x: Tensor, coding: Coding | None = None) -> None:
         """Examine a part `[B, C, n, H, W]` of the piece, without a wait for the device.
@@ -62,15 +60,9 @@ class Finding:
             summed.record(torch.cuda.current_stream(x.device))
         self._sums[thread] = total, summed
 
-    def number(self) -> tuple[Tensor, Callable[[float], object]]:
-        """Return the sum of this thread, `[]`, which is copied with its frames; and its reader."""
-        total, _ = self._sums.pop(threading.get_ident())
-        return total, self._arrived.append
-
     def overflowed(self) -> bool:
         """Wait for the work on the piece, and return whether it has NaN or infinity."""
-        read = (self._read(*each) for each in self._sums.values())
-        return not all(map(math.isfinite, (*self._arrived, *read)))
+        return not all(math.isfinite(self._read(*each)) for each in self._sums.values())
 
     def _read(self, total: Tensor, summed: torch.cuda.Event | None) -> float:
         if summed is None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from fast_video_vae.tests.builders import refused
 from fast_video_vae.tests.videos import av, moving_clip, stacked, write
 from fast_video_vae.vae.media import Audio
 
@@ -30,12 +31,10 @@ def heard(path):
 @pytest.mark.parametrize(
     ("codec", "suffix", "name", "rate", "channels", "seconds"),
     [
-        ("h264", ".mp4", "aac", 48000, 1, 5),  # longer than the video
-        ("h264", ".mp4", "aac", 32000, 2, 1),  # shorter
+        ("h264", ".mp4", "aac", 32000, 2, 1),  # shorter than the video
         ("h264", ".mp4", "aac", 48000, 6, 5),
         ("h264", ".mkv", "flac", 44100, 2, 5),
         ("vp9", ".webm", "opus", 44100, 2, 5),  # Opus does not support this rate
-        ("vp9", ".webm", "opus", 48000, 6, 5),
         ("ffv1", ".mkv", "flac", 48000, 6, 1),
         ("prores", ".mov", "pcm_s16le", 32000, 1, 5),
     ],
@@ -48,21 +47,18 @@ def test_audio_is_written_and_ends_with_the_video(
     write(path, moving_clip(48), 24, codec=codec, audio=Audio(wave, rate))
     assert len(stacked(path)) == 48
     with av.open(str(path)) as container:
-        assert container.streams.audio[0].codec_context.name in (name, f"lib{name}")
-        assert container.streams.audio[0].codec_context.channels == channels
+        context = container.streams.audio[0].codec_context
+        assert (context.name.removeprefix("lib"), context.channels) == (name, channels)
     sound, found_rate = heard(path)
     expected = min(2, seconds)
     # An AAC packet has 1024 samples, and the last one is padded.
     assert expected - 0.001 <= sound.shape[1] / found_rate <= expected + 2048 / found_rate
     if found_rate == rate:
-        count = expected * rate - 4096
-        start = 2048  # after the encoder's start-up transient
+        part = slice(2048, expected * rate - 4096)  # after the encoder's start-up transient
         heard_well = [0, 1, 2, 4, 5] if channels == 6 else slice(None)  # 3: LFE, below 120 Hz
-        kept = min(sound.shape[1], wave.shape[1])
-        error = (sound[:, :kept] - wave[:, :kept])[heard_well, start:count].square().mean()
-        lossless = name in ("flac", "pcm_s16le")
+        error = (sound[:, part] - wave[:, part])[heard_well].square().mean().sqrt()
         # One level of 16 bits, or about 20 dB below the tones, whose RMS is 0.28.
-        assert error.sqrt() < (1 / 32768 if lossless else 0.03)
+        assert error < (1 / 32768 if name in ("flac", "pcm_s16le") else 0.03)
 
 
 def test_audio_and_frames_are_interleaved(tmp_path):
@@ -89,12 +85,9 @@ def test_audio_and_frames_are_interleaved(tmp_path):
         (torch.tensor([[0.0, torch.nan]]), 8000, "not finite"),
     ],
 )
-def test_invalid_audio_is_refused(wave, rate, message):
-    with pytest.raises(ValueError, match=message):
+def test_invalid_audio_is_refused_and_audio_without_samples_ignored(tmp_path, wave, rate, message):
+    with refused(message):
         Audio(wave, rate)
-
-
-def test_audio_without_samples_is_ignored(tmp_path):
     path = write(tmp_path / "a.mp4", moving_clip(2), audio=Audio(torch.zeros(2, 0), 48000))
     with av.open(str(path)) as container:
         assert not container.streams.audio
@@ -105,10 +98,7 @@ def test_audio_without_samples_is_ignored(tmp_path):
     [
         ("h264", ".mp4", 1.0),  # just within range, so nothing is logged
         ("h264", ".mp4", 1.5),
-        ("h264", ".mp4", 1e30),
         ("h264", ".mkv", 1e30),
-        ("vp9", ".webm", 1.5),
-        ("prores", ".mov", 1.5),
     ],
 )
 def test_loud_audio_is_clipped(tmp_path, caplog, codec, suffix, gain):

@@ -48,10 +48,7 @@ def rgb_of(y, cb, cr, bits, matrix=1, full=False):
         ("mkv", "ffv1", "gbrp16le", 16),
         ("mkv", "ffv1", "rgb48le", 16),
         ("mkv", "ffv1", "gbrp12le", 12),
-        ("mkv", "ffv1", "gbrp10le", 10),
-        ("mkv", "ffv1", "gray16le", 16),
         ("mkv", "ffv1", "gray10le", 10),
-        ("png", "png", "rgb48be", 16),
         ("png", "png", "rgba64be", 16),  # transparent pixels have colors too
         ("png", "png", "gray16be", 16),
     ],
@@ -75,29 +72,16 @@ def test_lossless_rgb_is_the_nearest_number_of_16_bits(tmp_path, suffix, codec, 
     assert torch.equal(piece.view(torch.int16)[0, :, 0], frames[0].view(torch.int16).movedim(2, 0))
 
 
-@pytest.mark.parametrize(("pix_fmt", "bits"), [("gray10le", 10), ("gray16le", 16)])
-def test_gray_follows_its_range(tmp_path, pix_fmt, bits):
-    codes = numbers(bits, HEIGHT, WIDTH, 1, seed=1)
-    path = write_planes(tmp_path / "a.mkv", "ffv1", pix_fmt, [[codes]], matrix=1)
-    neutral = np.full(codes.shape, 128 << (bits - 8))
-    expected = rgb_of(codes, neutral, neutral, bits)[:, :, 0]
-    assert np.abs(wide(first_frame(path)) / 65535 - expected).max() <= 2 / 65535
-    narrow = first_frame(path, dtype=torch.uint8).double().numpy() / 255
-    assert np.abs(narrow - expected).max() <= 0.51 / 255
-
-
 @pytest.mark.parametrize(
     ("pix_fmt", "matrix", "full"),
     [
         ("yuv444p10le", 1, False),
-        ("yuv444p10le", 1, True),
         ("yuv444p10le", 9, False),
         ("yuv444p10le", 6, True),
-        ("yuva444p10le", 1, False),
         ("yuva444p12le", 1, True),
-        ("yuv444p12le", 1, False),
         ("yuv444p16le", 1, False),
-        ("yuv444p16le", 1, True),
+        ("gray10le", 1, False),
+        ("gray16le", 1, False),
     ],
 )
 def test_yuv_follows_the_formula_over_its_range(tmp_path, pix_fmt, matrix, full):
@@ -106,37 +90,34 @@ def test_yuv_follows_the_formula_over_its_range(tmp_path, pix_fmt, matrix, full)
     luma = numbers(bits, 128, 160)
     near = {"low": 108 * step, "high": 148 * step}  # most colors of any luma are in range
     chroma = [numbers(bits, 128, 160, seed=seed, **near) for seed in (1, 2)]
-    alpha = [numbers(bits, 128, 160)] * pix_fmt.startswith("yuva")
-    path = tmp_path / "a.mkv"
-    planes = [[luma, *chroma, *alpha]]
-    write_planes(path, "ffv1", pix_fmt, planes, matrix=matrix, full=full)
+    if pix_fmt.startswith("gray"):
+        chroma = [np.full_like(luma, 128 * step)] * 2
+    planes = [luma, *chroma, luma][: {"gray": 1, "yuva": 4}.get(pix_fmt[:4], 3)]
+    path = write_planes(tmp_path / "a.mkv", "ffv1", pix_fmt, [planes], matrix=matrix, full=full)
     exact = rgb_of(luma, *chroma, bits, matrix, full)
     found = wide(first_frame(path)) / 65535
     assert np.abs(found - exact).max() * 1023 <= YUV_ERROR
 
 
 @pytest.mark.parametrize(
-    ("pix_fmt", "slack"),
-    [("gbrp16le", 4), ("gbrp10le", 4), ("yuv444p10le", 64), ("gray10le", 4), ("rgb48le", 4)],
+    ("pix_fmt", "slack"), [("gbrp16le", 4), ("yuv444p10le", 64), ("gray10le", 4), ("rgb48le", 4)]
 )
 @pytest.mark.parametrize("size", [(16, 24), (48, 80)])
 def test_a_resize_keeps_black_and_white(tmp_path, pix_fmt, slack, size):
-    bits = 16 if "16" in pix_fmt or "48" in pix_fmt else 10
-    most = (1 << bits) - 1
-    black, white, middle = (64, 940, 512) if "yuv" in pix_fmt else (0, most, None)
+    most = 1023 if "10" in pix_fmt else 65535
+    black, white = (64, 940) if "yuv" in pix_fmt else (0, most)
     picture = np.full((HEIGHT, WIDTH), black)
     picture[:, WIDTH // 2 :] = white
-    count = {"gra": 1, "rgb": 1}.get(pix_fmt[:3], 3)
-    planes = [picture] * count
-    if middle:
-        planes = [picture, *[np.full_like(picture, middle)] * 2]
-    if pix_fmt == "rgb48le":
-        planes = [np.stack([picture] * 3, axis=-1)]
+    planes = {
+        "gray": [picture],
+        "yuv4": [picture, *[np.full_like(picture, 512)] * 2],
+        "rgb4": [np.stack([picture] * 3, axis=-1)],
+    }.get(pix_fmt[:4], [picture] * 3)
     video = read_video(write_planes(tmp_path / "a.mkv", "ffv1", pix_fmt, [planes]))
     (piece,) = video.pieces(size=size)
     found = wide(piece[0, :, 0])
-    assert np.abs(found[:, :, 0] - 0).max() <= slack
-    assert np.abs(found[:, :, -1] - 65535).max() <= slack
+    assert found[:, :, 0].max() <= slack
+    assert found[:, :, -1].min() >= 65535 - slack
 
 
 def test_8_bits_can_be_requested(tmp_path):

@@ -12,13 +12,12 @@ from fast_video_vae.tests.vae.media.gradients import (
     HEIGHT,
     WIDTH,
     gradient,
-    images,
     planes,
     read,
     written,
 )
 from fast_video_vae.tests.videos import av, write
-from fast_video_vae.vae.media import CODECS, VideoWriter, codec_named
+from fast_video_vae.vae.media import CODECS, VideoWriter, codec_named, codecs
 
 
 @pytest.mark.parametrize("codec", ["prores4444", "ffv1", "png", "exr"])
@@ -49,38 +48,12 @@ def test_exr_has_the_nearest_half_of_linear_light_times_alpha(tmp_path):
     assert (alpha == colors[..., 3].astype(np.float16)).all()
 
 
-def test_alpha_is_dropped_on_request(tmp_path):
+@pytest.mark.parametrize(("codec", "alpha"), [("ffv1", False), ("hevc", None)])
+def test_alpha_is_dropped_on_request_or_where_there_is_none(tmp_path, codec, alpha):
     expected = np.concatenate([gradient(), gradient()[..., :1]], -1)
-    result = read(written(tmp_path, "ffv1", expected, alpha=False))
+    result = read(written(tmp_path, codec, expected, alpha=alpha))
     assert result.shape[-1] == 3
-    assert np.abs(result - expected[..., :3]).max() <= 1 / 65535
-
-
-TAGS = {
-    "h264": ("yuv420p", 1, 13, 1), "hevc": ("yuv420p10le", 1, 13, 1),
-    "av1": ("yuv420p10le", 1, 13, 1), "ffv1": ("gbrp16le", 0, 13, 2),
-    "prores": ("yuv422p10le", 1, 1, 1), "prores4444": ("yuv444p12le", 1, 1, 1),
-    "png": ("rgb48be", 0, 13, 2),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("codec", TAGS)
-def test_formats_and_color_tags(tmp_path, codec):
-    path = written(tmp_path, codec, gradient())
-    with av.open(str(images(path)[0])) as container:
-        frame = next(container.decode(video=0))
-        context = container.streams.video[0].codec_context
-        found = (context.colorspace, context.color_trc, frame.color_range)
-        if codec != "png" or hasattr(frame, "color_trc"):  # PyAV before 17 cannot tag frames
-            assert (frame.format.name, *found) == TAGS[codec]
-            assert context.color_primaries == 1
-
-
-def test_exr_is_tagged_as_linear_half_floats(tmp_path):
-    with av.open(str(images(written(tmp_path, "exr", gradient(frames=1)))[0])) as container:
-        frame = next(container.decode(video=0))
-        assert container.streams.video[0].codec_context.color_trc == 8  # linear
-    assert frame.format.name == "gbrpf16le"
+    assert np.abs(result - expected[..., :3]).max() <= 1.5 / 1023
 
 
 @pytest.mark.parametrize(
@@ -88,19 +61,20 @@ def test_exr_is_tagged_as_linear_half_floats(tmp_path):
     [
         ({"codec": "h264", "bit_depth": 16}, "bit depth is 16; h264 stores 8 or 10 bits"),
         ({"codec": "prores", "bit_depth": 8}, "bit depth is 8; prores stores 10 bits"),
-        ({"codec": "hevc", "bit_depth": 12}, "bit depth is 12; hevc stores 8 or 10"),
         ({"codec": "exr", "bit_depth": 8}, "exr stores 16 bits"),
+        *(
+            ({"codec": codec, "alpha": True}, f"{codec} stores no alpha channel; expected one of "
+             "ffv1, prores4444, png, exr, or no alpha")
+            for codec in CODECS if not codec_named(codec).alpha_formats
+        ),
     ],
-)
-def test_a_depth_that_the_codec_lacks_is_refused(tmp_path, options, message):
-    suffix = codec_named(options["codec"]).suffix
+)  # fmt: skip
+def test_what_the_codec_lacks_is_refused(tmp_path, options, message):
     with refused(message):
-        VideoWriter(tmp_path / f"a{suffix}", 24, **options)
+        VideoWriter(tmp_path / f"a{codec_named(options['codec']).suffix}", 24, **options)
 
 
 def test_a_depth_that_the_build_lacks_is_refused_and_not_chosen(monkeypatch):
-    from fast_video_vae.vae.media import codecs
-
     monkeypatch.setattr(codecs, "_pixel_formats", lambda name: ("yuv420p",))
     assert VideoWriter("a.mp4", 24, codec="hevc").encoding.bit_depth == 8
     with refused("bit depth is 10; libx265 of this build of PyAV stores 8 bits per component"):
@@ -108,18 +82,6 @@ def test_a_depth_that_the_build_lacks_is_refused_and_not_chosen(monkeypatch):
     monkeypatch.setattr(codecs, "_pixel_formats", lambda name: ("yuv444p10le",))
     with refused("bit depth is 10 with alpha; prores of this build of PyAV stores no bits"):
         VideoWriter("a.mov", 24, codec="prores4444").check(64, 64, 4)
-
-
-@pytest.mark.parametrize("codec", [c for c in CODECS if not codec_named(c).alpha_formats])
-def test_alpha_is_refused_where_there_is_none(tmp_path, codec):
-    name = tmp_path / f"a{codec_named(codec).suffix}"
-    message = f"{codec} stores no alpha channel; expected one of ffv1, prores4444, png, exr"
-    with refused(message):
-        VideoWriter(name, 24, codec=codec, alpha=True)
-    for alpha in (None, False):
-        writer = VideoWriter(name, 24, codec=codec, alpha=alpha)
-        writer.check(64, 64, 4)
-        assert writer.pictures(torch.zeros(1, 4, 1, 64, 64)).shape == (1, 64, 64, 3)
 
 
 def test_a_folder_of_images_is_whole_or_absent(tmp_path):
@@ -153,17 +115,6 @@ def test_a_folder_of_images_is_whole_or_absent(tmp_path):
         failing()
     left = {each.name for each in tmp_path.iterdir()}
     assert left == {"shot", "empty", "link", "dangling", "target of link", "target of dangling"}
-
-
-def test_a_writer_of_no_frames_leaves_nothing(tmp_path):
-    def work(codec):
-        with VideoWriter(tmp_path / f"a{codec_named(codec).suffix}", 24, codec=codec) as writer:
-            writer.write(torch.zeros(0, 64, 64, 3))
-
-    for codec in ("png", "h264"):
-        with pytest.raises(ValueError, match="no frames were written"):
-            work(codec)
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("frames", [1, 2])

@@ -8,7 +8,6 @@ to have fast convolutions in both dtypes.
 """
 
 import copy
-import functools
 import importlib
 import logging
 import threading
@@ -21,9 +20,7 @@ from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.products import each_value_once
 from fast_video_vae.tests.vae.families import computes_16_bits, joined, latent_for, overwritten
 from fast_video_vae.vae import StreamOptions, load_vae
-from fast_video_vae.vae.background_writer import BackgroundWriter
-from fast_video_vae.vae.streaming import output, overflow, precision
-from fast_video_vae.vae.streaming import resume as resume_module
+from fast_video_vae.vae.streaming import overflow, precision
 
 checkpoint = importlib.import_module("fast_video_vae.vae.checkpoint")
 
@@ -129,17 +126,6 @@ def test_the_weights_of_float16_are_freed_after_an_overflow(vae):
     assert torch.float16 in kept()
     vae.decode(video(vae, 2, 0), 1)
     assert torch.float16 not in kept()
-
-
-def test_a_flag_reaches_the_host_with_its_piece(vae, monkeypatch):
-    """Pieces for a target leave through a writer, as from a GPU."""
-    writer = functools.partial(BackgroundWriter, output._fill, dtype=None)
-    monkeypatch.setattr(resume_module, "background_writer", lambda *_: writer())
-    monkeypatch.setattr(overflow.Finding, "_read", None)  # waits for the device
-    latent, out = video(vae, 6, 3), torch.empty(1, 3, 21, 16, 16, dtype=torch.bfloat16)
-    for _ in vae.decode_stream(latent, STEP, out=out):
-        pass
-    assert not vae.allow_fp16
 
 
 def test_threads_report_the_overflow_of_one_vae_once(vae, caplog):
