@@ -16,9 +16,9 @@ import pickle
 import re
 import struct
 import warnings
-from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
-from pickletools import OpcodeInfo, genops
+from pickletools import genops
 from typing import Any, BinaryIO
 from zipfile import ZipFile
 
@@ -133,13 +133,10 @@ def _mapped(file: BinaryIO, size: int, network: Network) -> dict[str, object]:
 
 
 def _check_stored(tensors: list[Tensor], most: int) -> None:
-    """Compare tensors with their storages, and all with `most` bytes in their file.
-
-    PyTorch does not, if steps are 0.
-    """
-    storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
+    """Compare tensors with their storages and the `most` bytes of their file."""
+    sizes = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
     for what, total, limit in (
-        ("storages", sum(each.nbytes() for each in storages.values()), most),
+        ("storages", sum(sizes.values()), most),
         ("tensors", sum(each.nbytes for each in tensors), most + _MOST_SHARED),
         *(("tensors", each.nbytes, each.untyped_storage().nbytes()) for each in tensors),
     ):
@@ -193,12 +190,16 @@ def _check_pickle(file: BinaryIO) -> None:
     """Follow a pickle with literals and containers alone; refuse what no state dict needs."""
     stacks: list[list[Any]] = [[]]
     memo: dict[Any, Any] = {}
-    for count, (instruction, argument, _) in enumerate(_instructions(file)):
+    try:
+        instructions = [*islice(genops(file), _MOST_INSTRUCTIONS + 1)]
+    except ValueError:
+        raise ValueError("its pickle is damaged or too large") from None
+    if len(instructions) > _MOST_INSTRUCTIONS:
+        raise ValueError(f"its pickle has more than {_MOST_INSTRUCTIONS} instructions")
+    for instruction, argument, _ in instructions:
         name, top = instruction.name, stacks[-1]
-        if count > _MOST_INSTRUCTIONS:
-            raise ValueError(f"its pickle has more than {_MOST_INSTRUCTIONS} instructions")
         if name == "GLOBAL":
-            top.append(argument.replace(" ", ".", 1))
+            top.append(str(argument).replace(" ", ".", 1))
             if not _NAMED.fullmatch(top[-1]):
                 raise ValueError(f"it holds more than tensors: {shown(top[-1])}; {_STATE_DICT}")
         elif name in _EMPTY:
@@ -228,14 +229,6 @@ def _check_pickle(file: BinaryIO) -> None:
             top += [argument] * len(instruction.stack_after)  # a literal, or nothing
         elif name != "STOP":
             raise ValueError(f"its pickle has the instruction {name}; {_STATE_DICT}")
-
-
-def _instructions(file: BinaryIO) -> Iterator[tuple[OpcodeInfo, Any, int | None]]:
-    """Yield the instructions of a pickle; nothing is allocated beyond the file."""
-    try:
-        yield from genops(file)
-    except ValueError:
-        raise ValueError("its pickle is damaged or too large") from None
 
 
 def _is_plain(value: object) -> bool:
