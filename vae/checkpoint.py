@@ -162,13 +162,14 @@ def build_vae(
             vae = kind(checkpoint.config, dtype, encode_dtype)
         placed = {}
         for key in list(weights):
-            used = encode_dtype if key.startswith(("encoder.", "conv1.")) else dtype
+            encodes = key.startswith(("encoder.", "conv1."))
+            kept = weights_dtype or (encode_dtype if encodes else dtype)
             value = weights.pop(key).detach()
             order = orders.get(value.ndim, torch.contiguous_format)
             has_gaps = not (value.is_contiguous() or value.is_contiguous(memory_format=order))
-            order = order if has_gaps or not share else torch.preserve_format
-            value = value.to(device, weights_dtype or used, copy=not share, memory_format=order)
-            placed[key] = value
+            copies = has_gaps or not share
+            order = order if copies else torch.preserve_format
+            placed[key] = value.to(device, kept, copy=copies, memory_format=order)
         vae.load_state_dict(placed, strict=True, assign=True)
     return vae.requires_grad_(False).eval()
 
