@@ -3,8 +3,8 @@
 The kind of a file is read from its first bytes, not from its name. All sizes are compared with the
 file, and nothing in it is executed. `torch.load(weights_only=True)` calls functions for tensors
 only, but with any arguments: a pickle of 30 bytes can take a gigabyte (`bytearray(10**9)`) or never
-end (the hash of tuples that share their parts). So calls are looked at first: those that stay take
-as long as the file is to read.
+end (the hash of tuples that share their parts). So calls are looked at first, and only those of
+`torch.save` are admitted, which take a time in proportion to the file.
 
 Source of the layout: torch/serialization.py and torch/_weights_only_unpickler.py of PyTorch 2.13.
 """
@@ -39,21 +39,16 @@ _MOST_INSTRUCTIONS, _MOST_BYTES, _MOST_DIRECTORY = 300_000, 16 << 20, 4 << 20
 
 _MAGIC = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
 
-_REBUILD = "torch._tensor._rebuild_from_type_v2"
-_TENSORS = re.compile(
-    r"torch\._utils\._rebuild_(tensor|tensor_v2|tensor_v3|parameter|parameter_with_state)"
-)
-# What is made of numbers and texts alone.
-_VALUES = re.compile(
-    r"torch\.(Size|device|serialization\._get_layout)|collections\.OrderedDict"
-    r"|(builtins|__builtin__)\.(set|complex)"
-)
 # With classes and dtypes, but without the storages of quantised tensors.
 _NAMED = re.compile(
-    rf"{_TENSORS.pattern}|{_VALUES.pattern}|{re.escape(_REBUILD)}|collections\.Counter"
-    r"|_codecs\.encode|torch\.(Tensor|nn\.parameter\.Parameter|storage\.UntypedStorage"
-    r"|(cuda\.)?[A-PR-Z]\w+Storage|bool|u?int\d+|(b?float|complex)\d\w+)"
+    r"torch\._utils\._rebuild_(tensor|tensor_v2|tensor_v3|parameter|parameter_with_state)"
+    r"|torch\._tensor\._rebuild_from_type_v2|torch\.(Size|device|serialization\._get_layout)"
+    r"|collections\.(OrderedDict|Counter)|(builtins|__builtin__)\.(set|complex)|_codecs\.encode"
+    r"|torch\.(Tensor|nn\.parameter\.Parameter|storage\.UntypedStorage|(cuda\.)?[A-PR-Z]\w+Storage"
+    r"|bool|u?int\d+|(b?float|complex)\d\w+)"
 )
+# Those that are called with numbers and texts alone.
+_VALUES = ("Size", "device", "_get_layout", "OrderedDict", "set", "complex")
 
 # What a pickle has in two places, other than short texts. `torch.save` passes it to no function; a
 # hostile file could with it pass a long text, or a list of lists of lists, 100,000 times.
@@ -249,11 +244,11 @@ def _is_usual(*call: Any) -> bool:  # noqa: ANN401, whatever was in the file
             return True
         case "BINPERSID", (_, _, str(), *_) as storage:
             return _is_flat(storage)
-        case "REDUCE", function, (([*items],) | [*items]) if _VALUES.fullmatch(function):
+        case "REDUCE", function, ([*items],) | [*items] if function.rpartition(".")[2] in _VALUES:
             return all(map(_is_plain, items))
         case "REDUCE", function, arguments:
-            called = arguments[0] if function == _REBUILD else function
-            return bool(_TENSORS.fullmatch(called)) and _is_flat(arguments)
+            called = arguments[0] if function.startswith("torch._tensor.") else function
+            return called.startswith("torch._utils.") and _is_flat(arguments)
     return False
 
 
