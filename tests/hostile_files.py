@@ -12,7 +12,6 @@ import struct
 import tarfile
 import warnings
 import zipfile
-from itertools import product
 
 import torch
 from safetensors.torch import save
@@ -142,14 +141,12 @@ SET = name("builtins", "set")
 NONE = ORDERED + b")R"
 SHARED = b")q\0" + b"".join((b"h" + bytes([i])) * 2 + b"\x86q" + bytes([i + 1]) for i in range(60))
 EQUAL = b"".join(number(i * ((1 << 61) - 1)) for i in range(1, 5000))
-# Tuples that differ and have one hash, because -1 and -2 have one.
-ALIKE = [row(*map(number, each)) for each in product((-1, -2), repeat=12)] * 2
-COMPLEX = name("builtins", "complex")
 CODEC = name("_codecs", "encode")
 BYTES_OF = CODEC + b"h\0" + text("latin1") + b"\x86R"
-LETTERS = text("".join(map(chr, range(1 << 20))))
+PAIRS = b"}(" + b"".join(b"M" + struct.pack("<H", i) + b"N" for i in range(30_000)) + b"u"
 DEEP = b"](" + SHARED + b"e"
 CALLS, KEYS = "calls functions in unusual ways", "one of its keys is no short text"
+TOO_FEW = "its tensors need 20 bytes; the file has 16"
 GOOD = mapping(a=tensor((2, 2), (2, 1)))
 DIRECTORY, END = b"PK\x01\x02", b"PK\x05\x06"
 LAUGHS = b"]q\0" + b"".join(
@@ -195,24 +192,15 @@ STATES = {
     "hidden bytearray": (call(FROM_TYPE, BYTES, b"N", row(number(10**9)), b"N"), "bytearray"),
     "tensor type": (call(name("torch", "Tensor"), number(10**9)), CALLS),
     "slow codec": (call(CODEC, text("ä"), text("idna")), CALLS),
-    "attributes": (ORDERED + b")RbN", "is damaged"),
+    "attributes": (ORDERED + b")RbN", CALLS),
     "state": (GOOD + b"q\0" + mapping(a=b"N") + b"b", "is damaged"),
     "deep": (b")" + b"\x85" * 200_000, "holds a tuple|PyTorch cannot read it"),
     "hashes": (call(SET, DEEP), CALLS),
-    "equal tuples": (call(SET, b"](" + b"".join(ALIKE) + b"e"), CALLS),
-    "equal numbers": (
-        call(SET, b"](" + b"".join(
-            call(COMPLEX, number(-1_000_003 * i), number(i)) for i in range(5000)
-        ) + b"e"), CALLS,
-    ),
     "often": (SET + b"q\0](" + b"K\1" * 4000 + b"e\x85q\1](" + b"h\0h\1R" * 30_000 + b"e", CALLS),
-    "equal texts": (call(SET, b"](" + text("k" * (4 << 20)) + b"q\0" + b"h\0" * 4 + b"e"), CALLS),
-    "letters": (LETTERS + b"q\0](" + (SET + b"h\0\x85R") * 9 + b"e", CALLS),
+    "copies": (PAIRS + b"q\0](" + (ORDERED + b")Rh\0b") * 30_000 + b"e", CALLS),
     "long codec": (text("a" * (4 << 20)) + b"q\0](" + BYTES_OF * 99 + b"e", CALLS),
-    "hidden codec": (call(FROM_TYPE, CODEC, b"N", row(text("ä"), text("idna")), b"N"), CALLS),
     "deep storage": (row(text("storage"), name("torch", "FloatStorage"), DEEP) + b"Q", CALLS),
     "deep attributes": (ORDERED + b")R]](" + DEEP + b"Neab", CALLS),
-    "listed tensor": (call(name("torch", "Tensor"), LAUGHS), CALLS),
     "equal hashes": (call(SET, b"](" + EQUAL + b"e"), CALLS),
     "tuple key": (b"})\x85Ns", KEYS),
     "long key": (mapping(**{"k" * 5000: b"N"}), KEYS),
@@ -220,15 +208,14 @@ STATES = {
     "laughs": (LAUGHS, "holds a list|PyTorch cannot read it"),
     "long text": (b"X" + struct.pack("<I", 1 << 31) + b"a", "is damaged"),
     "many": (b"N" * 400_000, "more than 300000 instructions"),
-    "odd pairs": (b"}(Nu", KEYS),
     "tensor": (tensor((4,), (1,)), "holds a Tensor; expected a state dict"),
     "stride 0": (mapping(a=tensor((1 << 15, 1 << 15), (0, 0))), "tensors need 4294967296 bytes"),
     "overlapping": (mapping(a=tensor((1000, 1000), (1, 1))), "PyTorch cannot read it"),
     "beyond": (mapping(a=tensor((4,), (1,), offset=1)), "PyTorch cannot read it"),
-    "parameter": (mapping(a=rebuild("parameter", tensor((5,), (0,)), b"\x89", NONE)), "not a "),
-    "subclass": (mapping(a=tensor((5,), (0,), subclass=True)), "not a "),
+    "parameter": (mapping(a=rebuild("parameter", tensor((5,), (0,)), b"\x89", NONE)), TOO_FEW),
+    "subclass": (mapping(a=tensor((5,), (0,), subclass=True)), TOO_FEW),
     "negative": (mapping(a=tensor((-1,), (1,))), "PyTorch cannot read it"),
-    "no storage": (mapping(a=tensor((4,), (1,), b"NQ")), "is damaged"),
+    "no storage": (mapping(a=tensor((4,), (1,), b"NQ")), CALLS),
     "large storage": (mapping(a=tensor((4,), (1,), storage(count=1 << 45))), "storages|cannot"),
     "other storage": (mapping(a=tensor((4,), (1,), storage("../0"))), "PyTorch cannot read it"),
     "sparse": (mapping(a=rebuild("sparse_tensor", b"N", b")")), "tensors: .*sparse_tensor"),
@@ -257,7 +244,6 @@ CHECKPOINTS = {
     "shared": (archive(VIEWS, {"0": bytes(4 << 20)}), "its tensors need 2097152000 bytes"),
     "other pickle": (pickle.dumps({"a": 1}), "a pickle, but not of PyTorch"),
     "keys": (legacy(GOOD, keys=("1",)), "PyTorch cannot read it"),
-    "repeated keys": (legacy(GOOD, keys=("0", "0")), "PyTorch cannot read it"),
     "count": (legacy(GOOD, count=1 << 60), "PyTorch cannot read it"),
     "cut legacy": (SAVED["legacy"][:-9], "PyTorch cannot read it"),
     **{

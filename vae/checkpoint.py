@@ -16,7 +16,7 @@ from .checkpoint_io.checkpoint_file import read_file
 from .checkpoint_io.networks import flattened
 from .model import VideoVAE
 from .models.checkpoint_keys import ENCODER_NORM, VAES, scaled, take_scales, to_wan_keys
-from .models.config import SEEDVR2, LayoutError, Shapes, VAEConfig, read_configs
+from .models.config import LayoutError, Shapes, VAEConfig, read_configs
 from .streaming.precision import check_computes, fastest_decode_dtype
 from .validation import widened
 
@@ -124,7 +124,7 @@ def read_checkpoint(source: str | os.PathLike[str] | Mapping[str, Tensor]) -> Ch
         lost = [] if config.encoder_width else [key for key in left if ENCODER_NORM.search(key)]
         if lost:
             raise ValueError(f"{shown(lost[0])} is of an encoder; expected it next to its decoder")
-        _check_values(weights, config, name)
+        _check_values(weights, name)
     if left:
         text = f"left out {_some('not of the VAE', [shown(key, 40) for key in left])}"
         _logger.info("Fast Video VAE: %s", line(name, text))
@@ -156,13 +156,20 @@ def build_vae(
         The VAE, without gradients.
     """
     weights = checkpoint.weights
+    orders = {4: torch.channels_last, 5: torch.channels_last_3d}
     with torch.inference_mode(False), torch.no_grad():
         with torch.device("meta"):
             vae = kind(checkpoint.config, dtype, encode_dtype)
         placed = {}
         for key in list(weights):
-            used = encode_dtype if key.startswith(("encoder.", "conv1.")) else dtype
-            placed[key] = _placed(weights.pop(key), device, weights_dtype or used, share=share)
+            encodes = key.startswith(("encoder.", "conv1."))
+            kept = weights_dtype or (encode_dtype if encodes else dtype)
+            value = weights.pop(key).detach()
+            order = orders.get(value.ndim, torch.contiguous_format)
+            has_gaps = not (value.is_contiguous() or value.is_contiguous(memory_format=order))
+            copies = has_gaps or not share
+            order = order if copies else torch.preserve_format
+            placed[key] = value.to(device, kept, copy=copies, memory_format=order)
         vae.load_state_dict(placed, strict=True, assign=True)
     return vae.requires_grad_(False).eval()
 
@@ -200,7 +207,7 @@ def _fit(given: Shapes) -> tuple[VAEConfig, Shapes]:
     raise ValueError(f"does not fit {config.family}: {report}")
 
 
-def _check_values(weights: Mapping[str, Tensor], config: VAEConfig, name: str) -> None:
+def _check_values(weights: Mapping[str, Tensor], name: str) -> None:
     """Refuse integers, what training or a damaged disk leaves, and untrained files, with zeros."""
     whole = [
         f"{key} ({value.dtype})" for key, value in weights.items() if not value.is_floating_point()
@@ -212,32 +219,15 @@ def _check_values(weights: Mapping[str, Tensor], config: VAEConfig, name: str) -
     ):
         if keys:
             raise ValueError(f"the weights {fault}: {_some('of them', keys)}; expected {expected}")
-    if config.family == SEEDVR2:
-        return
-    # The convolutions next to the latent.
-    ends = {key: weights[key] for key in ("conv1.weight", "conv2.weight") if key in weights}
-    zeros = [key for key, value in ends.items() if not widened(value).any()]
-    if "conv2.weight" in zeros:
+    # The convolutions next to the latent, which SeedVR2 has not.
+    if "conv2.weight" in weights and not widened(weights["conv2.weight"]).any():
         raise ValueError(
             "conv2.weight (post_quant_conv) is all zeros: all latents decode to one flat color; "
             "expected trained weights"
         )
-    if "conv1.weight" in zeros:
+    if "conv1.weight" in weights and not widened(weights["conv1.weight"]).any():
         text = "conv1.weight (quant_conv) is all zeros: all frames encode to the same latent"
         _logger.warning("Fast Video VAE: %s", line(name, text))
-
-
-def _placed(value: Tensor, device: torch.device, dtype: torch.dtype, *, share: bool) -> Tensor:
-    """Return a copy of a weight in the memory order of the convolutions, or one without gaps.
-
-    The latter, to share, is the weight itself where it can be used directly.
-    """
-    orders = {4: torch.channels_last, 5: torch.channels_last_3d}
-    order = orders.get(value.ndim, torch.contiguous_format)
-    if not share:
-        return value.detach().to(device, dtype, copy=True, memory_format=order)
-    placed = value.detach().to(device, dtype)
-    return placed if placed.is_contiguous(memory_format=order) else placed.contiguous()
 
 
 def _some(kind: str, entries: list[str]) -> str:

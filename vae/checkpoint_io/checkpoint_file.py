@@ -3,7 +3,8 @@
 The kind of a file is read from its first bytes, not from its name. All sizes are compared with the
 file, and nothing in it is executed. `torch.load(weights_only=True)` calls functions for tensors
 only, but with any arguments: a pickle of 30 bytes can take a gigabyte (`bytearray(10**9)`) or never
-end (the hash of tuples that share their parts). So calls are looked at first, and limited.
+end (the hash of tuples that share their parts). So calls are looked at first, and only those of
+`torch.save` are admitted, which take a time in proportion to the file.
 
 Source of the layout: torch/serialization.py and torch/_weights_only_unpickler.py of PyTorch 2.13.
 """
@@ -15,9 +16,9 @@ import pickle
 import re
 import struct
 import warnings
-from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
-from pickletools import OpcodeInfo, genops
+from pickletools import genops
 from typing import Any, BinaryIO
 from zipfile import ZipFile
 
@@ -36,29 +37,28 @@ _MOST_SHARED = 64 << 20
 # A tensor takes about 40 instructions and 170 bytes, a member of an archive 120 bytes.
 _MOST_INSTRUCTIONS, _MOST_BYTES, _MOST_DIRECTORY = 300_000, 16 << 20, 4 << 20
 
-# Of all arguments: 16 for each object and letter, of which there are sets too, and the square of
-# the number of objects whose hashes can be equal. A tensor has about 900.
-_MOST_WORK = 1 << 24
-
 _MAGIC = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
 
-_ENCODE, _REBUILD = "_codecs.encode", "torch._tensor._rebuild_from_type_v2"
-_CALLED = re.compile(
-    r"torch\._utils\._rebuild_(tensor|tensor_v2|tensor_v3|parameter|parameter_with_state)"
-    r"|torch\.(Size|device|serialization\._get_layout)|collections\.(OrderedDict|Counter)"
-    r"|(builtins|__builtin__)\.(set|complex)"
-)
 # With classes and dtypes, but without the storages of quantised tensors.
 _NAMED = re.compile(
-    rf"{_CALLED.pattern}|{re.escape(_ENCODE)}|{re.escape(_REBUILD)}"
+    r"torch\._utils\._rebuild_(tensor|tensor_v2|tensor_v3|parameter|parameter_with_state)"
+    r"|torch\._tensor\._rebuild_from_type_v2|torch\.(Size|device|serialization\._get_layout)"
+    r"|collections\.(OrderedDict|Counter)|(builtins|__builtin__)\.(set|complex)|_codecs\.encode"
     r"|torch\.(Tensor|nn\.parameter\.Parameter|storage\.UntypedStorage|(cuda\.)?[A-PR-Z]\w+Storage"
     r"|bool|u?int\d+|(b?float|complex)\d\w+)"
 )
+# Those that are called with numbers and texts alone.
+_VALUES = ("Size", "device", "_get_layout", "OrderedDict", "set", "complex")
 
+# What a pickle has in two places, other than short texts. `torch.save` passes it to no function; a
+# hostile file could with it pass a long text, or a list of lists of lists, 100,000 times.
+_SHARED = object()
+
+_EMPTY = {"EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_TUPLE": tuple}
 # Instructions that take objects: how many, or None for all from the mark on.
 _TAKERS = {
     "TUPLE": None, "APPENDS": None, "SETITEMS": None, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3,
-    "APPEND": 1, "SETITEM": 2, "REDUCE": 2, "BUILD": 2, "BINPERSID": 1,
+    "APPEND": 1, "SETITEM": 2, "REDUCE": 2, "BUILD": 1, "BINPERSID": 1,
 }  # fmt: skip
 
 
@@ -128,14 +128,15 @@ def _mapped(file: BinaryIO, size: int, network: Network) -> dict[str, object]:
 
 
 def _check_stored(tensors: list[Tensor], most: int) -> None:
-    """Compare tensors with the `most` bytes of storages in their file, as PyTorch does not."""
-    storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
+    """Compare tensors with their storages and the `most` bytes of their file."""
+    sizes = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
     for what, total, limit in (
-        ("storages", sum(each.nbytes() for each in storages.values()), most),
+        ("storages", sum(sizes.values()), most),
         ("tensors", sum(each.nbytes for each in tensors), most + _MOST_SHARED),
+        *(("tensors", each.nbytes, each.untyped_storage().nbytes()) for each in tensors),
     ):
         if total > limit:
-            raise ValueError(f"its {what} need {total} bytes; the file has {most}")
+            raise ValueError(f"its {what} need {total} bytes; the file has {min(most, limit)}")
 
 
 def _check_zip(file: BinaryIO, size: int) -> int:
@@ -181,22 +182,25 @@ def _check_legacy(file: BinaryIO, size: int) -> int:
 
 
 def _check_pickle(file: BinaryIO) -> None:
-    """Follow a pickle with literals, tuples and lists alone; refuse what no state dict needs."""
+    """Follow a pickle with literals and containers alone; refuse what no state dict needs."""
     stacks: list[list[Any]] = [[]]
     memo: dict[Any, Any] = {}
-    work = 0
-    for count, (instruction, argument, _) in enumerate(_instructions(file)):
+    try:
+        instructions = [*islice(genops(file), _MOST_INSTRUCTIONS + 1)]
+    except ValueError:
+        raise ValueError("its pickle is damaged or too large") from None
+    if len(instructions) > _MOST_INSTRUCTIONS:
+        raise ValueError(f"its pickle has more than {_MOST_INSTRUCTIONS} instructions")
+    for instruction, argument, _ in instructions:
         name, top = instruction.name, stacks[-1]
-        if count > _MOST_INSTRUCTIONS:
-            raise ValueError(f"its pickle has more than {_MOST_INSTRUCTIONS} instructions")
         if name == "GLOBAL":
-            top.append(argument.replace(" ", ".", 1))
+            top.append(str(argument).replace(" ", ".", 1))
             if not _NAMED.fullmatch(top[-1]):
                 raise ValueError(f"it holds more than tensors: {shown(top[-1])}; {_STATE_DICT}")
-        elif name == "EMPTY_LIST":
-            top.append([])
+        elif name in _EMPTY:
+            top.append(_EMPTY[name]())
         elif name in ("BINPUT", "LONG_BINPUT"):
-            memo[argument] = top[-1]
+            memo[argument] = top[-1] if _is_plain(top[-1]) else _SHARED
         elif name in ("BINGET", "LONG_BINGET"):
             top.append(memo[argument])
         elif name == "MARK":
@@ -212,10 +216,9 @@ def _check_pickle(file: BinaryIO) -> None:
             elif "SETITEM" in name:
                 if not all(map(_is_plain, items[::2])):
                     raise ValueError(f"one of its keys is no short text; {_STATE_DICT}")
-            else:
-                work += _work(items[-1]) // (16 if items[0] == _ENCODE else 1)
-                if work > _MOST_WORK or (name == "REDUCE" and not _is_usual(*items)):
-                    raise ValueError(f"its pickle calls functions in unusual ways; {_STATE_DICT}")
+            elif not _is_usual(name, *items):
+                raise ValueError(f"its pickle calls functions in unusual ways; {_STATE_DICT}")
+            elif name != "BUILD":
                 top.append(None)
         elif not instruction.stack_before:
             top += [argument] * len(instruction.stack_after)  # a literal, or nothing
@@ -223,36 +226,34 @@ def _check_pickle(file: BinaryIO) -> None:
             raise ValueError(f"its pickle has the instruction {name}; {_STATE_DICT}")
 
 
-def _instructions(file: BinaryIO) -> Iterator[tuple[OpcodeInfo, Any, int | None]]:
-    """Yield the instructions of a pickle; nothing is allocated beyond the file."""
-    try:
-        yield from genops(file)
-    except ValueError:
-        raise ValueError("its pickle is damaged or too large") from None
-
-
-def _work(arguments: object) -> int:
-    """Return what a call can cost, or more than `_MOST_WORK`, because objects can share parts."""
-    found, letters, alike, work = [arguments], 0, 0, 0
-    for each in found:
-        if isinstance(each, tuple | list):
-            found += each
-        letters += len(each) if isinstance(each, str) else 0
-        alike += not _is_plain(each)
-        work = 16 * (letters + len(found)) + alike**2
-        if work > _MOST_WORK:
-            break
-    return work
-
-
 def _is_plain(value: object) -> bool:
-    """Return whether a value is fast to compare and few others have its hash."""
+    """Return whether a value is fast to hash and to compare, and few others have its hash."""
     if isinstance(value, str):
         return len(value) <= 1000
-    return type(value) is int and abs(value) < 1 << 32
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 32)
 
 
-def _is_usual(function: str, arguments: tuple[Any, ...]) -> bool:
-    """Refuse classes, which allocate, and other encodings than that of bytes, which are slow."""
-    called = arguments[0] if function == _REBUILD else function
-    return bool(_CALLED.fullmatch(called)) or (called == _ENCODE and arguments[1:] == ("latin1",))
+def _is_usual(*call: Any) -> bool:  # noqa: ANN401, whatever was in the file
+    """Return whether a call is one that `torch.save` writes."""
+    match call:
+        case (
+            ("BUILD", {})
+            | ("REDUCE", "collections.Counter", ({},))
+            | ("REDUCE", "_codecs.encode", (str(), "latin1"))
+        ):
+            return True
+        case "BINPERSID", (_, _, str(), *_) as storage:
+            return _is_flat(storage)
+        case "REDUCE", function, ([*items],) | [*items] if function.rpartition(".")[2] in _VALUES:
+            return all(map(_is_plain, items))
+        case "REDUCE", function, arguments:
+            called = arguments[0] if function.startswith("torch._tensor.") else function
+            return called.startswith("torch._utils.") and _is_flat(arguments)
+    return False
+
+
+def _is_flat(value: object, depth: int = 3) -> bool:
+    """Return whether a value has no lists, nothing shared, and tuples in few others."""
+    if isinstance(value, tuple):
+        return depth > 0 and all(_is_flat(each, depth - 1) for each in value)
+    return value is not _SHARED and not isinstance(value, list)

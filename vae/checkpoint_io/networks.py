@@ -54,9 +54,10 @@ class Network(NamedTuple):
         first, *others = found or [""]
         for other in others:
             one, two = found[first], found[other]
-            pairs = [(value, two[key]) for key, value in one.items() if key in two]
-            same = len(pairs) == len(one) == len(two)
-            if not same or any(a.dtype != b.dtype or not torch.equal(a, b) for a, b in pairs):
+            if one.keys() != two.keys() or any(
+                value.dtype != two[key].dtype or not torch.equal(value, two[key])
+                for key, value in one.items()
+            ):
                 ends = " and ".join(shown(each[:-1] or "its root", 24) for each in (first, other))
                 raise ValueError(f"it has different networks, at {ends}; expected one")
         return found.get(first, {}), [name for name in entries if name not in places.get(first, ())]

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections import OrderedDict
+from collections import Counter
 
 import pytest
 import torch
@@ -75,7 +75,6 @@ class _Net(torch.nn.Module):
 
 SAVED = {
     "parameters": lambda state: {key: torch.nn.Parameter(value) for key, value in state.items()},
-    "ordered": OrderedDict,
     "of a module": lambda state: _Net(state).state_dict(),
     "views": lambda state: {key: torch.stack([value, value])[1] for key, value in state.items()},
     "channels last": lambda state: {
@@ -83,12 +82,10 @@ SAVED = {
         for key, value in state.items()
     },
     "float8": lambda state: {key: value.to(torch.float8_e5m2) for key, value in state.items()},
-    "bfloat16": lambda state: {key: value.bfloat16() for key, value in state.items()},
-    "with attributes": lambda state: {key: _tagged(value) for key, value in state.items()},
     "training": lambda state: {
         "state_dict": state, "epoch": 3, "loss": 0.5, "name": "x", "done": False, "none": None,
         "optimizer": {"state": {0: {"step": torch.tensor(1.0), "avg": torch.ones(2)}},
-        "lr": [1e-4]},
+        "lr": [1e-4]}, "counts": Counter("aab"),
         "size": torch.Size([1, 2]), "dtype": torch.float16, "device": torch.device("cpu"),
         "seed": [1 << 70] * 2000, "tags": {*map(str, range(9000))}, "raw": bytes(300_000),
         "betas": (0.9, 0.99), "attributes": _tagged(torch.ones(2)), "z": 1 + 2j,
@@ -106,16 +103,15 @@ def test_files_saved_by_training_load(tmp_path, saved, zipped):
         with refused("PyTorch cannot read it", "vae.pth"):
             load_vae(path)
         return
-    dtype = {"float8": torch.float8_e5m2, "bfloat16": torch.bfloat16}.get(saved, torch.float32)
+    dtype = torch.float8_e5m2 if saved == "float8" else torch.float32
     loaded = load_vae(path, dtype=torch.float32).state_dict()
     assert all(torch.equal(loaded[key], value.to(dtype).float()) for key, value in small.items())
 
 
-@pytest.mark.parametrize("protocol", [2, 3])
-def test_tied_weights_load_from_pickle_protocols_2_and_3(tmp_path, protocol):
+def test_tied_weights_load_from_pickle_protocol_3(tmp_path):
     small = random_state_dict(2)
     small["decoder.middle.2.residual.2.weight"] = small["decoder.middle.0.residual.2.weight"]
-    torch.save(small, tmp_path / "vae.pth", pickle_protocol=protocol)
+    torch.save(small, tmp_path / "vae.pth", pickle_protocol=3)
     loaded = load_vae(tmp_path / "vae.pth", dtype=torch.float32).state_dict()
     assert all(torch.equal(loaded[key], value) for key, value in small.items())
 

@@ -169,19 +169,17 @@ FAULTY = {
     "decoder.middle.1.proj.weight": ONE,
 }
 HALF = {key: value for key, value in SMALL.items() if key.startswith("decoder.")}
-FLAT = {k: v[:, :, -1] if v.ndim == 5 else v for k, v in SMALL.items() if ".time_conv." not in k}
+FLAT = flat(SMALL)
 CUT = next(key for key in FLAT if key.endswith("resample.1.weight"))
 REFUSED = [
     ({"state_dict": SMALL, "ema": OTHER}, "different networks, at state_dict and ema; expected"),
     (SMALL | put("ema.", OTHER), "at its root and ema; expected one"),
-    (put("first_stage_model.", SMALL) | put("vae.", OTHER), "at first_stage_model and vae; exp"),
     ({"vae": SMALL, "dec": HALF}, "at vae and dec; expected one"),
     ({"a": SMALL, "b": {k: v.double() for k, v in SMALL.items()}}, "at a and b; expected one"),
     ({f"a{n}": HALF | {"n": ONE} for n in range(10)}, "holds 10 networks"),
     (SMALL | {"vae": {"a": ONE}, "vae.a": ONE}, "two of its entries are named vae.a"),
     (SMALL | {"decoder._orig_mod.conv1.weight": WIDE}, "both mean decoder.conv1.weight"),
     ([1, 2], "holds a list; expected a state dict"),
-    (torch.ones(3), "holds a Tensor; expected a state dict"),
     ({1: ONE}, "expected names and tensors"),
     (diffusers(SMALL, "wan2.1") | {"conv2.weight": ONE}, "post_quant.* both mean conv2.weight"),
     (changed(None, "bias"), "1 missing .decoder.conv1.bias"),
@@ -191,19 +189,12 @@ REFUSED = [
     (changed((WIDE + 1).bfloat16() * float("nan")), "NaN or infinity: .*decoder.conv1.weight"),
     (changed(INFINITE), "NaN or infinity: .*decoder.conv1.weight"),
     (SMALL | ZEROS, r"conv2.weight .post_quant_conv. is all zeros: .* one flat color"),
-    (diffusers(SMALL | ZEROS, "wan2.1"), r"conv2.weight .post_quant_conv. is all zeros"),
     ({k: v for k, v in WHOLE["wan2.2"].items() if ".upsamples.2." not in k}, "has 3 stages; exp"),
     (random_seedvr2((48, 64, 64, 64)), "48 channels; expected a multiple of 32"),
-    (changed(None, "bias", bais=WIDE), "1 missing .*1 unexpected"),
-    (changed(WIDE, "block.weight"), "1 unexpected"),
-    (changed(WIDE[:, 1:], "bias"), "1 of another shape"),
     (changed(WIDE.char()), "not floating point"),
     (changed(3, "steps"), "decoder.conv1.steps is a int; expected plain tensors"),
-    ({"state_dict": {"a": 1}, "epoch": 3}, "has no tensor, but .*; expected names and tensors"),
-    ({"state_dict": UNET, "epoch": 3}, "not a Wan, Qwen-Image or SeedVR2 VAE"),
     (SMALL | {"all": [list(range(10_000)) for _ in range(40)]}, "300000 instructions"),
     (changed(FLOAT8, weight_scale=torch.ones(16)), "scales .16. .* expected float8 with 1 or 32"),
-    (changed(FLOAT8, weight_scale=torch.ones(32, 2)), "scales .32, 2."),
     (changed(FLOAT8, weight_scale=torch.ones(1, 32)), "scales .1, 32."),
     (changed(FLOAT8, scale_weight=ONE.char()), "in torch.int8; expected float8"),
     (changed(FLOAT8, weight_scale=ONE, scale_weight=ONE), "1 unexpected"),
@@ -257,12 +248,10 @@ def test_weights_of_single_frames_give_the_frame_of_a_video_vae(tmp_path, family
         assert torch.equal(each.decode(latent), whole.decode(latent))
         assert torch.equal(each.encode(frames), whole.encode(frames))
     video, latents = random_frames(1, 3, 5, 48, 32), latent.repeat(1, 1, 2, 1, 1)
-    for call in (
-        lambda: vae.encode(video), lambda: list(vae.encode_stream(iter(video.split(1, 2)))),
-        lambda: vae.decode(latents), lambda: list(vae.decode_stream(iter(latents.split(1, 2)))),
-    ):  # fmt: skip
-        with refused("frames; expected 1: the weights of this VAE are of single frames"):
-            call()
+    with refused("frames; expected 1: the weights of this VAE are of single frames"):
+        vae.encode(video)
+    with refused("frames; expected 1: the weights of this VAE are of single frames"):
+        list(vae.decode_stream(iter(latents.split(1, 2))))
 
 
 def test_a_tiny_decoder_is_found_too(tmp_path):
