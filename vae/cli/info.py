@@ -64,11 +64,8 @@ def vae_report(vae: VideoVAE, path: Path, limit_bytes: int | None) -> str:
         "encodes in": dtype_name(vae.encode_dtype) if encodes else "-",
         "decodes in": dtype_name(vae.dtype),
     }
-    most, where = limit_bytes, "the limit"
-    room = f"within {(limit_bytes or 0) / GIB:g} GiB"
-    if most is None:
-        most, where = free_bytes(vae.device), "is free"
-        room = f"{_size(most)} free"
+    most, where = limit_bytes or free_bytes(vae.device), "the limit" if limit_bytes else "is free"
+    room = f"within {most / GIB:g} GiB" if limit_bytes else f"{_size(most)} free"
     table = [["size", "", "  memory", "a step"]]
     for width, height in SIZES:
         for task in ("encode", "decode")[not encodes :]:
