@@ -52,7 +52,7 @@ def _outcome(args: argparse.Namespace, signals: Signals) -> int:
         sys.stdout.flush()
         return 0
     except Exception as error:
-        if signals.number is not None:
+        if signals.number:
             raise KeyboardInterrupt from error  # which this error has replaced
         if isinstance(error, BrokenPipeError):
             _to_nowhere(sys.stdout)  # its reader has closed it
@@ -76,8 +76,8 @@ def _version() -> str:
 
 def _run(args: argparse.Namespace) -> None:
     # Of the processes that `torchrun` has started, rank 0 prints and writes the result.
-    leads = os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK") == "0"
-    args.quiet = args.quiet or not leads
+    if os.environ.get("WORLD_SIZE", "1") != "1" and os.environ.get("RANK") != "0":
+        args.quiet = True
 
     def say(text: str) -> None:
         if not args.quiet:
