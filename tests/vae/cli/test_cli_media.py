@@ -38,8 +38,7 @@ def decoded(vae_path, latents, dtype=torch.uint8):
         ("a.mp4", ["--codec", "hevc", "--bit-depth", "auto"], "hevc in 10 bits", 10),
         ("a.mp4", ["--codec", "av1", "--video-quality", "90", "--bit-depth", "8"], "av1 in 8", 8),
         ("a.mp4", ["--hardware"], "h264 in 8 bits", 8),
-        pytest.param("a.webm", ["--bit-depth", "8"], "vp9 in 8 bits", 8, marks=pytest.mark.slow),
-        pytest.param("a.mov", [], "prores in 10 bits", 10, marks=pytest.mark.slow),
+        ("a.mov", [], "prores in 10 bits", 10),
     ],
 )
 def test_decode_writes_the_format_of_the_name_or_the_options(
