@@ -11,7 +11,7 @@ for _package in ("av", "tqdm", "PIL"):
 
 import av  # noqa: E402
 
-from fast_video_vae.tests.videos import moving_clip, psnr, stacked, write_clip, write_with  # noqa: E402
+from fast_video_vae.tests.videos import moving_clip, psnr, stacked, write_clip  # noqa: E402
 from fast_video_vae.vae import load_vae  # noqa: E402
 from fast_video_vae.vae.media import load_latent, pictures_of, read_audio, read_video  # noqa: E402
 
@@ -109,16 +109,6 @@ def test_encode_reads_a_range(tmp_path, done, vae_path, options, frames, shape, 
         vae = load_vae(vae_path, dtype=torch.float32)
         pictures = moving_clip(33, 32, 48)[list(frames)].permute(3, 0, 1, 2).unsqueeze(0)
         torch.testing.assert_close(found.latent, vae.encode(pictures), rtol=1e-4, atol=1e-4)
-
-
-def test_a_varying_rate_keeps_its_timing(tmp_path, run, vae_path):
-    source, file = tmp_path / "a.mkv", tmp_path / "l.safetensors"
-    times = [0, 40, 80, 500, 1000, 1040, 1500, 1900, 1920]
-    write_with(source, moving_clip(9), "matroska", times=times)
-    code, lines, errors = run("encode", source, "--vae", vae_path, "-o", file)
-    assert code == 0
-    assert lines[-1].endswith("for 49 frames at 25 fps")
-    assert sum("a.mkv has a varying frame rate" in line for line in errors) == 1
 
 
 def test_devices_that_share_a_video_write_the_same_files(tmp_path, done):
