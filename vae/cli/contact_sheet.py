@@ -76,9 +76,8 @@ class ContactSheet:
         shown = [each.point(lambda value: min(255, value * factor)) for each in differences]
         width, height = sources[0].size
         # Wide enough for the title and the footnote, even with one frame.
-        needed = int(length(verdict, 26) + length(title, 22)) + 60
-        needed = max(needed, int(length(footnote, 18)) + 1)
-        inner = max(LABELS + count * (width + GAP) - GAP, needed)
+        needed = max(length(verdict, 26) + length(title, 22) + 60, length(footnote, 18) + 1)
+        inner = max(LABELS + count * (width + GAP) - GAP, int(needed))
         bottom = HEAD + 3 * (height + GAP) + FOOT
         size = (inner + 2 * MARGIN, bottom + (FOOTNOTE if footnote else 0) + MARGIN)
         sheet = Image.new("RGB", size, BACKGROUND)
