@@ -1,14 +1,16 @@
-"""`fast-video-vae encode | decode | bench`; slow imports are here.
+"""The commands of `fast-video-vae`; slow imports are here.
 
 Every command takes the parsed arguments and `say`, which prints a line, and returns the last line.
 """
 
 import argparse
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from fractions import Fraction
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..background_writer import BackgroundWriter
@@ -17,20 +19,53 @@ from ..bench.chart import draw_chart
 from ..bench.content import Clip
 from ..bench.report import tasks_of
 from ..demo import VAE_PATH
-from ..media.atomic_file import whole_file
+from ..media.atomic_file import unfinished, whole_file
 from ..media.audio import read_audio
 from ..media.codecs import codec_for
 from ..media.latent_file import load_latent, save_latent
 from ..media.pictures import with_channels
 from ..media.video_reader import read_video
 from ..media.video_writer import VideoWriter, parts_of
+from ..streaming.bands.ranks import Ranks
+from ..streaming.int8.settings import AUTO
 from ..streaming.memory import retried
 from ..streaming.source import Rereadable
+from .demo import demo
+from .info import info
 from .loading import STRETCH, Say, build_kernels, chosen, cropped, labels, load_named, options_for
 from .progress_bar import ProgressBar
 
 # Frame rate of the Wan 2.1 models, for latents without a frame rate.
 LATENT_FPS = Fraction(16)
+
+
+def run(args: argparse.Namespace, say: Say) -> str:
+    """Run a command; of the processes of `torchrun`, the others work for rank 0 and return ""."""
+    commands = {"demo": demo, "encode": encode, "decode": decode, "bench": bench, "info": info}
+    args.ranks = None
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return commands[args.command](args, say)
+    if args.command not in ("encode", "decode"):
+        only = "torchrun is for encode and decode"
+        raise ValueError(f"{only}; expected one process to {args.command}")
+    if args.devices:
+        raise ValueError("--devices is for one process; expected it without torchrun")
+    if torch.cuda.is_available() and args.device in (None, "cuda"):
+        # A process without `--device` takes the GPU of its number.
+        number = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+        args.device = f"cuda:{number % torch.cuda.device_count()}"
+        torch.cuda.set_device(args.device)
+    dist.init_process_group("gloo")
+    last = ""
+    with Ranks(unfinished) as ranks:
+        if ranks.number:
+            args.shares, args.precision = None, AUTO
+            ranks.follow(load_named(args, args.vae))
+        else:
+            args.ranks = ranks
+            last = commands[args.command](args, say)
+    dist.destroy_process_group()
+    return last
 
 
 def encode(args: argparse.Namespace, say: Say) -> str:

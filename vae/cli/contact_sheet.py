@@ -73,34 +73,28 @@ class ContactSheet:
         numbers, columns = zip(*(self._columns[round(n * step)] for n in range(count)), strict=True)
         sources, results, differences = zip(*columns, strict=True)
         factor = _amplification(differences)
-        amplify = [min(255, value * factor) for value in range(256)] * 3
-        rows = [
-            ("source", "", sources),
-            ("result", "decoded", results),
-            ("difference", f"x {factor}", [each.point(amplify) for each in differences]),
-        ]
+        shown = [each.point(lambda value: min(255, value * factor)) for each in differences]
         width, height = sources[0].size
-        # Wide enough for the title, even with one frame.
-        needed = int(length(verdict, 26) + length(title, 22)) + 60
-        needed = max(needed, int(length(footnote, 18)) + 1)
-        inner = max(LABELS + count * (width + GAP) - GAP, needed)
-        bottom = HEAD + len(rows) * (height + GAP) + FOOT
+        # Wide enough for the title and the footnote, even with one frame.
+        needed = max(length(verdict, 26) + length(title, 22) + 60, length(footnote, 18) + 1)
+        inner = max(LABELS + count * (width + GAP) - GAP, int(needed))
+        bottom = HEAD + 3 * (height + GAP) + FOOT
         size = (inner + 2 * MARGIN, bottom + (FOOTNOTE if footnote else 0) + MARGIN)
         sheet = Image.new("RGB", size, BACKGROUND)
         pen = ImageDraw.Draw(sheet)
-        line = HEAD // 2 + 4
-        write(pen, (MARGIN, line), title, INK, 22)
-        write(pen, (size[0] - MARGIN, line), verdict, ACCENT, 26, "rm")
-        lefts = [MARGIN + LABELS + place * (width + GAP) for place in range(count)]
-        for row, (name, remark, pictures) in enumerate(rows):
-            top = HEAD + row * (height + GAP)
+        write(pen, (MARGIN, HEAD // 2 + 4), title, INK, 22)
+        write(pen, (size[0] - MARGIN, HEAD // 2 + 4), verdict, ACCENT, 26, "rm")
+        tops = range(HEAD, bottom - FOOT, height + GAP)
+        remarks = {"source": "", "result": "decoded", "difference": f"x {factor}"}
+        for top, (name, remark) in zip(tops, remarks.items(), strict=True):
             write(pen, (MARGIN, top + height // 2 - 10), name, INK, 18)
             write(pen, (MARGIN, top + height // 2 + 14), remark, FAINT, 15)
-            for left, picture in zip(lefts, pictures, strict=True):
+        left = MARGIN + LABELS
+        for number, *pictures in zip(numbers, sources, results, shown, strict=True):
+            for top, picture in zip(tops, pictures, strict=True):
                 sheet.paste(ImageOps.expand(picture, 1, FRAME), (left - 1, top - 1))
-        for left, number in zip(lefts, numbers, strict=True):
-            place = (left + width // 2, bottom - FOOT + 6)
-            write(pen, place, f"frame {number}", FAINT, 15, "mt")
+            write(pen, (left + width // 2, bottom - FOOT + 6), f"frame {number}", FAINT, 15, "mt")
+            left += width + GAP
         write(pen, (MARGIN, bottom + FOOTNOTE // 2), footnote, ACCENT, 18)
         return sheet
 

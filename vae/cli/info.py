@@ -64,11 +64,8 @@ def vae_report(vae: VideoVAE, path: Path, limit_bytes: int | None) -> str:
         "encodes in": dtype_name(vae.encode_dtype) if encodes else "-",
         "decodes in": dtype_name(vae.dtype),
     }
-    most, where = limit_bytes, "the limit"
-    room = f"within {(limit_bytes or 0) / GIB:g} GiB"
-    if most is None:
-        most, where = free_bytes(vae.device), "is free"
-        room = f"{_size(most)} free"
+    most, where = limit_bytes or free_bytes(vae.device), "the limit" if limit_bytes else "is free"
+    room = f"within {most / GIB:g} GiB" if limit_bytes else f"{_size(most)} free"
     table = [["size", "", "  memory", "a step"]]
     for width, height in SIZES:
         for task in ("encode", "decode")[not encodes :]:
@@ -94,19 +91,20 @@ def backend_report() -> str:
     library, matrix = kernels.native_library(), kernels.backend_matrix()
     reasons = list(dict.fromkeys(each.reason for each in matrix if each.reason is not None))
     devices = [each.device for each in matrix]
-    # The dtypes of each kind of support, by device and op, then by backend.
-    support: dict[tuple[str, str], dict[str, dict[str, list[str]]]] = {}
+    # Each kind of support with its dtypes, by device and op, then by backend.
+    support: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
     for each in sorted(matrix, key=lambda each: devices.index(each.device)):
         kind = "exact" if each.exact else "fast"
         if each.reason is not None:
             kind = f"no ({reasons.index(each.reason) + 1})"
         kinds = support.setdefault((each.device, each.op), {}).setdefault(each.backend, {})
-        kinds.setdefault(kind, []).append(dtype_label(each.dtype))
+        kinds[kind] = f"{kinds.get(kind, kind)} {dtype_label(each.dtype)}"
     # Ops that have the same backends share a table.
     tables: dict[tuple[str, ...], list[list[str]]] = {}
     for (device, op), backends in support.items():
         head = ["op", *(f"{device} {backend}" for backend in backends)]
-        tables.setdefault(tuple(head), [head]).append([op, *map(_cell, backends.values())])
+        cells = (kinds.values() if len(kinds) > 1 else kinds for kinds in backends.values())
+        tables.setdefault(tuple(head), [head]).append([op, *map(", ".join, cells)])
     lines = [line for rows in tables.values() for line in (*aligned(rows), "")]
     lines += _wrapped({"": LEGEND, **{f"({n}) ": text for n, text in enumerate(reasons, 1)}})
     cpu = f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
@@ -122,12 +120,6 @@ def backend_report() -> str:
     }
     lines += ["", *_wrapped({f"{name:<10}": text for name, text in machine.items()})]
     return "\n".join(lines)
-
-
-def _cell(kinds: Mapping[str, list[str]]) -> str:
-    if len(kinds) == 1:
-        return next(iter(kinds))
-    return ", ".join(f"{kind} {' '.join(dtypes)}" for kind, dtypes in kinds.items())
 
 
 def _wrapped(texts: Mapping[str, str]) -> list[str]:

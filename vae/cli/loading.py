@@ -1,27 +1,22 @@
-"""Preparation of a command: processes, device, VAE, options, kernels, the part of a video."""
+"""Preparation of a command: device, VAE, options, kernels, the part of a video."""
 
 import argparse
-import contextlib
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ...kernels import default_device
 from ..bench.precision import int8_layers, part_in_int8
 from ..checkpoint import load_vae
-from ..media.atomic_file import unfinished
 from ..media.video_reader import VideoFile
 from ..model import VideoVAE
 from ..models.config import VAEConfig
-from ..streaming.bands.ranks import Ranks
 from ..streaming.bands.team import Team
-from ..streaming.int8.settings import AUTO, INT8
+from ..streaming.int8.settings import INT8
 from ..streaming.options import StreamOptions
 from ..validation import checked_device, checked_devices, dtype_name
 
@@ -34,7 +29,7 @@ STRETCH = ("fps", "start", "duration", "limit")
 Say = Callable[[str], None]
 
 
-def load_named(args: argparse.Namespace, path: Path, say: Say | None = None) -> VideoVAE:
+def load_named(args: argparse.Namespace, path: Path, say: Say = lambda _: None) -> VideoVAE:
     """Load a VAE on the device and in the dtypes of the command line; describe it to `say`."""
     devices = checked_devices(args.devices or [])
     device = checked_device(args.device or (devices or [default_device().type])[0])
@@ -49,25 +44,18 @@ def load_named(args: argparse.Namespace, path: Path, say: Say | None = None) -> 
     if args.ranks:
         vae.team = Team(vae.replicas, args.ranks.lead(vae))
     vae.shares = args.shares
-    if say:
-        shared = ", ".join(map(str, vae.team.all)) or device
-        say(
-            f"{path.name}: {vae.config.family}, base width {vae.config.decoder_width}, "
-            f"on {shared}, encodes in {dtype_name(vae.encode_dtype)}, "
-            f"decodes in {dtype_name(vae.dtype)}"
-        )
-    if args.precision == INT8 and args.command != "encode":
-        _use_int8(vae, say)
-    elif args.precision == INT8 and say:
+    shared = ", ".join(map(str, vae.team.all)) or device
+    say(
+        f"{path.name}: {vae.config.family}, base width {vae.config.decoder_width}, on {shared}, "
+        f"encodes in {dtype_name(vae.encode_dtype)}, decodes in {dtype_name(vae.dtype)}"
+    )
+    if args.precision != INT8:
+        return vae
+    if args.command == "encode":
         say("--precision int8 is for decodes; the encode is not affected")
-    return vae
-
-
-def _use_int8(vae: VideoVAE, say: Say | None) -> None:
-    """Select int8 for decodes, or raise a `ValueError` with the reason."""
-    if say:
-        build_kernels(vae, say)
-        say("chooses the layers of int8, once for these weights")
+        return vae
+    build_kernels(vae, say)
+    say("chooses the layers of int8, once for these weights")
     layers = int8_layers(vae)
     if not layers.names:
         raise ValueError(
@@ -75,8 +63,8 @@ def _use_int8(vae: VideoVAE, say: Say | None) -> None:
             "1 dB; expected auto"
         )
     vae.precision = INT8
-    if say:
-        say(f"decodes with {part_in_int8(layers)} in int8 ({len(layers.names)} convolutions)")
+    say(f"decodes with {part_in_int8(layers)} in int8 ({len(layers.names)} convolutions)")
+    return vae
 
 
 def options_for(args: argparse.Namespace, vae: VideoVAE, say: Say) -> StreamOptions:
@@ -121,33 +109,3 @@ def labels(frames: int, fps: Fraction) -> tuple[str, str]:
     """Format a number of frames and a rate as in "9 frames" and "29.97 fps"."""
     rate = f"{float(fps):.3f}".rstrip("0").rstrip(".")
     return f"{frames} frame{'' if frames == 1 else 's'}", f"{rate} fps"
-
-
-@contextlib.contextmanager
-def joined_ranks(args: argparse.Namespace) -> Iterator[Ranks | None]:
-    """Join the processes of `torchrun` for the block; None: there is only this one.
-
-    A process without `--device` takes the GPU of its number.
-    """
-    if os.environ.get("WORLD_SIZE", "1") == "1":
-        yield None
-        return
-    if args.command not in ("encode", "decode"):
-        only = "torchrun is for encode and decode"
-        raise ValueError(f"{only}; expected one process to {args.command}")
-    if args.devices:
-        raise ValueError("--devices is for one process; expected it without torchrun")
-    if torch.cuda.is_available() and args.device in (None, "cuda"):
-        number = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
-        args.device = f"cuda:{number % torch.cuda.device_count()}"
-        torch.cuda.set_device(args.device)
-    dist.init_process_group("gloo")
-    with Ranks(unfinished) as ranks:
-        yield ranks
-    dist.destroy_process_group()
-
-
-def follow(args: argparse.Namespace) -> None:
-    """Load the VAE of a command, and work for rank 0 until the command ends there."""
-    ranks, args.ranks, args.shares, args.precision = args.ranks, None, None, AUTO
-    ranks.follow(load_named(args, args.vae))

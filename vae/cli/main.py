@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             remove_unfinished()
             number = signals.number or signal.SIGINT
-            code = _fail(reason(number), code=128 + number)
+            code = 128 + number
+            _print_error(reason(number))
     return code
 
 
@@ -49,19 +50,17 @@ def _outcome(args: argparse.Namespace, signals: Signals) -> int:
     try:
         _run(args)
         sys.stdout.flush()
+        return 0
     except Exception as error:
-        if signals.number is not None:
+        if signals.number:
             raise KeyboardInterrupt from error  # which this error has replaced
         if isinstance(error, BrokenPipeError):
-            # The reader of the output has closed it.
-            _to_nowhere(sys.stdout)
-            return 1
-        if args.debug:
+            _to_nowhere(sys.stdout)  # its reader has closed it
+        elif args.debug:
             raise
-        if isinstance(error, ModuleNotFoundError):
-            return _fail(f"{error.name} is missing; install it with: {INSTALL}")
-        return _fail(_one_line(error, args.command))
-    return 0
+        else:
+            _print_error(f"error: {_one_line(error, args.command)}")
+        return 1
 
 
 def _version() -> str:
@@ -77,26 +76,18 @@ def _version() -> str:
 
 def _run(args: argparse.Namespace) -> None:
     # Of the processes that `torchrun` has started, rank 0 prints and writes the result.
-    leads = os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK") == "0"
-    args.quiet = args.quiet or not leads
+    if os.environ.get("WORLD_SIZE", "1") != "1" and os.environ.get("RANK") != "0":
+        args.quiet = True
 
     def say(text: str) -> None:
         if not args.quiet:
             print(text, flush=True)
 
     with _notes(args.quiet):
-        # These import torch; help and usage errors are faster without it.
-        from .commands import bench, decode, encode  # noqa: PLC0415
-        from .demo import demo  # noqa: PLC0415
-        from .info import info  # noqa: PLC0415
-        from .loading import follow, joined_ranks  # noqa: PLC0415
+        from .commands import run  # noqa: PLC0415, help and usage errors need no torch
 
-        commands = {"demo": demo, "encode": encode, "decode": decode, "bench": bench, "info": info}
-        with joined_ranks(args) as args.ranks:
-            if leads:
-                print(commands[args.command](args, say))
-            else:
-                follow(args)
+        if last := run(args, say):
+            print(last)
 
 
 @contextmanager
@@ -123,13 +114,11 @@ def _notes(quiet: bool) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _fail(text: str, *, code: int = 1) -> int:
-    line = f"{PROGRAM}: error: {text}" if code == 1 else f"{PROGRAM}: {text}"
+def _print_error(text: str) -> None:
     try:
-        print(line, file=sys.stderr, flush=True)
+        print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
     except OSError:  # the terminal is closed
         _to_nowhere(sys.stderr)
-    return code
 
 
 def _to_nowhere(stream: TextIO) -> None:
@@ -139,12 +128,13 @@ def _to_nowhere(stream: TextIO) -> None:
 
 
 def _one_line(error: Exception, command: str) -> str:
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error.name} is missing; install it with: {INSTALL}"
     if "torch" in sys.modules:
-        from ...kernels import is_out_of_memory  # noqa: PLC0415, it imports torch
-        from ..streaming.memory import exhausted  # noqa: PLC0415, as above
+        from ..streaming import memory  # noqa: PLC0415, it imports torch
 
-        if is_out_of_memory(error):
-            return str(exhausted(error, command))
+        if memory.is_out_of_memory(error):
+            return str(memory.exhausted(error, command))
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f": {error.filename}" if error.filename else "")
     text = " ".join(str(error).split()) or "no message"

@@ -3,6 +3,7 @@
 import argparse
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NoReturn
@@ -41,10 +42,8 @@ def parse(argv: Sequence[str] | None, version: str) -> argparse.Namespace:
         add_arguments(command.add_argument)
     args = parser.parse_args(argv)
     if args.command == "info" and not args.file:
-        if args.devices:
-            parser.error("--devices needs a FILE")
-        if args.precision == "int8":
-            parser.error("--precision needs a FILE")
+        if args.devices or args.precision == "int8":
+            parser.error(f"--{'devices' if args.devices else 'precision'} needs a FILE")
         if not args.backends and args.device is None:
             parser.error("info takes a FILE, --backends or --device")
     return args
@@ -54,12 +53,10 @@ def _value(read: Callable[[str], Any], expected: str, check: Callable[[Any], boo
     """Return a parser of values, which are what `read` makes of a text if `check` accepts it."""
 
     def parsed(text: str) -> Any:  # noqa: ANN401, what `read` returns
-        try:
+        with suppress(ValueError, ArithmeticError, LookupError):
             value = read(text)
             if check(value):
                 return value
-        except (ValueError, ArithmeticError, LookupError):
-            pass
         raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
 
     return parsed

@@ -26,11 +26,10 @@ class ProgressBar(AbstractContextManager["ProgressBar"]):
     ) -> None:
         self.total, self._done, self._task, self._unit = total, 0, task, unit
         self._start = self._shown = time.monotonic()
-        has_bar = not quiet and sys.stderr is not None and sys.stderr.isatty()
-        self._log = None if quiet or has_bar else sys.stderr
-        looks = {"unit": f" {unit}", "leave": False, "dynamic_ncols": True}
-        # A bar that is disabled has a thread too.
-        self._bar = tqdm(total=total, delay=BAR_DELAY_S, **looks) if has_bar else None
+        self._log, self._bar = None if quiet else sys.stderr, None
+        if self._log is not None and self._log.isatty():
+            looks = {"unit": f" {unit}", "leave": False, "dynamic_ncols": True}
+            self._bar = tqdm(total=total, delay=BAR_DELAY_S, **looks)
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
@@ -53,6 +52,7 @@ class ProgressBar(AbstractContextManager["ProgressBar"]):
         if self._bar is not None:
             self._bar.total = self.total
             self._bar.update(count)
+            return
         time_s = time.monotonic()
         if self._log is None or time_s - self._shown < LINE_EVERY_S:
             return

@@ -31,8 +31,7 @@ class Signals(contextlib.ExitStack):
     changes, because Python allows handlers only there.
     """
 
-    number: int | None = None  # of the signal that ends the command
-    _is_settled = False
+    number: int | None = None  # of the signal that ends the command; 0: none does from now on
 
     def __enter__(self) -> "Signals":
         if threading.current_thread() is not threading.main_thread():
@@ -58,10 +57,10 @@ class Signals(contextlib.ExitStack):
 
     def settle(self) -> None:
         """Ignore signals from now on."""
-        self._is_settled = True
+        self.number = self.number or 0
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        if not self._is_settled and self.number is None:
+        if self.number is None:
             self.number = number
             raise KeyboardInterrupt
 

@@ -47,8 +47,8 @@ def tables_of(lines):
     return [[re.split(r"  +", line) for line in table.split("\n")] for table in found]
 
 
-@pytest.mark.parametrize("devices", [("cpu",), ("cpu", "cuda")])
-def test_the_tables_have_a_line_per_op_and_fit_a_terminal(lines_of, matrix, monkeypatch, devices):
+def test_the_tables_have_a_line_per_op_and_fit_a_terminal(lines_of, matrix, monkeypatch):
+    devices = "cpu", "cuda"
     on_cpu = [each for each in matrix if each.device == "cpu"]
     rows = [replace(each, device=device) for each in on_cpu for device in devices]
     monkeypatch.setattr(kernels, "backend_matrix", lambda: rows)
@@ -86,26 +86,19 @@ def test_the_documentation_has_the_tables_of_ops_and_backends(lines_of, matrix, 
         assert all(f"({n}) {reason}" in section for n, reason in enumerate(reasons, 1))
 
 
-def test_a_vae_is_printed_before_the_table(lines_of, vae_path):
-    lines = lines_of(vae_path, "--backends", "-q")
-    table = lines_of("--backends", "-q")
-    head = dict(line.split(maxsplit=1) for line in lines[:11] if line)
-    assert (head["file"], head["family"]) == (str(vae_path), "wan2.1")
-    assert head["base"] == "width    encoder 8, decoder 8"
-    count = sum(value.numel() for value in random_state_dict(8).values())
-    assert head["parameters"] == f"{count:,}"
-    assert lines[-len(table) :] == table
-
-
 def test_a_vae_has_a_plan_per_size(lines_of, vae_path, tmp_path):
     names = [f"{width}x{height}" for width, height in SIZES]
     tables = []
     for options, where in (((), "free"), (("--limit", "0.2"), "within 0.2 GiB")):
         lines = lines_of(vae_path, *options)
-        (head,) = [n for n, line in enumerate(lines) if line.startswith("memory in addition")]
-        assert where in lines[head]
-        assert max(map(len, lines[head:])) <= WIDTH
-        table = lines[head + 2 :]
+        head = dict(line.split(maxsplit=1) for line in lines[:10])
+        assert (head["file"], head["family"]) == (str(vae_path), "wan2.1")
+        assert head["base"] == "width    encoder 8, decoder 8"
+        count = sum(value.numel() for value in random_state_dict(8).values())
+        assert head["parameters"] == f"{count:,}"
+        assert re.fullmatch(rf"memory in addition .*{where}.*", lines[11])
+        assert max(map(len, lines[11:])) <= WIDTH
+        table = lines[13:]
         assert [line.split()[0] for line in table[::2]] == names
         assert [" encode " in line for line in table] == [True, False] * len(names)
         assert all(re.search(r"\d [MG]iB  \d latent", line) for line in table)
@@ -115,6 +108,19 @@ def test_a_vae_has_a_plan_per_size(lines_of, vae_path, tmp_path):
     save_file(decoder_of(random_state_dict(8)), tmp_path / "vae.safetensors")
     table = lines_of(tmp_path / "vae.safetensors")[-len(SIZES) :]
     assert [line.split()[:2] for line in table] == [[name, "decode"] for name in names]
+
+
+def test_the_bands_of_devices_and_their_memory_follow_the_shares(lines_of, vae_path):
+    widths = {}
+    for shares in ("1,1", "3,1", "memory"):
+        options = "--devices", "cpu,cpu", "--shares", shares, "--limit", "6"
+        table = lines_of(vae_path, *options)[12:]
+        text = " ".join(" ".join(table).split())
+        first, last = re.search(r"bands of columns: cpu (\d+)-(\d+)", text).groups()
+        widths[shares] = int(last) - int(first)
+        assert text.count("MiB)") + text.count("MiB, ") >= 2 * len(SIZES)
+        assert max(map(len, table)) <= WIDTH
+    assert widths["3,1"] > widths["1,1"] == widths["memory"]  # both are the same device
 
 
 @pytest.mark.parametrize("arguments", [[], ["cpu:0"], *([name] for name in available_devices())])

@@ -33,21 +33,6 @@ def video(tmp_path):
     return write_clip(tmp_path / "clip.mp4", 9, fps=Fraction(30000, 1001))
 
 
-@pytest.fixture(params=["demo", "encode", "decode"])
-def quiet_command(request, tmp_path, vae_path):
-    """Return the arguments of a quiet command that writes into the folder `out`."""
-    source = write_clip(tmp_path / "a.mp4", 6, 64, 96)  # 6 frames: one is dropped and reported
-    latents, out = tmp_path / "l.safetensors", tmp_path / "out"
-    out.mkdir()
-    save_file({"latent": torch.randn(1, 16, 3, 8, 12)}, latents)
-    given = {
-        "demo": (source, "--out", out),
-        "encode": (source, "-o", out / "l.safetensors"),
-        "decode": (latents, "-o", out / "d.mp4"),
-    }
-    return request.param, *given[request.param], "--vae", vae_path, "--quiet"
-
-
 def whole_clip(path):
     """The frames of a file as the API takes them, `[1, 3, T, H, W]`."""
     return torch.cat(list(read_video(path).pieces()), dim=2)
@@ -79,33 +64,17 @@ def test_encode_and_decode_equal_the_api(tmp_path, done, vae_path, video, option
     assert difference.abs().float().mean() < 0.5
 
 
-def test_decode_reads_latents_of_comfyui(tmp_path, done):
-    latents, movie = tmp_path / "c.latent", tmp_path / "d.mp4"
-    empty = {"latent_format_version_0": torch.zeros(0)}
-    save_file({"latent_tensor": torch.randn(1, 16, 2, 4, 6), **empty}, latents)
-    # Without a rate in the file it is that of Wan.
-    for options, fps in (([], 16), (["--fps", "30000/1001"], Fraction(30000, 1001))):
-        done("decode", latents, "-o", movie, "--overwrite", *options)
-        assert (read_video(movie).fps, read_video(movie).estimated_frames) == (fps, 5)
-
-
-def test_the_dtype_options_set_the_dtypes_of_the_vae(tmp_path, run, vae_path, video):
+@pytest.mark.parametrize(
+    ("options", "encode_dtype"),
+    [(["bf16"], None), (["bfloat16", "--encode-dtype", "fp32"], torch.float32)],
+)
+def test_the_dtype_options_set_the_dtypes(tmp_path, run, vae_path, video, options, encode_dtype):
     latents = tmp_path / "l.safetensors"
-    for options, encode_dtype in (
-        (["bf16"], None),
-        (["bfloat16", "--encode-dtype", "fp32"], "float32"),
-    ):
-        given = ("-o", latents, "--overwrite", "--device", "cpu:0", "--dtype", *options)
-        assert run("encode", video, "--vae", vae_path, *given)[0] == 0
-        dtype = encode_dtype and getattr(torch, encode_dtype)
-        vae = load_vae(vae_path, dtype=torch.bfloat16, encode_dtype=dtype)
-        expected = vae.encode(whole_clip(video)).float()
-        torch.testing.assert_close(load_latent(latents).latent, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_quiet_prints_only_the_result(run, quiet_command):
-    code, lines, errors = run(*quiet_command)
-    assert (code, len(lines), errors) == (0, 1, [])
+    given = ("-o", latents, "--device", "cpu:0", "--dtype", *options)
+    assert run("encode", video, "--vae", vae_path, *given)[0] == 0
+    vae = load_vae(vae_path, dtype=torch.bfloat16, encode_dtype=encode_dtype)
+    expected = vae.encode(whole_clip(video)).float()
+    torch.testing.assert_close(load_latent(latents).latent, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -182,6 +151,9 @@ def test_a_wrong_value_is_named_and_exits_with_2(run, command):
         ("bench --vae decoder.safetensors --task both --json x.json", "expected --task decode"),
         ("info none", "none does not exist"),
         ("info --device gpu", "device 'gpu' is unknown"),
+        ("info VAE --devices cpu,gpu9", "device 'gpu9' is unknown"),
+        ("info VAE --devices cpu,cpu --shares 2", r"shares are \[2.0\]; expected 2 positive numb"),
+        ("info VAE --devices cpu,cpu --shares 2,0", "expected 2 positive numbers"),
         ("info --device cuda:256", "device is 'cuda:256'; this PyTorch has cpu"),
     ],
 )
@@ -230,17 +202,30 @@ def test_a_file_that_exists_is_replaced_on_request_only(tmp_path, run, video, va
         assert path.read_bytes()[:5] != b"older"
 
 
+@pytest.mark.parametrize(
+    ("command", "name"), [("demo", ""), ("encode", "l.safetensors"), ("decode", "d.mp4")]
+)
+def test_a_full_disk_leaves_no_file_and_quiet_prints_only_the_result(
+    tmp_path, run, vae_path, limited_files, command, name
+):
+    latents, out = tmp_path / "l.safetensors", tmp_path / "out"
+    out.mkdir()
+    save_file({"latent": torch.randn(1, 16, 3, 8, 12)}, latents)
+    # 6 frames: one is dropped, which a run that is not quiet notes.
+    source = latents if command == "decode" else write_clip(tmp_path / "a.mp4", 6, 64, 96)
+    given = command, source, "--vae", vae_path, "-o" if name else "--out", out / name, "--quiet"
+    with limited_files(3000):
+        code, lines, errors = run(*given)
+    assert (code, lines, len(errors)) == (1, [], 1)
+    assert re.match(r"fast-video-vae: error: File too large: .*out/\w+\.\w+$", errors[0])
+    assert not list(out.iterdir())
+    code, lines, errors = run(*given)
+    assert (code, len(lines), errors) == (0, 1, [])
+
+
 def test_debug_raises_the_error():
     with pytest.raises(FileNotFoundError):
         main(["info", "none", "--debug"])
-
-
-def test_a_full_disk_leaves_no_file(tmp_path, run, quiet_command, limited_files):
-    with limited_files(3000):
-        code, lines, errors = run(*quiet_command)
-    assert (code, lines, len(errors)) == (1, [], 1)
-    assert re.match(r"fast-video-vae: error: File too large: .*out/\w+\.\w+$", errors[0])
-    assert not list((tmp_path / "out").iterdir())
 
 
 @pytest.mark.parametrize("package", ["torch", pytest.param("tqdm", marks=pytest.mark.slow)])
@@ -268,8 +253,7 @@ def test_the_commands_support_the_wan_2_2_layout(
 ):
     vae, file, out = (tmp_path / name for name in ("v.safetensors", "l.safetensors", "o.mp4"))
     save_file(state(), vae)
-    code, lines, _ = run("info", vae)
-    assert code == 0
+    lines = run("info", vae)[1]
     assert f"family        {family}" in lines
     assert "compression   {} in space, {} in time".format(*compression) in lines
     assert run("encode", video, "--vae", vae, "-o", file)[0] == 0

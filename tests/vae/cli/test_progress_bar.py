@@ -5,6 +5,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("tqdm", reason="tqdm is not installed")
 
@@ -54,3 +55,13 @@ def test_a_terminal_gets_a_bar_and_quiet_shows_nothing(monkeypatch):
     assert "decode:" not in bar
     for stream in (io.StringIO(), Terminal()):
         assert shown(monkeypatch, stream, steps, 20, quiet=True) == []
+
+
+def test_pieces_that_are_read_again_count_once(monkeypatch):
+    pieces, stream = [torch.empty(1, 3, count, 1, 1) for count in (1, 4, 4)], io.StringIO()
+    monkeypatch.setattr(progress_bar, "LINE_EVERY_S", 0)
+    monkeypatch.setattr(sys, "stderr", stream)
+    with ProgressBar("encode", 9) as bar:
+        assert len([*zip(range(2), bar.counted(pieces), strict=False)]) == 2  # memory runs out
+        assert len([*bar.counted(pieces)]) == 3
+    assert stream.getvalue().splitlines()[-1].startswith("encode: 9 of 9 frames, ")

@@ -12,28 +12,25 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fast_video_vae.tests.builders import installed_command
+from fast_video_vae.tests.builders import installed_command, succeeded
 
 for _package in ("av", "tqdm", "PIL"):
     pytest.importorskip(_package, reason=f"{_package} is not installed")
 
 from fast_video_vae.tests.vae.families import STATES  # noqa: E402
+from fast_video_vae.tests.videos import stacked  # noqa: E402
 from fast_video_vae.vae import CLIP_PATH  # noqa: E402
-from fast_video_vae.vae.media import load_latent, read_video  # noqa: E402
+from fast_video_vae.vae.media import load_latent  # noqa: E402
 
 PLAIN = "--dtype", "fp32", "--device", "cpu"
 
 
-def torchrun(ranks, *arguments):
-    """Run the command line in some processes; the result of torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
-    command += ["--nproc-per-node", str(ranks), *installed_command(*map(str, arguments))]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-
-
 @contextlib.contextmanager
 def started(*commands):
-    """Start command lines as torchrun does, one as each rank; nothing ends the others."""
+    """Start command lines as torchrun does, one as each rank; nothing ends the others.
+
+    Yields the processes and a function that returns the last line of the error of each.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -48,13 +45,12 @@ def started(*commands):
             # Its end closes its pipes, and waits for it.
             processes.append(stack.enter_context(subprocess.Popen(command, env=env, **pipes)))
             stack.callback(processes[-1].kill)
-        yield processes
 
+        def lines():
+            ends = [process.communicate(timeout=60)[1] for process in processes]
+            return [(f"\n{end}".splitlines())[-1].partition(": error: ")[2] for end in ends]
 
-def lines_of(processes):
-    """The last lines of the errors of processes that end soon."""
-    ends = [process.communicate(timeout=60) for process in processes]
-    return [(errors.splitlines() or [""])[-1].partition(": error: ")[2] for _, errors in ends]
+        yield processes, lines
 
 
 @pytest.fixture
@@ -64,38 +60,34 @@ def latents(tmp_path):
     return path
 
 
-def frames_of(path):
-    return torch.cat(list(read_video(path).pieces(multiple=1)), dim=2)
-
-
 @pytest.mark.parametrize("task", ["decode", "encode"])
 def test_the_file_is_that_of_one_process(done, vae_path, latents, tmp_path, task):
-    suffix, given = "mkv", [latents, "-q"]
+    suffix, given, content = "mkv", [latents, "-q"], stacked
     if task == "encode":
         suffix, given = "safetensors", [CLIP_PATH, "--frames-limit", "9", "--size", "96x64"]
+        content = lambda path: load_latent(path).latent  # noqa: E731
     one, two = (tmp_path / f"{count}.{suffix}" for count in ("one", "two"))
-    done(task, given[0], "-o", one, *given[1:])
-    run = torchrun(2, task, *given, "-o", two, "--vae", vae_path, *PLAIN, "--shares", "1,2")
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.splitlines()[-1].startswith(f"wrote {two}: ")
-    assert run.stdout.count("wrote") == 1
+    done(task, *given, "-o", one)
+    given = map(str, (*given, "-o", two, "--vae", vae_path, *PLAIN, "--shares", "1,2"))
+    torchrun = "torch.distributed.run", "--standalone", "--no-python", "--nproc-per-node", "2"
+    command = [sys.executable, "-m", *torchrun, *installed_command(task, *given)]
+    printed = succeeded(command, timeout=120).stdout
+    assert printed.splitlines()[-1].startswith(f"wrote {two}: ")
+    assert printed.count("wrote") == 1
     assert {*tmp_path.iterdir()} - {latents} == {one, two}
-    if task == "encode":
-        assert torch.equal(*(load_latent(path).latent for path in (two, one)))
-    else:
-        assert torch.equal(*map(frames_of, (one, two)))
+    assert torch.equal(*map(content, (one, two)))
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_the_others_end_when_a_rank_is_killed(vae_path, latents, tmp_path, victim):
     save_file({"latent": torch.randn(1, 16, 200, 32, 32)}, latents)
     options = "-o", tmp_path / "out.mkv", "--vae", vae_path, *PLAIN, "--chunk", "1"
-    with started(*[("decode", latents, *options)] * 3) as processes:
+    with started(*[("decode", latents, *options)] * 3) as (processes, lines_of):
         assert processes[0].stdout.readline().startswith("vae.safetensors: wan2.1")
         time.sleep(2)  # some steps
         start = time.monotonic()
         processes[victim].send_signal(signal.SIGKILL)
-        lines = lines_of(processes)
+        lines = lines_of()
         assert time.monotonic() - start < 30
     line = f"rank {victim} of 3 ended unexpectedly"
     assert lines == ["" if rank == victim else line for rank in range(3)]
@@ -115,8 +107,8 @@ def test_wrong_ranks_end_all_with_one_line(vae_path, latents, tmp_path):
         (tmp_path / "missing", vae_path): [missing, f"rank 0 of 2 stopped: {missing}"],
     }
     for paths, expected in cases.items():
-        with started(*((*decode, path) for path in paths)) as processes:
-            assert lines_of(processes) == expected
+        with started(*((*decode, path) for path in paths)) as (_, lines_of):
+            assert lines_of() == expected
         assert {*tmp_path.iterdir()} == {latents, other}
 
 
