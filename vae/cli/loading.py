@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from ...kernels import default_device
-from ..bench.precision import int8_layers, part_in_int8
+from ..bench.precision import int8_layers
+from ..bench.report import part_in_int8
 from ..checkpoint import load_vae
 from ..media.atomic_file import unfinished
 from ..media.video_reader import VideoFile
