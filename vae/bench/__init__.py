@@ -4,11 +4,12 @@ from .chart import draw_chart
 from .content import Clip, fitted, moving_pictures, random_latent
 from .measure import Contestant, compare, device_label
 from .precision import compare_precision, int8_layers
-from .report import BenchmarkReport, dtype_label, tasks_of
+from .report import BenchmarkReport, Comparison, dtype_label, tasks_of
 
 __all__ = [
     "BenchmarkReport",
     "Clip",
+    "Comparison",
     "Contestant",
     "compare",
     "compare_precision",
