@@ -107,10 +107,9 @@ class PrecisionReport:
 
     def _results(self) -> tuple[str, str, str]:
         """Return the PSNR of both decodes, and the loss of int8."""
-        word = "less" if self.loss_db >= 0 else "more"
-        loss = (
-            "not comparable" if math.isnan(self.loss_db) else f"{abs(self.loss_db):.2f} dB {word}"
-        )
+        loss = f"{abs(self.loss_db):.2f} dB {'less' if self.loss_db >= 0 else 'more'}"
+        if math.isnan(self.loss_db):
+            loss = "not comparable"
         return _db(self.bf16_db), _db(self.int8_db), loss
 
     def _rows(self) -> list[list[str]]:

@@ -155,15 +155,10 @@ def test_the_peak_excludes_memory_from_before_the_call(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_the_peak_counts_tensors_and_time_includes_the_work():
     device = torch.device("cuda")
-    kept = torch.ones(64 * MIB, dtype=torch.uint8, device=device)
-    square = torch.rand(8192, 8192, device=device)
-    _, _, small = measured(device, lambda: torch.ones(MIB, dtype=torch.uint8, device=device))
-    _, seconds, large = measured(device, lambda: square @ square)
-    assert small == MIB
-    assert square.nbytes <= large <= square.nbytes + 64 * MIB  # cuBLAS's workspace
+    square = torch.rand(8192, 8192, device=device)  # allocated before, so not counted
+    assert measured(device, lambda: square[0].clone())[2] == 8192 * 4
     # 1.1 TFLOP at no more than 1000 TFLOP/s in float32; a launch alone returns sooner.
-    assert seconds > 1e-3
-    assert kept.all()
+    assert measured(device, lambda: square @ square)[1] > 1e-3
 
 
 def report(*comparisons, notes=()):
@@ -241,7 +236,6 @@ def test_bars_are_proportional_to_their_values():
     ("state", "asked", "kept"),
     [
         (random_state_dict(8), (830, 481, 83), (824, 480, 81)),
-        (random_state_dict(8), (8, 8, 1), (8, 8, 1)),
         (random_wan22(), (1920, 1080, 4), (1920, 1072, 1)),
         (random_qwen21(), (40, 40, 6), (32, 32, 6)),  # every frame is a picture
     ],
@@ -255,32 +249,26 @@ def test_a_clip_is_cut_to_whole_latents(state, asked, kept):
     assert config.decoded_shape(latent.shape)[2:] == (kept[2], kept[1], kept[0])
 
 
-SMALL = ("--size", "48x32", "--frames", "5", "--rounds", "1")
-
-
-def test_the_command_measures_and_writes_both_files(tmp_path, run, vae_path):
+def test_the_command_measures_and_writes_both_files(tmp_path, run, vae_path, monkeypatch):
     from PIL import Image
 
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     chart, text = tmp_path / "c.png", tmp_path / "c.json"
-    options = ("--task", "both", "-o", chart, "--json", text, "--dtype", "fp32")
-    code, lines, _ = run("bench", "--vae", vae_path, *SMALL, *options)
+    small = ("--size", "48x32", "--frames", "5", "--rounds", "1", "--dtype", "fp32")
+    files = ("-o", chart, "--json", text)
+    code, lines, _ = run("bench", "--vae", vae_path, *small, "--task", "both", *files)
     assert code == 0
     with Image.open(chart) as picture:
         assert (picture.format, picture.size) == ("PNG", (1024, 640))
     content = json.loads(text.read_text(encoding="utf-8"))
     assert (content["width"], content["height"], content["frames"]) == (48, 32, 5)
-    assert [each["task"] for each in content["tasks"]] == ["encode", "decode"]
-    for each in content["tasks"]:
-        reference, fast, *others = each["results"]
-        assert (reference["name"], fast["name"]) == ("reference", "fast")
-        assert len(reference["seconds"]) == len(fast["seconds"]) == 1
-        for result in (fast, *others):
-            if each["task"] == "encode":
-                assert result["relative_error"] < 1e-4
-            else:
-                assert result["identical"] or result["psnr_db"] > 80
-    assert f"wrote {chart}" in lines
-    assert lines[-1].startswith("decode, ")
+    encode, decode = ({x["name"]: x for x in each["results"]} for each in content["tasks"])
+    assert list(encode) == list(decode) == ["reference", "fast"]
+    assert encode["fast"]["relative_error"] < 1e-4
+    assert decode["fast"]["identical"] or decode["fast"]["psnr_db"] > 80
+    assert len(decode["fast"]["seconds"]) == 1
+    assert {f"wrote {chart}", "- diffusers is left out: it is not installed"} <= {*lines}
+    assert lines[-1].startswith("decode, fast: ")
 
 
 @pytest.mark.parametrize(
@@ -314,11 +302,3 @@ def test_a_decode_keeps_its_dtype_where_float16_is_faster(monkeypatch):
     chosen = vae.decode_stream(random_latent(vae.config, clip), StreamOptions(None, torch.bfloat16))
     frames = torch.cat(list(chosen), dim=2).float().movedim(1, -1)
     assert torch.equal(found[1].run(), frames.add_(1).div_(2).clamp_(0, 1))
-
-
-def test_a_note_reports_missing_diffusers(run, vae_path, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    code, lines, _ = run("bench", "--vae", vae_path, *SMALL)
-    assert code == 0
-    assert "- diffusers is left out: it is not installed" in lines
-    assert not [line for line in lines if line.startswith("decode, diffusers")]
