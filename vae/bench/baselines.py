@@ -85,7 +85,7 @@ def contestants(
     try:
         if config.output_scale != 1:
             raise LayoutError("it has no VAE of this layout")
-        peer = diffusers_vae(vae.state_dict(), config, vae.device, dtype)
+        peer: Any = diffusers_vae(vae.state_dict(), config, vae.device, dtype)
     except (LayoutError, ImportError) as error:
         return found, f"diffusers is left out: {error}"
     return [*found, Contestant("diffusers", diffusers)], None

@@ -198,9 +198,9 @@ def dtype_label(dtype: torch.dtype) -> str:
     return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
 
 
-def finite(value: float | None) -> float | None:
+def finite(value: float) -> float | None:
     """Return `value`, or None where JSON has no number for it."""
-    return None if value is None or not math.isfinite(value) else value
+    return value if math.isfinite(value) else None
 
 
 def seconds(value: float | None) -> str:
