@@ -85,9 +85,12 @@ def benchmark(
         give_back(fast.device)
     # What the calls so far have shown of the kernels on a GPU without measured ones.
     if entry := table_entry(fast.device):
-        notes += ["this GPU is not in the table of measured chips; please post these lines:"]
+        notes += [
+            "this GPU is not in the table of measured chips; please post these lines:",
+            *entry,
+        ]
     config = fast.first_stage_model.config
-    name, notes = f"{config.family}, base width {config.decoder_width}", (*notes, *entry)
+    name = f"{config.family}, base width {config.decoder_width}"
     return BenchmarkReport(name, device_label(vae.device), clip, rounds, comparisons, notes, lost)
 
 
@@ -189,7 +192,7 @@ def _measured(
     given: dict[str, Any],
     *,
     codes: bool,
-) -> tuple[Comparison, ...]:
+) -> list[Comparison]:
     """Measure both networks; the fast one decodes in its precision, with `codes` in int8."""
 
     def contestant(name: str, vae: comfy.sd.VAE, task: str) -> Contestant:
@@ -213,7 +216,7 @@ def _measured(
     for task in tasks:
         both = [contestant("stock", stock, task), contestant(names[task], fast, task)]
         comparisons.append(compare(task, both, **given))
-    return tuple(comparisons)
+    return comparisons
 
 
 def _load(vae: comfy.sd.VAE, shape: torch.Size, *, encode: bool = False) -> None:

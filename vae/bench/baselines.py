@@ -44,9 +44,8 @@ def race(
         passed = progress(len(found) * (rounds + 1))
         given = {"rounds": rounds, "dtype": dtype_label(_dtype(vae, task)), "device": vae.device}
         comparisons.append(compare(task, found, **given, passed=passed))
-    name = f"{config.family}, base width {config.decoder_width}"
-    results = tuple(comparisons), tuple(notes)
-    return BenchmarkReport(name, device_label(vae.device), kept, rounds, *results)
+    name, device = f"{config.family}, base width {config.decoder_width}", device_label(vae.device)
+    return BenchmarkReport(name, device, kept, rounds, comparisons, notes)
 
 
 def contestants(

@@ -130,8 +130,8 @@ class BenchmarkReport:
     device: str
     clip: Clip
     rounds: int
-    comparisons: tuple[Comparison, ...]
-    notes: tuple[str, ...] = ()
+    comparisons: Sequence[Comparison]
+    notes: Sequence[str] = ()
     precision: PrecisionReport | None = None
 
     def table(self) -> str:
