@@ -39,7 +39,29 @@ class Benchmark(io.ComfyNode):
                     tooltip="Operation to measure: decode, encode or both. both takes the time "
                     "of both.",
                 ),
-                *_size_inputs(),
+                *(
+                    io.Int.Input(
+                        name,
+                        default=default,
+                        min=16,
+                        max=16384,
+                        step=16,
+                        tooltip=f"{name.capitalize()} in pixels, cut to a multiple of 8 (Wan 2.2 "
+                        "5B, Qwen-Image 2.1: 16). Time grows with the area: 1280 x 720 takes 2.3 "
+                        "times as long as 832 x 480.",
+                    )
+                    for name, default in (("width", 832), ("height", 480))
+                ),
+                io.Int.Input(
+                    "frames",
+                    default=33,
+                    min=1,
+                    max=4097,
+                    step=4,
+                    tooltip="Number of video frames, cut to 4 n + 1. Time grows with it, and so "
+                    "does the memory of ComfyUI's network. A GPU decodes 33 frames of 832 x 480 "
+                    "in seconds, a CPU in minutes.",
+                ),
                 io.Int.Input(
                     "rounds",
                     default=3,
@@ -122,37 +144,8 @@ class Benchmark(io.ComfyNode):
             pixels,
             precision,
         )
-        chart = numpy.array(bench.draw_chart(done))
+        chart, table = numpy.array(bench.draw_chart(done)), done.table()
         image = torch.from_numpy(chart).unsqueeze(0).float() / 255
-        table = done.table()
         progress.show_text(done.summary())
         shown = ui.PreviewImage(image, cls=cls).as_dict() | ui.PreviewText(table).as_dict()
         return io.NodeOutput(image, table, done.as_json(), ui=shown)
-
-
-def _size_inputs() -> list[io.Input]:
-    return [
-        *(
-            io.Int.Input(
-                name,
-                default=default,
-                min=16,
-                max=16384,
-                step=16,
-                tooltip=f"{name.capitalize()} in pixels, cut to a multiple of 8 (Wan 2.2 5B, "
-                "Qwen-Image 2.1: 16). Time grows with the area: 1280 x 720 takes 2.3 times as "
-                "long as 832 x 480.",
-            )
-            for name, default in (("width", 832), ("height", 480))
-        ),
-        io.Int.Input(
-            "frames",
-            default=33,
-            min=1,
-            max=4097,
-            step=4,
-            tooltip="Number of video frames, cut to 4 n + 1. Time grows with it, and so does the "
-            "memory of ComfyUI's network. A GPU decodes 33 frames of 832 x 480 in seconds, a CPU "
-            "in minutes.",
-        ),
-    ]

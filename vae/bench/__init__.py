@@ -3,16 +3,14 @@
 from .chart import draw_chart
 from .content import Clip, fitted, moving_pictures, random_latent
 from .measure import Contestant, compare, device_label
-from .precision import PrecisionReport, compare_precision, int8_layers
-from .report import BenchmarkReport, Comparison, tasks_of
-from .tables import dtype_label
+from .precision import compare_precision, int8_layers
+from .report import BenchmarkReport, Comparison, dtype_label, tasks_of
 
 __all__ = [
     "BenchmarkReport",
     "Clip",
     "Comparison",
     "Contestant",
-    "PrecisionReport",
     "compare",
     "compare_precision",
     "device_label",

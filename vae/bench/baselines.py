@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ...kernels import use_backend
 from ..model import VideoVAE
@@ -19,8 +20,7 @@ from ..models.config import QWEN21, SEEDVR2, WAN22, LayoutError, VAEConfig
 from ..streaming.options import StreamOptions
 from .content import Clip, fitted, moving_pictures, random_latent
 from .measure import Contestant, compare, device_label
-from .report import ENCODE, BenchmarkReport
-from .tables import dtype_label
+from .report import ENCODE, BenchmarkReport, dtype_label
 
 
 def race(
@@ -44,37 +44,50 @@ def race(
         passed = progress(len(found) * (rounds + 1))
         given = {"rounds": rounds, "dtype": dtype_label(_dtype(vae, task)), "device": vae.device}
         comparisons.append(compare(task, found, **given, passed=passed))
-    name = f"{config.family}, base width {config.decoder_width}"
-    results = tuple(comparisons), tuple(notes)
-    return BenchmarkReport(name, device_label(vae.device), kept, rounds, *results)
+    name, device = f"{config.family}, base width {config.decoder_width}", device_label(vae.device)
+    return BenchmarkReport(name, device, kept, rounds, comparisons, notes)
 
 
 def contestants(
     vae: VideoVAE, task: str, clip: Clip, chunk: int | None = None
 ) -> tuple[list[Contestant], str | None]:
     """Return reference, fast and diffusers for a task, and why diffusers is missing, if it is."""
-    config = vae.config
+    config, dtype = vae.config, _dtype(vae, task)
     if task == ENCODE and config.encoder_width is None:
         raise ValueError("the VAE has a decoder only; expected --task decode")
     content = random_latent(config, clip)
-    if task == ENCODE:
-        frames = moving_pictures(clip) * 2 - 1
-        alpha = torch.ones_like(frames[:, :1]).expand(-1, config.image_channels - 3, -1, -1, -1)
-        content = torch.cat([frames, alpha], dim=1)
+    if task == ENCODE:  # with an opaque alpha channel where the VAE has one
+        alpha = 0, 0, 0, 0, 0, 0, 0, config.image_channels - 3
+        content = functional.pad(moving_pictures(clip) * 2 - 1, alpha, value=1.0)
 
+    @torch.inference_mode()
     def fast() -> Tensor:
-        return _ours(vae, task, content, chunk)
+        if task == ENCODE:
+            return vae.encode(content, chunk).to("cpu", torch.float32)
+        batch, channels, *size = config.decoded_shape(content.shape)
+        images = torch.empty(batch, *size, channels)
+        # In the dtype that the report names: a chosen dtype never becomes float16 for its speed.
+        for _ in vae.decode_stream(content, StreamOptions(chunk, vae.dtype), images=images):
+            pass
+        return images
+
+    @torch.inference_mode()
+    def diffusers() -> Tensor:
+        turned = (0, 2) if config.is_of_pictures else (0, 0)  # its VAE for images takes a batch
+        given = content.to(vae.device, dtype).transpose(*turned)
+        if task == ENCODE:
+            return peer.encode(given).latent_dist.mode().transpose(*turned).to("cpu", torch.float32)
+        made = peer.decode(given).sample.transpose(*turned).to("cpu", torch.float32)
+        return made.add_(1).div_(2).clamp_(0, 1).movedim(1, -1)
 
     found = [Contestant("reference", use_backend("reference")(fast)), Contestant("fast", fast)]
     try:
         if config.output_scale != 1:
             raise LayoutError("it has no VAE of this layout")
-        peer = diffusers_vae(vae.state_dict(), config, vae.device, _dtype(vae, task))
+        peer: Any = diffusers_vae(vae.state_dict(), config, vae.device, dtype)
     except (LayoutError, ImportError) as error:
         return found, f"diffusers is left out: {error}"
-    pictures = config.is_of_pictures
-    found.append(Contestant("diffusers", lambda: _theirs(peer, task, content, pictures)))
-    return found, None
+    return [*found, Contestant("diffusers", diffusers)], None
 
 
 def diffusers_vae(
@@ -95,12 +108,15 @@ def diffusers_vae(
         kind = getattr(diffusers, name, None)
     if kind is None:
         raise LayoutError(f"this version has no {name}")
-    channels = config.image_channels
-    given: dict[str, Any] = {"base_dim": config.encoder_width, "z_dim": config.latent_channels}
+    channels = config.image_channels * config.patch_size**2
+    given: dict[str, Any] = {
+        "base_dim": config.encoder_width,
+        "z_dim": config.latent_channels,
+        "in_channels": channels,
+        "out_channels": channels * config.output_scale**2,
+    }
     if config.family in (WAN22, QWEN21):
-        channels *= config.patch_size**2
         given["decoder_base_dim"] = config.decoder_width
-    given |= {"in_channels": channels, "out_channels": channels * config.output_scale**2}
     if config.family == WAN22:
         times = [False, True, True]
         given |= {"is_residual": True, "patch_size": 2, "temperal_downsample": times}
@@ -121,26 +137,3 @@ def diffusers_vae(
 
 def _dtype(vae: VideoVAE, task: str) -> torch.dtype:
     return vae.encode_dtype if task == ENCODE else vae.dtype
-
-
-@torch.inference_mode()
-def _ours(vae: VideoVAE, task: str, content: Tensor, chunk: int | None) -> Tensor:
-    if task == ENCODE:
-        return vae.encode(content, chunk).to("cpu", torch.float32)
-    batch, channels, *size = vae.config.decoded_shape(content.shape)
-    images = torch.empty(batch, *size, channels)
-    # In the dtype that the report names: a chosen dtype never becomes float16 for its speed.
-    for _ in vae.decode_stream(content, StreamOptions(chunk, vae.dtype), images=images):
-        pass
-    return images
-
-
-@torch.inference_mode()
-def _theirs(peer: Any, task: str, content: Tensor, pictures: bool) -> Tensor:  # noqa: ANN401
-    """Run a task with diffusers' class; its VAE for images takes them as a batch."""
-    given = content.to(peer.device, peer.dtype)
-    given = given.transpose(0, 2) if pictures else given
-    made = peer.encode(given).latent_dist.mode() if task == ENCODE else peer.decode(given).sample
-    made = made.transpose(0, 2) if pictures else made
-    made = made.to("cpu", torch.float32)
-    return made if task == ENCODE else made.add_(1).div_(2).clamp_(0, 1).movedim(1, -1)

@@ -30,28 +30,18 @@ def fitted(config: VAEConfig, clip: Clip) -> Clip:
     step, group = config.spatial_compression, config.temporal_compression
     if min(clip.width, clip.height) < step or clip.frames < 1:
         raise ValueError(f"{clip}; expected at least 1 frame of {step} x {step}")
-    return Clip(
-        clip.width - clip.width % step,
-        clip.height - clip.height % step,
-        clip.frames - (clip.frames - 1) % group,
-    )
+    width, height = (side - side % step for side in (clip.width, clip.height))
+    return Clip(width, height, clip.frames - (clip.frames - 1) % group)
 
 
 def random_latent(config: VAEConfig, clip: Clip) -> Tensor:
     """Draw a latent with the channel statistics of a VAE, equal for equal sizes."""
     step = config.spatial_compression
-    shape = (config.latent_frames(clip.frames), clip.height // step, clip.width // step)
+    size = config.latent_frames(clip.frames), clip.height // step, clip.width // step
     seeded = torch.Generator().manual_seed(0)
-    return denormalized(config, torch.randn(1, config.latent_channels, *shape, generator=seeded))
-
-
-def denormalized(config: VAEConfig, latent: Tensor) -> Tensor:
-    """Return `latent` `[B, C_latent, t, h, w]` with the channel statistics of a VAE."""
-    mean, std = (
-        torch.tensor(values).view(1, -1, 1, 1, 1)
-        for values in (config.latent_mean, config.latent_std)
-    )
-    return latent * std + mean
+    drawn = torch.randn(1, config.latent_channels, *size, generator=seeded)
+    mean, std = torch.tensor([config.latent_mean, config.latent_std]).view(2, 1, -1, 1, 1, 1)
+    return drawn * std + mean
 
 
 def moving_pictures(clip: Clip) -> Tensor:

@@ -28,8 +28,7 @@ from ...kernels import (
     synchronize,
 )
 from ..planning.device_memory import trim_heap
-from .report import DECODE, Comparison, Result
-from .tables import finite, psnr, relative_error
+from .report import DECODE, Comparison, Result, finite
 
 _Made = TypeVar("_Made")
 
@@ -63,23 +62,19 @@ def compare(
         raise ValueError(f"rounds is {rounds}; expected at least 1")
     results = [Result(each.name) for each in contestants]
     entries = list(zip(contestants, results, strict=True))
-    expected: Tensor | None = None
-    for contestant, result in entries:  # the warm-up
-        made = _call(contestant, result, device)
-        result.seconds, result.peak_bytes = [], None
-        if made is not None and result is results[0]:
-            expected = made.cpu()
-        elif made is not None and expected is not None:
-            _describe(task, result, made, contestants[0].name, expected)
-        del made
-        passed()
-    del expected
-    for index in range(rounds):
-        for contestant, result in entries[:: -1 if index % 2 else 1]:
+    first, expected = results[0], None
+    for index in range(rounds + 1):  # the first is the warm-up
+        for contestant, result in entries[:: -1 if index and index % 2 == 0 else 1]:
             if result.failure is None:
-                _call(contestant, result, device)
+                made = _call(contestant, result, device, counted=index > 0)
+                if index == 0 and made is not None:
+                    if result is first:
+                        expected = made.cpu()
+                    elif expected is not None:
+                        _describe(task, result, made, first.name, expected)
+                del made
             passed()
-    first = results[0]
+        expected = None
     for result in results:
         if result.seconds:
             result.median_s, result.best_s = statistics.median(result.seconds), min(result.seconds)
@@ -105,6 +100,24 @@ def measured(device: torch.device, run: Callable[[], _Made]) -> tuple[_Made, flo
     return made, seconds, peak_bytes()
 
 
+def psnr(images: Tensor, expected: Tensor) -> float:
+    """Compute the PSNR of `[..., T, H, W, C]` in [0, 1] in dB, summed in float64 per frame."""
+    # On the host, because some devices lack float64; a frame at a time, without a copy of all.
+    pairs = zip(images.flatten(0, -4), expected.flatten(0, -4), strict=True)
+    squares = ((one.cpu().double() - other.cpu().double()).square_() for one, other in pairs)
+    error = sum(float(each.sum()) for each in squares)
+    if error == 0:
+        return math.inf
+    return math.nan if not math.isfinite(error) else 10 * math.log10(images.numel() / error)
+
+
+def relative_error(latent: Tensor, expected: Tensor) -> float:
+    """Return the norm of `latent - expected` over that of `expected`, both `[...]`, in float64."""
+    one, other = latent.cpu().double(), expected.cpu().double()
+    norm, difference = float(other.norm()), float((one - other).norm())
+    return difference / norm if norm else (0.0 if difference == 0 else math.inf)
+
+
 def device_label(device: torch.device) -> str:
     """Return the name of `device`: "NVIDIA H200", or that of the CPU with its thread count."""
     if device.type != "cpu":
@@ -113,13 +126,33 @@ def device_label(device: torch.device) -> str:
     return f"{processor() or 'CPU'}, {threads} thread{'' if threads == 1 else 's'}"
 
 
+def _call(
+    contestant: Contestant, result: Result, device: torch.device, *, counted: bool
+) -> Tensor | None:
+    """Run a contestant once, and add a counted cost to its result; None: memory ran out."""
+    try:
+        contestant.prepare()
+        made, seconds, peak_bytes = measured(device, contestant.run)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    else:
+        if counted:
+            result.seconds.append(seconds)
+            if peak_bytes is not None:
+                result.peak_bytes = max(result.peak_bytes or 0, peak_bytes)
+        return made
+    # Outside of the handler, which keeps the error and its tensors alive.
+    result.seconds, result.peak_bytes, result.failure = [], None, "out of memory"
+    release_cached(device)
+    return None
+
+
 def _describe(task: str, result: Result, made: Tensor, first: str, expected: Tensor) -> None:
     """Note how much `made` differs from what the `first` contestant has made."""
+    shapes = [list(each.shape) for each in (made, expected)]
     if made.shape != expected.shape:
-        raise ValueError(
-            f"{result.name} gives {list(made.shape)}; expected {list(expected.shape)} as {first} "
-            "does"
-        )
+        raise ValueError(f"{result.name} gives {shapes[0]}; expected {shapes[1]} as {first} does")
     if task == DECODE:
         value, none, words = psnr(made, expected), math.inf, "PSNR {:.1f} dB"
         result.psnr_db = finite(value)
@@ -132,36 +165,15 @@ def _describe(task: str, result: Result, made: Tensor, first: str, expected: Ten
         result.agreement = "not finite"
 
 
-def _call(contestant: Contestant, result: Result, device: torch.device) -> Tensor | None:
-    """Run a contestant once, and add the cost to its result; None: memory ran out."""
-    try:
-        contestant.prepare()
-        made, seconds, peak_bytes = measured(device, contestant.run)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-    else:
-        result.seconds.append(seconds)
-        if peak_bytes is not None:
-            result.peak_bytes = max(result.peak_bytes or 0, peak_bytes)
-        return made
-    # Outside of the handler, which keeps the error and its tensors alive.
-    result.seconds, result.peak_bytes, result.failure = [], None, "out of memory"
-    release_cached(device)
-    return None
-
-
 @contextlib.contextmanager
 def _watched(device: torch.device) -> Iterator[Callable[[], int | None]]:
     """Watch memory in the block; a call of the result returns the most bytes above the start."""
     if device.type != "cpu":
         module = runtime(device)
-        if not hasattr(module, "max_memory_allocated"):
-            yield lambda: None
-            return
-        module.reset_peak_memory_stats(device)
-        before = module.memory_allocated(device)
-        yield lambda: module.max_memory_allocated(device) - before
+        if known := hasattr(module, "max_memory_allocated"):
+            module.reset_peak_memory_stats(device)
+        before = module.memory_allocated(device) if known else 0
+        yield lambda: module.max_memory_allocated(device) - before if known else None
         return
     try:
         import psutil  # noqa: PLC0415, optional

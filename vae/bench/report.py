@@ -1,15 +1,20 @@
 """Results of a benchmark as a Markdown table, JSON, or lines of text."""
 
 import json
+import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 import torch
 
+from ...kernels import padded
+from ..streaming.int8.layers import Int8Layers
 from .content import Clip
-from .precision import PrecisionReport
-from .tables import markdown
 
 ENCODE, DECODE = "encode", "decode"
+
+# Short names of dtypes, as in the command line and the nodes.
+_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 _GIB, _MIB = 2**30, 2**20
 
@@ -45,6 +50,79 @@ class Comparison:
 
 
 @dataclass(frozen=True)
+class PrecisionReport:
+    """A decode in bfloat16 and one with int8, each against float32 on the same weights."""
+
+    clip: Clip
+    dtype: str  # of the layers that are not in int8
+    bf16: str  # its name: a CPU whose convolutions in bfloat16 are slow computes in float32
+    bf16_db: float  # PSNR against float32; infinite if equal
+    int8_db: float
+    layers: Int8Layers
+
+    @property
+    def loss_db(self) -> float:
+        """Decibels that int8 has less than bfloat16; negative where it has more."""
+        return 0.0 if self.int8_db == self.bf16_db else self.bf16_db - self.int8_db
+
+    def text(self) -> str:
+        """Return the report as lines and a table with aligned columns."""
+        bf16, int8, loss = self._results()
+        part = f"{len(self.layers.names)} of {len(self.layers.rows)} convolutions"
+        lines = [
+            f"int8          {part_in_int8(self.layers)} ({part}); other layers in {self.dtype}",
+            f"measured on   {self.clip}, PSNR against fp32 on the same weights",
+            f"{self.bf16:<14}{bf16}",
+            f"with int8     {int8}, {loss} than bf16",
+        ]
+        return "\n".join([*lines, "", *aligned(self._rows())])
+
+    def table(self) -> str:
+        """Return the report as a Markdown table of the results, and one of the layers."""
+        bf16, int8, loss = self._results()
+        share = f"{self.layers.share:.1%} in {len(self.layers.names)} convolutions"
+        results = [
+            ["decode", "PSNR against fp32", "against bf16", "multiplications in int8"],
+            [self.bf16, bf16, "-", "-"],
+            [f"int8, {self.dtype}", int8, loss, share],
+        ]
+        title = f"Precision of a decode, {self.clip}:"
+        return "\n".join([title, "", *markdown(results), "", *markdown(self._rows())])
+
+    def record(self) -> dict[str, object]:
+        """Return the figures for JSON, which has no infinity."""
+        layers = [
+            {"name": x.name, "share": x.share, "loss_db": finite(x.loss_db), "int8": x.chosen}
+            for x in self.layers.rows
+        ]
+        return {
+            **vars(self.clip),
+            "dtype": self.dtype,
+            "bf16_psnr_db": finite(self.bf16_db),
+            "int8_psnr_db": finite(self.int8_db),
+            "loss_db": finite(self.loss_db),
+            "int8_share": self.layers.share,
+            "layers": layers,
+        }
+
+    def _results(self) -> tuple[str, str, str]:
+        """Return the PSNR of both decodes, and the loss of int8."""
+        loss = f"{abs(self.loss_db):.2f} dB {'less' if self.loss_db >= 0 else 'more'}"
+        if math.isnan(self.loss_db):
+            loss = "not comparable"
+        return _db(self.bf16_db), _db(self.int8_db), loss
+
+    def _rows(self) -> list[list[str]]:
+        """Return the cells of the table of the layers, the first row with the headings."""
+        rows = [["convolution", "multiplications", "lost alone", "runs in"]]
+        for each in self.layers.rows:
+            lost = f"{each.loss_db:.2f} dB" if each.loss_db >= 0.005 else "< 0.01 dB"
+            runs_in = "int8" if each.chosen else self.dtype
+            rows.append([each.name, f"{each.share:.1%}", lost, runs_in])
+        return rows
+
+
+@dataclass(frozen=True)
 class BenchmarkReport:
     """All measurements: a comparison per task, notes, and what int8 costs if it was measured."""
 
@@ -52,8 +130,8 @@ class BenchmarkReport:
     device: str
     clip: Clip
     rounds: int
-    comparisons: tuple[Comparison, ...]
-    notes: tuple[str, ...] = ()
+    comparisons: Sequence[Comparison]
+    notes: Sequence[str] = ()
     precision: PrecisionReport | None = None
 
     def table(self) -> str:
@@ -110,6 +188,21 @@ def tasks_of(choice: str) -> tuple[str, ...]:
     return (ENCODE, DECODE) if choice == "both" else (choice,)
 
 
+def part_in_int8(layers: Int8Layers) -> str:
+    """Return the share of `layers` that runs in int8 in words."""
+    return f"{layers.share:.0%} of the multiplications"
+
+
+def dtype_label(dtype: torch.dtype) -> str:
+    """Return the short name of `dtype`, such as "bf16"."""
+    return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def finite(value: float) -> float | None:
+    """Return `value`, or None where JSON has no number for it."""
+    return value if math.isfinite(value) else None
+
+
 def seconds(value: float | None) -> str:
     """Format `value` in seconds with about three digits; "-" for None."""
     if value is None:
@@ -127,3 +220,21 @@ def size(value: int | None) -> str:
 def times(ratio: float) -> str:
     """Format `ratio` as in "1.83x" or "12.4x"."""
     return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.1f}x"
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Format cells as a Markdown table."""
+    cells = padded(rows)
+    head, *rest = ["| " + " | ".join(row) + " |" for row in cells]
+    return [head, "|" + "|".join("-" * (len(cell) + 2) for cell in cells[0]) + "|", *rest]
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Format cells as a table with aligned columns."""
+    return ["  ".join(row).rstrip() for row in padded(rows)]
+
+
+def _db(value: float) -> str:
+    if math.isnan(value):
+        return "not finite"
+    return "identical" if math.isinf(value) else f"{value:.2f} dB"

@@ -9,7 +9,7 @@ import torch
 
 from ... import kernels
 from ..bench.precision import compare_precision
-from ..bench.tables import aligned, dtype_label
+from ..bench.report import aligned, dtype_label
 from ..model import VideoVAE
 from ..planning.device_memory import free_bytes
 from ..streaming.int8.settings import INT8

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ...kernels import default_device
-from ..bench.precision import int8_layers, part_in_int8
+from ..bench.precision import int8_layers
+from ..bench.report import part_in_int8
 from ..checkpoint import load_vae
 from ..media.video_reader import VideoFile
 from ..model import VideoVAE

@@ -2,7 +2,7 @@
 
 import torch
 
-from fast_video_vae.tests.nodes.vae.pairs import node, ours, relative_error, v3_node
+from fast_video_vae.tests.nodes.vae.pairs import clip, node, ours, relative_error, v3_node
 from fast_video_vae.tests.videos import stacked, write, write_planes
 
 
@@ -38,18 +38,6 @@ def assert_encoded(latent, vae, pixels):
     assert relative_error(latent, expected["samples"]) <= 1e-5
 
 
-def press_stop(monkeypatch, hit):
-    """The user presses stop when a progress bar shows this."""
-    import comfy.model_management
-    import comfy.utils
-
-    def show(value, total, preview, node_id=None):
-        if hit(value, total):
-            comfy.model_management.interrupt_current_processing()
-
-    monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", show)
-
-
 def written(frames, path, **options):
     """A VIDEO that is a file of these bytes."""
     from comfy_api.latest import InputImpl
@@ -57,9 +45,9 @@ def written(frames, path, **options):
     return InputImpl.VideoFromFile(str(write(path, frames, 16, codec="ffv1", **options)))
 
 
-def deep(frames, height=64, width=64):
-    """Such content, each value a number of 16 bits."""
-    return (waves(frames, height, width, 1) * 65535).round() / 65535
+def deep(frames):
+    """An IMAGE, each value a number of 16 bits."""
+    return (clip(frames) * 65535).round() / 65535
 
 
 def deep_file(images, path, codec="ffv1", **options):
@@ -79,19 +67,6 @@ def held(frames):
 def decibels(images, expected):
     assert images.shape == expected.shape
     return -10 * torch.log10(((images - expected) ** 2).mean()).item()
-
-
-def waves(frames, height, width, steepness):
-    """Moving content `[N, H, W, 3]` float32 in [0, 1], which codecs compress like real videos."""
-    time = torch.arange(frames).view(-1, 1, 1, 1)
-    y, x = torch.arange(height).view(1, -1, 1, 1), torch.arange(width).view(1, 1, -1, 1)
-    phase = torch.tensor([0.0, 2.0, 4.0])
-    return torch.sin(steepness * (x / 90 + y / 130 + time / 30) + phase) * 0.4 + 0.5
-
-
-def smooth(frames, height=64, width=64):
-    """Such content as uint8."""
-    return (waves(frames, height, width, 10) * 255).byte()
 
 
 def tone(seconds, rate=44100, channels=2):

@@ -21,9 +21,14 @@ from fast_video_vae.tests.vae.families import computes_16_bits
 from fast_video_vae.vae.bench.baselines import contestants
 from fast_video_vae.vae.bench.chart import COLORS, draw_chart
 from fast_video_vae.vae.bench.content import Clip, fitted, random_latent
-from fast_video_vae.vae.bench.measure import Contestant, compare, measured
+from fast_video_vae.vae.bench.measure import (
+    Contestant,
+    compare,
+    measured,
+    psnr,
+    relative_error,
+)
 from fast_video_vae.vae.bench.report import BenchmarkReport, Comparison, Result
-from fast_video_vae.vae.bench.tables import psnr, relative_error
 from fast_video_vae.vae.checkpoint import load_vae, read_checkpoint
 from fast_video_vae.vae.streaming import precision
 from fast_video_vae.vae.streaming.options import StreamOptions
@@ -38,6 +43,10 @@ def images(seed=0, frames=3):
     return torch.rand(1, frames, 8, 6, 3, generator=torch.Generator().manual_seed(seed))
 
 
+def compared(contestants, task="decode", rounds=1, **options):
+    return compare(task, contestants, rounds=rounds, dtype="", device=CPU, **options).results
+
+
 def test_the_order_rotates_each_round_after_a_warm_up_that_is_not_in_the_figures(monkeypatch):
     order, passed = [], []
     costs = {
@@ -46,46 +55,32 @@ def test_the_order_rotates_each_round_after_a_warm_up_that_is_not_in_the_figures
         "c": iter([(1.0, 1)] * 4),
     }
 
-    def contestant(name, seed):
-        return Contestant(name, lambda: [order.append(name), images(seed)][1])
-
     def costed(device, run):
-        made = run()
-        return made, *next(costs[order[-1]])
+        return run(), *next(costs[order[-1]])
 
     monkeypatch.setattr(sys.modules[compare.__module__], "measured", costed)
-    a, b, c = (contestant(name, seed) for seed, name in enumerate(costs))
+    a, b, c = (
+        Contestant(name, lambda name=name, seed=seed: [order.append(name), images(seed)][1])
+        for seed, name in enumerate(costs)
+    )
     # `prepare` runs before each call.
     entries = [a, replace(b, prepare=lambda: order.append("(")), c]
-    options = {"rounds": 3, "dtype": "fp32", "device": CPU}
-    found = compare("decode", entries, **options, passed=lambda: passed.append("".join(order)))
+    one, two, _ = compared(entries, rounds=3, passed=lambda: passed.append("".join(order)))
     assert passed[-1] == "a(bc" + "a(bc" + "c(ba" + "a(bc"
     assert [calls[-1] for calls in passed] == [*"abcabccbaabc"]
-    one, two, _ = found.results
     assert one.seconds == [4.0, 2.5, 9.0]
-    assert (one.median_s, one.best_s) == (4.0, 2.5)
+    assert (one.median_s, one.best_s, one.psnr_db) == (4.0, 2.5, None)
     assert (one.peak_bytes, two.peak_bytes) == (100, 40)
     assert (two.speed, two.thrift) == (4.0, 2.5)
-    assert (one.psnr_db, two.psnr_db) == (None, psnr(images(1), images(0)))
+    assert two.psnr_db == psnr(images(1), images(0))
 
 
-@pytest.mark.parametrize("shape", [(1, 3, 8, 6, 3), (3, 8, 6, 3)])
-def test_psnr_equals_the_formula_in_float64(shape):
-    one, two = images(0).view(shape), images(1).view(shape)
-    pairs = zip(one.flatten().tolist(), two.flatten().tolist(), strict=True)
-    error = sum((a - b) ** 2 for a, b in pairs)
-    assert psnr(one, two) == pytest.approx(10 * math.log10(one.numel() / error), abs=1e-12)
-    assert psnr(one, one) == math.inf
+def test_psnr_equals_the_formula_in_float64():
+    one, two = images(0)[0], images(1)[0]
+    error = (one.double() - two.double()).square().mean().item()
+    assert psnr(one, two) == pytest.approx(10 * math.log10(1 / error), abs=1e-12)
     # as ComfyUI gives them: the channels are not the last in memory
-    strided = two.movedim(-1, 0).contiguous().movedim(0, -1)
-    assert psnr(one, strided) == psnr(one, two)
-    broken = one.clone()
-    broken.view(-1)[7] = math.nan
-    assert math.isnan(psnr(broken, two))
-    one, two = torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0])
-    assert relative_error(one, two) == 0.1
-    assert relative_error(two, two) == relative_error(0 * two, 0 * two) == 0
-    assert relative_error(two, 0 * two) == math.inf
+    assert psnr(one, two.movedim(-1, 0).contiguous().movedim(0, -1)) == psnr(one, two)
 
 
 @pytest.mark.parametrize(
@@ -99,36 +94,20 @@ def test_psnr_equals_the_formula_in_float64(shape):
     ],
 )
 def test_results_are_compared_in_words(task, made, words):
-    contestants = [Contestant("a", images), Contestant("b", lambda: made)]
-    found = compare(task, contestants, rounds=1, dtype="", device=CPU).results
-    assert [each.agreement for each in found] == ["", words]
-    assert found[1].identical == (words == "identical")
+    first, found = compared([Contestant("a", images), Contestant("b", lambda: made)], task)
+    assert (first.agreement, found.agreement) == ("", words)
+    assert found.identical == (words == "identical")
 
 
-def broken():
-    raise RuntimeError("a shape is wrong")
+def test_incomparable_results_are_an_error():
+    contestants = [Contestant("a", images), Contestant("b", lambda: images(frames=2))]
+    with pytest.raises(ValueError, match=r"b gives \[1, 2, .*; expected \[1, 3, .* as a does"):
+        compared(contestants)
+    with pytest.raises(ValueError, match="rounds is 0; expected at least 1"):
+        compared(contestants, rounds=0)
 
 
-@pytest.mark.parametrize(
-    ("runs", "rounds", "error", "message"),
-    [
-        (
-            [images, lambda: images(frames=2)],
-            1,
-            ValueError,
-            r"b gives \[1, 2, .*; expected \[1, 3, .* as a does",
-        ),
-        ([], 0, ValueError, "rounds is 0; expected at least 1"),
-        ([broken], 1, RuntimeError, "a shape is wrong"),
-    ],
-)
-def test_incomparable_results_are_an_error(runs, rounds, error, message):
-    contestants = [Contestant(name, run) for name, run in zip("ab", runs, strict=False)]
-    with pytest.raises(error, match=message):
-        compare("decode", contestants, rounds=rounds, dtype="", device=CPU)
-
-
-@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("at", [0, 2])
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_contestant_out_of_memory_is_skipped_afterwards(at, failing):
     calls = [0, 0]
@@ -144,8 +123,7 @@ def test_a_contestant_out_of_memory_is_skipped_afterwards(at, failing):
 
     contestants = [Contestant("a", runs(0)), Contestant("b", runs(1))]
     passed = []
-    options = {"rounds": 3, "dtype": "", "device": CPU, "passed": lambda: passed.append(0)}
-    found = compare("decode", contestants, **options).results
+    found = compared(contestants, rounds=3, passed=lambda: passed.append(0))
     assert (calls[failing], calls[1 - failing]) == (at + 1, 4)
     assert len(passed) == 8
     assert (found[failing].failure, found[failing].seconds) == ("out of memory", [])
@@ -168,8 +146,6 @@ def test_the_peak_excludes_memory_from_before_the_call(monkeypatch):
     assert kept.numel() == 40 * MIB
     names = lambda: {each.name for each in threading.enumerate()}  # noqa: E731
     assert "fast-video-vae-memory" in measured(CPU, names)[0]
-    with pytest.raises(KeyboardInterrupt):
-        measured(CPU, lambda: (_ for _ in ()).throw(KeyboardInterrupt))
     assert "fast-video-vae-memory" not in names()
     monkeypatch.setitem(sys.modules, "psutil", None)
     assert measured(CPU, lambda: takes(1))[2] is None
@@ -179,49 +155,34 @@ def test_the_peak_excludes_memory_from_before_the_call(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_the_peak_counts_tensors_and_time_includes_the_work():
     device = torch.device("cuda")
-    kept = torch.ones(64 * MIB, dtype=torch.uint8, device=device)
-    square = torch.rand(8192, 8192, device=device)
-    _, _, small = measured(device, lambda: torch.ones(MIB, dtype=torch.uint8, device=device))
-    _, seconds, large = measured(device, lambda: square @ square)
-    assert small == MIB
-    assert square.nbytes <= large <= square.nbytes + 64 * MIB  # cuBLAS's workspace
+    square = torch.rand(8192, 8192, device=device)  # allocated before, so not counted
+    assert measured(device, lambda: square[0].clone())[2] == 8192 * 4
     # 1.1 TFLOP at no more than 1000 TFLOP/s in float32; a launch alone returns sooner.
-    assert seconds > 1e-3
-    assert kept.all()
+    assert measured(device, lambda: square @ square)[1] > 1e-3
 
 
 def report(*comparisons, notes=()):
-    return BenchmarkReport(
-        "wan2.1, base width 96", "A card", Clip(832, 480, 81), 3, comparisons, notes
-    )
+    clip = Clip(832, 480, 81)
+    return BenchmarkReport("wan2.1, base width 96", "A card", clip, 3, comparisons, notes)
 
 
-def measurement(name, seconds=(), peak=None, **found):
-    taken = {"seconds": [*seconds], "peak_bytes": peak}
-    if seconds:
-        taken |= {"median_s": sorted(seconds)[len(seconds) // 2], "best_s": min(seconds)}
-    return Result(name, **taken, **found)
-
-
-PSNR, ERROR = "PSNR 52.4 dB", "relative error 1.2e-06"
+ERROR = "relative error 1.2e-06"
 DECODED = Comparison(
     "decode",
     "bf16",
     [
-        measurement("stock", (12.0, 12.5, 11.0), 6 * 2**30, speed=1.0, thrift=1.0),
-        measurement(
-            "fast", (3.0, 3.1, 2.9), 512 * MIB, psnr_db=52.44, agreement=PSNR, speed=4.0, thrift=12
-        ),
-        measurement("other", failure="out of memory"),
-        measurement("same", (24.0,), identical=True, agreement="identical", speed=0.5),
+        Result("stock", [], 12.0, 11.0, 6 * 2**30, speed=1.0, thrift=1.0),
+        Result("fast", [], 3.0, 2.9, 512 * MIB, agreement="PSNR 52.4 dB", speed=4.0, thrift=12),
+        Result("other", failure="out of memory"),
+        Result("same", [], 24.0, 24.0, agreement="identical", speed=0.5),
     ],
 )
 ENCODED = Comparison(
     "encode",
     "fp32",
     [
-        measurement("stock", (2.0,), speed=1.0),
-        measurement("fast", (0.05,), relative_error=1.2e-6, agreement=ERROR, speed=40.0),
+        Result("stock", [], 2.0, 2.0, speed=1.0),
+        Result("fast", [], 0.05, 0.05, agreement=ERROR, speed=40.0),
     ],
 )
 
@@ -237,27 +198,10 @@ def test_the_table_has_every_figure_with_its_unit():
         ["decode", "bf16", "other", "out of memory", "-", "-", "-", "-"],
         ["decode", "bf16", "same", "24.0 s", "24.0 s", "0.50x", "not measured", "identical"],
         ["encode", "fp32", "stock", "2.00 s", "2.00 s", "1.00x", "not measured", "-"],
-        [
-            *("encode", "fp32", "fast", "0.0500 s", "0.0500 s", "40.0x", "not measured"),
-            "relative error 1.2e-06",
-        ],
+        ["encode", "fp32", "fast", *["0.0500 s"] * 2, "40.0x", "not measured", ERROR],
     ]
     assert table[-1] == "- cut to size"
     assert len({len(line) for line in table if line[:1] == "|"}) == 1
-
-
-def test_the_json_is_valid_and_has_every_round():
-    def refuse(word):
-        raise AssertionError(f"{word} is not JSON")
-
-    content = json.loads(report(DECODED, ENCODED).as_json(), parse_constant=refuse)
-    assert (content["width"], content["height"], content["frames"]) == (832, 480, 81)
-    decode, encode = content["tasks"]
-    assert decode["results"][0]["seconds"] == [12.0, 12.5, 11.0]
-    assert decode["results"][1]["speed"] == 4
-    assert decode["results"][1]["psnr_db"] == 52.44
-    assert (decode["results"][3]["psnr_db"], decode["results"][3]["identical"]) == (None, True)
-    assert encode["results"][1]["relative_error"] == 1.2e-6
 
 
 def test_the_summary_compares_each_contestant_with_the_first():
@@ -266,9 +210,9 @@ def test_the_summary_compares_each_contestant_with_the_first():
         "PSNR 52.4 dB",
         "decode, other: out of memory",
         "decode, same: 0.50x as fast, 24.0 s instead of 12.0 s; identical",
-        "encode, fast: 40.0x as fast, 0.0500 s instead of 2.00 s; relative error 1.2e-06",
+        "encode, fast: 40.0x as fast, 0.0500 s instead of 2.00 s; " + ERROR,
     ]
-    failed = Comparison("decode", "", [Result("stock", failure="no"), measurement("fast", (1.0,))])
+    failed = Comparison("decode", "", [Result("stock", failure="no"), Result("fast", [], 1.0)])
     assert report(failed).summary() == "decode, fast: 1.00 s; stock: no"
 
 
@@ -279,22 +223,19 @@ def columns(chart, color):
     return int(hits[:, : chart.width // 2].sum(1).max())  # the left half has the seconds
 
 
-@pytest.mark.parametrize("comparisons", [(DECODED,), (ENCODED, DECODED)])
-def test_bars_are_proportional_to_their_values(comparisons):
-    one = Comparison("decode", "bf16", DECODED.results[:2])
-    chart = draw_chart(report(one))
+def test_bars_are_proportional_to_their_values():
+    chart = draw_chart(report(Comparison("decode", "bf16", DECODED.results[:2])))
     assert (chart.size, chart.mode) == ((1024, 640), "RGB")
     stock, fast = (columns(chart, color) for color in COLORS[:2])
     assert stock > 1024 // 3
     assert fast / stock == pytest.approx(3 / 12, abs=0.03)
-    assert columns(draw_chart(report(*comparisons)), COLORS[0]) > 1024 // 8
+    assert columns(draw_chart(report(ENCODED, DECODED)), COLORS[0]) > 1024 // 8
 
 
 @pytest.mark.parametrize(
     ("state", "asked", "kept"),
     [
         (random_state_dict(8), (830, 481, 83), (824, 480, 81)),
-        (random_state_dict(8), (8, 8, 1), (8, 8, 1)),
         (random_wan22(), (1920, 1080, 4), (1920, 1072, 1)),
         (random_qwen21(), (40, 40, 6), (32, 32, 6)),  # every frame is a picture
     ],
@@ -305,52 +246,39 @@ def test_a_clip_is_cut_to_whole_latents(state, asked, kept):
     assert clip == Clip(*kept)
     latent = random_latent(config, clip)
     assert torch.equal(latent, random_latent(config, clip))
-    _, _, frames, height, width = config.decoded_shape(latent.shape)
-    assert (width, height, frames) == kept
+    assert config.decoded_shape(latent.shape)[2:] == (kept[2], kept[1], kept[0])
 
 
-SMALL = ("--size", "48x32", "--frames", "5", "--rounds", "1")
-
-
-@pytest.mark.parametrize("task", ["both", pytest.param("encode", marks=pytest.mark.slow)])
-def test_the_command_measures_and_writes_both_files(tmp_path, run, vae_path, task):
+def test_the_command_measures_and_writes_both_files(tmp_path, run, vae_path, monkeypatch):
     from PIL import Image
 
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     chart, text = tmp_path / "c.png", tmp_path / "c.json"
-    options = ("--task", task, "-o", chart, "--json", text, "--dtype", "fp32")
-    code, lines, _ = run("bench", "--vae", vae_path, *SMALL, *options)
+    small = ("--size", "48x32", "--frames", "5", "--rounds", "1", "--dtype", "fp32")
+    files = ("-o", chart, "--json", text)
+    code, lines, _ = run("bench", "--vae", vae_path, *small, "--task", "both", *files)
     assert code == 0
     with Image.open(chart) as picture:
         assert (picture.format, picture.size) == ("PNG", (1024, 640))
     content = json.loads(text.read_text(encoding="utf-8"))
-    tasks = ["encode", "decode"] if task == "both" else [task]
-    assert [each["task"] for each in content["tasks"]] == tasks
-    for each in content["tasks"]:
-        reference, fast, *others = each["results"]
-        assert (reference["name"], fast["name"]) == ("reference", "fast")
-        for result in (fast, *others):
-            if each["task"] == "encode":
-                assert result["relative_error"] < 1e-4
-            else:
-                assert result["identical"] or result["psnr_db"] > 80
-    assert f"wrote {chart}" in lines
-    assert lines[-1].startswith(f"{tasks[-1]}, ")
+    assert (content["width"], content["height"], content["frames"]) == (48, 32, 5)
+    encode, decode = ({x["name"]: x for x in each["results"]} for each in content["tasks"])
+    assert list(encode) == list(decode) == ["reference", "fast"]
+    assert encode["fast"]["relative_error"] < 1e-4
+    assert decode["fast"]["identical"] or decode["fast"]["psnr_db"] > 80
+    assert len(decode["fast"]["seconds"]) == 1
+    assert {f"wrote {chart}", "- diffusers is left out: it is not installed"} <= {*lines}
+    assert lines[-1].startswith("decode, fast: ")
 
 
 @pytest.mark.parametrize(
     ("state", "knows"),
     [
-        (random_state_dict(8), True),
+        (random_state_dict(8, image_channels=4, out_channels=4), True),
         (random_state_dict(8, out_channels=12), False),
-        *(
-            pytest.param(state, knows, marks=pytest.mark.slow)
-            for state, knows in (
-                (random_state_dict(8, image_channels=4, out_channels=4), True),
-                (random_wan22(), True),
-                (random_qwen21(), True),
-                (random_seedvr2((32, 32, 64, 64)), False),
-            )
-        ),
+        pytest.param(random_wan22(), True, marks=pytest.mark.slow),
+        pytest.param(random_qwen21(), True, marks=pytest.mark.slow),
+        pytest.param(random_seedvr2((32, 32, 64, 64)), False, marks=pytest.mark.slow),
     ],
 )
 def test_diffusers_uses_the_same_weights_if_it_supports_the_layout(state, knows):
@@ -374,14 +302,3 @@ def test_a_decode_keeps_its_dtype_where_float16_is_faster(monkeypatch):
     chosen = vae.decode_stream(random_latent(vae.config, clip), StreamOptions(None, torch.bfloat16))
     frames = torch.cat(list(chosen), dim=2).float().movedim(1, -1)
     assert torch.equal(found[1].run(), frames.add_(1).div_(2).clamp_(0, 1))
-
-
-def test_a_note_reports_missing_diffusers(run, vae_path, monkeypatch):
-    real = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "diffusers" else real(name)
-    )
-    code, lines, _ = run("bench", "--vae", vae_path, *SMALL)
-    assert code == 0
-    assert "- diffusers is left out: it is not installed" in lines
-    assert not [line for line in lines if line.startswith("decode, diffusers")]
