@@ -46,14 +46,9 @@ def rgb_of(y, cb, cr, bits, matrix=1, full=False):
     ("suffix", "codec", "pix_fmt", "bits"),
     [
         ("mkv", "ffv1", "gbrp16le", 16),
-        ("mkv", "ffv1", "rgb48le", 16),
-        ("mkv", "ffv1", "gbrp12le", 12),
         ("mkv", "ffv1", "gbrp10le", 10),
         ("mkv", "ffv1", "gray16le", 16),
-        ("mkv", "ffv1", "gray10le", 10),
-        ("png", "png", "rgb48be", 16),
         ("png", "png", "rgba64be", 16),  # transparent pixels have colors too
-        ("png", "png", "gray16be", 16),
     ],
 )
 def test_lossless_rgb_is_the_nearest_number_of_16_bits(tmp_path, suffix, codec, pix_fmt, bits):
@@ -93,10 +88,7 @@ def test_gray_follows_its_range(tmp_path, pix_fmt, bits):
         ("yuv444p10le", 1, True),
         ("yuv444p10le", 9, False),
         ("yuv444p10le", 6, True),
-        ("yuva444p10le", 1, False),
         ("yuva444p12le", 1, True),
-        ("yuv444p12le", 1, False),
-        ("yuv444p16le", 1, False),
         ("yuv444p16le", 1, True),
     ],
 )
@@ -115,28 +107,19 @@ def test_yuv_follows_the_formula_over_its_range(tmp_path, pix_fmt, matrix, full)
     assert np.abs(found - exact).max() * 1023 <= YUV_ERROR
 
 
-@pytest.mark.parametrize(
-    ("pix_fmt", "slack"),
-    [("gbrp16le", 4), ("gbrp10le", 4), ("yuv444p10le", 64), ("gray10le", 4), ("rgb48le", 4)],
-)
+@pytest.mark.parametrize("pix_fmt", ["gbrp16le", "gbrp10le", "yuv444p10le", "gray10le"])
 @pytest.mark.parametrize("size", [(16, 24), (48, 80)])
-def test_a_resize_keeps_black_and_white(tmp_path, pix_fmt, slack, size):
-    bits = 16 if "16" in pix_fmt or "48" in pix_fmt else 10
-    most = (1 << bits) - 1
-    black, white, middle = (64, 940, 512) if "yuv" in pix_fmt else (0, most, None)
-    picture = np.full((HEIGHT, WIDTH), black)
-    picture[:, WIDTH // 2 :] = white
-    count = {"gra": 1, "rgb": 1}.get(pix_fmt[:3], 3)
-    planes = [picture] * count
-    if middle:
-        planes = [picture, *[np.full_like(picture, middle)] * 2]
-    if pix_fmt == "rgb48le":
-        planes = [np.stack([picture] * 3, axis=-1)]
+def test_a_resize_keeps_black_and_white(tmp_path, pix_fmt, size):
+    is_yuv, most = "yuv" in pix_fmt, 65535 if "16" in pix_fmt else 1023
+    picture = np.full((HEIGHT, WIDTH), 64 if is_yuv else 0)
+    picture[:, WIDTH // 2 :] = 940 if is_yuv else most
+    others = [np.full_like(picture, 512) if is_yuv else picture] * 2
+    planes = [picture, *([] if "gray" in pix_fmt else others)]
     video = read_video(write_planes(tmp_path / "a.mkv", "ffv1", pix_fmt, [planes]))
     (piece,) = video.pieces(size=size)
-    found = wide(piece[0, :, 0])
-    assert np.abs(found[:, :, 0] - 0).max() <= slack
-    assert np.abs(found[:, :, -1] - 65535).max() <= slack
+    found, slack = wide(piece[0, :, 0]), 64 if is_yuv else 4
+    assert found[:, :, 0].max() <= slack
+    assert found[:, :, -1].min() >= 65535 - slack
 
 
 def test_8_bits_can_be_requested(tmp_path):
@@ -154,17 +137,11 @@ def test_8_bits_can_be_requested(tmp_path):
 
 
 def test_a_stream_that_changes_to_8_bits_keeps_its_dtype(tmp_path):
-    picture = numbers(8, HEIGHT, WIDTH, 3)
-    parts = []
-    for codec, pix_fmt, values in (("png", "rgb48be", picture * 257), ("png", "rgb24", picture)):
-        path = tmp_path / f"{pix_fmt}.png"
-        if pix_fmt == "rgb48be":
-            write_planes(path, codec, pix_fmt, [[values]])
-        else:
-            av.VideoFrame.from_ndarray(values.astype(np.uint8), format=pix_fmt).save(str(path))
-        parts.append(path.read_bytes())
-    joined = tmp_path / "a.png"  # read as one stream of two pictures
-    joined.write_bytes(b"".join(parts))
+    picture, joined = numbers(8, HEIGHT, WIDTH, 3), tmp_path / "a.png"  # two pictures, one stream
+    deep = write_planes(tmp_path / "deep.png", "png", "rgb48be", [[picture * 257]])
+    frame = av.VideoFrame.from_ndarray(picture.astype(np.uint8), format="rgb24")
+    frame.save(str(tmp_path / "small.png"))
+    joined.write_bytes(deep.read_bytes() + (tmp_path / "small.png").read_bytes())
     frames = list(read_video(joined).frames())
     assert len(frames) == 2
     for frame in frames:

@@ -22,8 +22,6 @@ from fast_video_vae.vae.media import read_video, video_reader
 SHAPES = [
     (Fraction(8, 9), 48, 72, 64),  # NTSC, 4:3
     (Fraction(32, 27), 48, 72, 85),  # NTSC, 16:9; 85.33
-    (Fraction(4, 3), 54, 72, 96),  # HDV
-    (Fraction(8, 9), 33, 45, 40),  # odd
     (Fraction(32, 27), 31, 51, 60),  # odd; 60.44
 ]
 ROTATES = hasattr(av.VideoStream, "set_display_rotation")
@@ -50,7 +48,7 @@ def planes_of(gray):
     return [64 + gray * 876, *[np.full(gray.shape, 512)] * 2]
 
 
-@pytest.mark.parametrize("degrees", [0, 90, 180, -90])
+@pytest.mark.parametrize("degrees", [0, -90])
 @pytest.mark.parametrize(("ratio", "height", "width", "shown"), SHAPES)
 def test_the_width_is_scaled_before_the_rotation(
     tmp_path, caplog, ratio, height, width, shown, degrees
