@@ -10,7 +10,6 @@ from fast_video_vae.vae.media.timestamps import (
     LEEWAY,
     SLACK,
     TimedFrame,
-    checked_rate,
     paced,
     since,
     timed,
@@ -119,10 +118,3 @@ def test_a_range_begins_with_the_frame_on_screen(start, expected):
     items = [TimedFrame(Fraction(t), Fraction(t + 1), i) for i, t in enumerate((0, 1, 5, 6))]
     found = since(iter(items), Fraction(start), Fraction(1))
     assert [item.frame for item in found] == expected
-
-
-def test_a_rate_outside_the_range_of_files_is_refused():
-    assert checked_rate(29.97) == Fraction(2997, 100)
-    for fps in (0, -1.5, 10_000, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="expected more than 0 and less than 10000"):
-            checked_rate(fps)
