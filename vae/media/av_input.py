@@ -35,7 +35,10 @@ MISSING_SHARE = 0.1
 
 
 class _Window:
-    """A file object with its own position, so that a video in memory can be read twice at once."""
+    """A file object with its own position, so that a video in memory can be read twice at once.
+
+    FFmpeg seeks from the start or the end alone.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -48,8 +51,6 @@ class _Window:
         return data
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        if whence == os.SEEK_CUR:
-            offset, whence = offset + self._place, os.SEEK_SET
         self._place = self._file.seek(offset, whence)
         return self._place
 

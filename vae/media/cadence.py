@@ -36,59 +36,53 @@ USUAL = tuple(
 NEAR = Fraction(1, 100)
 # Highest rate for irregular frames: more would only repeat frames.
 HIGHEST = Fraction(120)
+# Rate of a file without times and a declared rate.
+FALLBACK = Fraction(25)
 # Valid rates: at least a frame per hour, and less than `LIMIT`, as in `checked_rate`.
 LOWEST, LIMIT = Fraction(1, 3600), 10_000
 
 
-def first_packets(packets: Iterator[Packet]) -> list[Packet]:
-    """Take the packets whose times are read; the rest of the iterator follows them."""
-    taken, size = [], 0
+def sampled(stream: VideoStream, packets: Iterator[Packet]) -> tuple[list[Packet], list[float]]:
+    """Take the first packets, and return them with sorted times in seconds; none if one lacks it.
+
+    They are the decoding times of all frames if the file has an index and PyAV (from 17 on) reads
+    it, otherwise the display times of these packets.
+    """
+    taken: list[Packet] = []
     try:
         for packet in packets:
             taken.append(packet)
-            size += packet.size
-            if len(taken) >= SAMPLE or size >= SAMPLE_BYTES:
+            if len(taken) >= SAMPLE or sum(each.size for each in taken) >= SAMPLE_BYTES:
                 break
     except FAULTS:
         pass  # the reader of that part raises the error
-    return taken
-
-
-def display_times(stream: VideoStream, packets: Sequence[Packet]) -> list[float]:
-    """Return the sorted times of frames in seconds; empty if one is missing.
-
-    They are the decoding times of all frames if the file has an index and PyAV (from 17 on) reads
-    it, otherwise the display times of the first `packets`.
-    """
-    shown = [packet for packet in packets if packet.size and not packet.is_discard]
-    found = [float(each.pts * each.time_base) for each in shown if each.pts is not None]
+    shown = [packet for packet in taken if packet.size and not packet.is_discard]
+    found = sorted(float(each.pts * each.time_base) for each in shown if each.pts is not None)
     if len(found) < len(shown) or not found:
-        return []
+        return taken, []
     index = getattr(stream, "index_entries", ())
     if stream.time_base and len(index) == stream.frames > 0:
         base = float(stream.time_base)
-        return sorted(entry.timestamp * base for entry in itertools.islice(index, INDEXED))
+        return taken, sorted(entry.timestamp * base for entry in itertools.islice(index, INDEXED))
     # The last packet of a file is empty. Frames shown before the last ones may come after them.
-    whole = not packets[-1].size
-    return sorted(found) if whole else sorted(found)[: max(len(found) - REORDERED, 2)]
+    return taken, found if not taken[-1].size else found[: max(len(found) - REORDERED, 2)]
 
 
-def cadence(times: Sequence[float], announced: Sequence[Fraction]) -> tuple[Fraction | None, bool]:
-    """Return the frames per second, None: unknown, and whether the rate is constant.
+def cadence(times: Sequence[float], announced: Sequence[Fraction]) -> tuple[Fraction, bool]:
+    """Return the frames per second, and whether the rate is constant.
 
     `times` are sorted, in seconds; `announced` has the most credible rate first.
     """
     known = [rate for rate in announced if 0 < rate < LIMIT]
     if len(times) < 2 or times[-1] <= times[0]:
-        return (known[0] if known else None), True
+        return [*known, FALLBACK][0], True
     # Least squares average out jitter.
     middle = (len(times) - 1) / 2
     apart = sum((index - middle) * (time - times[0]) for index, time in enumerate(times))
     measured = _kept(sum((index - middle) ** 2 for index in range(len(times))) / apart)
-    rates = [*known, *_usual(measured), measured]
-    spreads = [_spread(times, float(rate)) for rate in rates]
-    most = min(JITTER, min(spreads) + BETTER)
-    for rate, spread in zip(rates, spreads, strict=True):
+    spreads = {rate: _spread(times, rate) for rate in (*known, *_usual(measured), measured)}
+    most = min(JITTER, min(spreads.values()) + BETTER)
+    for rate, spread in spreads.items():
         if spread <= most:
             return rate, True
     dominant = _dominant(times)
@@ -101,9 +95,10 @@ def is_near(rate: Fraction, other: Fraction) -> bool:
     return abs(rate - other) <= NEAR * other
 
 
-def _spread(times: Sequence[float], rate: float) -> float:
+def _spread(times: Sequence[float], rate: Fraction) -> float:
     """Return the spread of the times around those of a constant rate, in frames."""
-    off = [(time - times[0]) * rate - index for index, time in enumerate(times)]
+    fps = float(rate)
+    off = [(time - times[0]) * fps - index for index, time in enumerate(times)]
     return max(off) - min(off)
 
 
@@ -120,8 +115,7 @@ def _dominant(times: Sequence[float]) -> Fraction:
 
 def _usual(rate: Fraction) -> list[Fraction]:
     """Return the common rates near `rate`, the nearest first."""
-    near = (each for each in USUAL if is_near(each, rate))
-    return sorted(near, key=lambda each: abs(each - rate))
+    return sorted((x for x in USUAL if is_near(x, rate)), key=lambda x: abs(x - rate))
 
 
 def _kept(rate: float) -> Fraction:

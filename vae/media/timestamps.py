@@ -35,15 +35,11 @@ class TimedFrame(NamedTuple):
 
 
 def timed(
-    frames: Iterable[av.VideoFrame],
-    origin: Fraction,
-    fps: Fraction,
-    ahead: Fraction = AHEAD,
+    frames: Iterable[av.VideoFrame], origin: Fraction, fps: Fraction, ahead: Fraction = AHEAD
 ) -> Iterator[TimedFrame]:
     """Yield frames with times that never decrease; a pause longer than `ahead` resets the clock."""
-    end = Fraction(0)
+    end = shift = Fraction(0)
     last: Fraction | None = None
-    shift = Fraction(0)
     for frame in frames:
         time, base = end, frame.time_base
         if frame.pts is not None and base:
@@ -119,21 +115,19 @@ def paced(
         if not steady:
             # The rounding of the file must not decide between two equally near frames.
             following = turn((last.time + item.time) / 2 + 2 * SLACK, last.time)
-        elif item.time > last.time:
-            following = turn(item.time, last.time)
         else:
-            following = shown + 1  # it has no time of its own
+            # A frame with the time of the one before has no time of its own.
+            following = turn(item.time, last.time) if item.time > last.time else shown + 1
+            lasts &= abs(last.end - item.time) * fps < LEEWAY / 3
         if following > shown:
             yield last.frame, following - shown
-        shown = max(following, shown)
-        lasts &= not steady or abs(last.end - item.time) * fps < LEEWAY / 3
-        last = item
+        last, shown = item, following
     if last is None:
         return
     count = turn(last.end if end is None else min(last.end, end), last.time) - shown
     if steady:
-        yield last.frame, max(count, 1) if lasts else 1
-    elif count > 0:
+        count = max(count, 1) if lasts else 1
+    if count > 0:
         yield last.frame, count
 
 

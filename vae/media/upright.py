@@ -2,7 +2,7 @@
 
 Colors follow the matrix and range tags of the file as in FFmpeg, which assumes BT.601 without
 tags. swscale runs with accurate rounding and interpolated chroma, at most 1 level off; its default
-is up to 2 levels off, always downwards. `_range_of` has the numbers at which it leaves black and
+is up to 2 levels off, always downwards. `_target` has the numbers at which it leaves black and
 white; the result differs from the exact formula by at most 0.1 level of 10 bits (FFmpeg 8.1).
 
 It is used through PyAV's reformatter: the filter `scale` ignores where a stream has its chroma.
@@ -11,8 +11,7 @@ Floats are linear light, as in OpenEXR; the VAE expects values for a display. sw
 conversion, so PyTorch applies the curve of sRGB (IEC 61966-2-1).
 """
 
-import logging
-from fractions import Fraction
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,9 @@ import av
 import numpy as np
 import torch
 from av.video.reformatter import ColorRange, VideoReformatter
-from av.video.stream import VideoStream
 from torch import Tensor
 
 from .av_input import BT601, BT709, faults_name
-
-LOG = logging.getLogger(__name__)
 
 # Flags of swscale from libswscale/swscale.h; not every PyAV names all of them. First the scaler:
 # for chroma always, for luma when the size changes.
@@ -36,36 +32,32 @@ EXACT = 0x2000 | 0x4000 | 0x40000
 # Transfers of ISO/IEC 23091-2 that leave floats as linear light: reserved and unspecified, as in
 # files of other programs, and linear.
 _LINEAR = (0, 2, 8)
-# Pixels up to this many times as wide as high, or as high as wide, occur in files.
-_WIDEST_PIXEL = 10
 
 
-class Upright:
-    """Converts frames to upright RGB of one size."""
+def upright(
+    path: Path, size: tuple[int, int], scaler: int, *, deep: bool
+) -> Callable[[av.VideoFrame], Tensor]:
+    """Return a conversion to upright RGB of one size, `[height, width, 3]`, for a single thread.
 
-    def __init__(
-        self, path: Path, height: int, width: int, scaler: int = BICUBIC, *, deep: bool = False
-    ) -> None:
-        """Set the upright size; `deep`: convert to 16 bits. One object serves one thread."""
-        self._path, self._size, self._deep = path, (height, width), deep
-        self._flags = scaler | EXACT
-        self._reformatter = VideoReformatter()
+    It gives uint8 in 0-255, or uint16 in 0-65535 if `deep`.
+    """
+    reformatter, top = VideoReformatter(), 65535 if deep else 255
 
-    def __call__(self, frame: av.VideoFrame) -> Tensor:
-        """Convert `frame` to `[height, width, 3]` uint8 in 0-255, or uint16 in 0-65535 if deep."""
-        with faults_name(self._path, "has a frame that cannot be converted"):
+    def convert(frame: av.VideoFrame) -> Tensor:
+        with faults_name(path, "has a frame that cannot be converted"):
             turns = quarter_turns(frame)
-            height, width = self._size[::-1] if turns % 2 else self._size
-            if _is_float(frame):
+            height, width = size[::-1] if turns % 2 else size
+            if "f16" in frame.format.name or "f32" in frame.format.name:
                 frame = _displayed(frame)
+            target, black, white = _target(frame)
             # The size may change within a stream; as in FFmpeg, that of the first frame is used.
-            pixels = self._reformatter.reformat(
+            pixels = reformatter.reformat(
                 frame,
                 width=width,
                 height=height,
-                format=_target(frame),
-                interpolation=self._flags,
-                # FFmpeg 8 takes gray for full range, whatever its tag says; so `_range_of` does.
+                format=target,
+                interpolation=scaler | EXACT,
+                # FFmpeg 8 takes gray for full range, whatever its tag says; so `_target` does.
                 src_color_range=ColorRange.JPEG if _is_gray(frame) else frame.color_range,
                 dst_color_range=ColorRange.JPEG,
                 # RGB has no matrix, but PyAV before 17 applies the frame's matrix only if the two
@@ -73,11 +65,12 @@ class Upright:
                 dst_colorspace=BT601 if frame.colorspace == BT709 else BT709,
             ).to_ndarray()
         found = torch.from_numpy(np.ascontiguousarray(np.rot90(pixels, turns)))
-        (black, white), top = _range_of(frame), 65535 if self._deep else 255
         if (black, white) == (0, top):
             return found
         levels = found.float().sub_(black).mul_(top / (white - black)).clamp_(0, top).round_()
-        return levels.to(torch.uint16 if self._deep else torch.uint8)
+        return levels.to(torch.uint16 if deep else torch.uint8)
+
+    return convert
 
 
 def quarter_turns(frame: av.VideoFrame) -> int:
@@ -90,58 +83,23 @@ def bit_depth(frame: av.VideoFrame) -> int:
     return min(16, max([8, *(component.bits for component in frame.format.components)]))
 
 
-def pixel_ratio(stream: VideoStream) -> Fraction:
-    """Return the width of a pixel of `stream` over its height; 1 if unknown or absurd."""
-    found = stream.sample_aspect_ratio or stream.codec_context.sample_aspect_ratio
-    ratio = Fraction(found) if found else Fraction(1)
-    if Fraction(1, _WIDEST_PIXEL) <= ratio <= _WIDEST_PIXEL:
-        return ratio
-    LOG.debug("Fast Video VAE: a pixel aspect ratio of %s is ignored", ratio)
-    return Fraction(1)
-
-
-def scaler_for(size: tuple[int, int], shown: tuple[int, int], stored: tuple[int, int]) -> int:
-    """Return swscale's flag for a resize; `shown` is in square pixels, `stored` in the file's."""
-    if size == stored:
-        return BICUBIC
-    # The mean over areas does not interpolate a side that grows, as one of pixels that are not
-    # square can.
-    shrinks = size[0] < shown[0] and size[0] <= stored[0] and size[1] <= stored[1]
-    return AREA if shrinks else LANCZOS
-
-
 def _is_gray(frame: av.VideoFrame) -> bool:
     return len(frame.format.components) < 3
 
 
-def _is_float(frame: av.VideoFrame) -> bool:
-    return "f16" in frame.format.name or "f32" in frame.format.name
-
-
-def _target(frame: av.VideoFrame) -> str:
-    """Return the format to which swscale converts `frame`.
-
-    Between RGB of the same depth it keeps all numbers. Of YUV, 16 bits keep what the matrix gives
-    between two levels.
-    """
+def _target(frame: av.VideoFrame) -> tuple[str, int, int]:
+    """Return the format to which swscale converts `frame`, and its numbers of black and white."""
     depth = bit_depth(frame)
-    if depth == 8:
-        return "rgb24"
-    return f"gbrp{depth}le" if frame.format.is_rgb or _is_gray(frame) else "gbrp16le"
-
-
-def _range_of(frame: av.VideoFrame) -> tuple[int, int]:
-    """Return the numbers of black and white in `_target` of `frame`."""
-    depth, full = bit_depth(frame), frame.color_range == ColorRange.JPEG
     top = (1 << depth) - 1
-    if _is_gray(frame):
-        # swscale never stretches gray of limited range, as ITU-R BT.709-6 has it.
-        limited = frame.color_range == ColorRange.MPEG
-        return (16 << (depth - 8), 235 << (depth - 8)) if limited else (0, top)
-    if frame.format.is_rgb or depth == 8:
-        return 0, top
-    # The low bits stay zero.
-    return 0, top << (16 - depth) if full or frame.format.name.startswith("xyz") else 255 << 8
+    if depth > 8 and not (frame.format.is_rgb or _is_gray(frame)):
+        # Of YUV, 16 bits keep what the matrix gives between two levels; their low bits stay zero.
+        is_full = frame.color_range == ColorRange.JPEG or frame.format.name.startswith("xyz")
+        return "gbrp16le", 0, top << (16 - depth) if is_full else 255 << 8
+    # Between RGB of the same depth swscale keeps all numbers. It never stretches gray of limited
+    # range, as ITU-R BT.709-6 has it.
+    limited = _is_gray(frame) and frame.color_range == ColorRange.MPEG
+    black, white = (16 << (depth - 8), 235 << (depth - 8)) if limited else (0, top)
+    return "rgb24" if depth == 8 else f"gbrp{depth}le", black, white
 
 
 def _displayed(frame: av.VideoFrame) -> av.VideoFrame:

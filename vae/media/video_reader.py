@@ -12,7 +12,6 @@ from typing import BinaryIO
 
 import av
 import torch
-from av.container import InputContainer
 from av.video.stream import VideoStream
 from torch import Tensor
 
@@ -26,7 +25,7 @@ from .av_input import (
     faults_name,
     opened,
 )
-from .cadence import cadence, display_times, first_packets, is_near
+from .cadence import cadence, is_near, sampled
 from .timestamps import (
     AHEAD,
     LEEWAY,
@@ -38,11 +37,11 @@ from .timestamps import (
     since,
     timed,
 )
-from .upright import Upright, bit_depth, pixel_ratio, quarter_turns, scaler_for
+from .upright import AREA, BICUBIC, LANCZOS, bit_depth, quarter_turns, upright
 
 LOG = logging.getLogger(__name__)
-# Rate of a file without a frame rate and a duration.
-FALLBACK_FPS = Fraction(25)
+# Pixels up to this many times as wide as high, or as high as wide, occur in files.
+WIDEST_PIXEL = 10
 
 
 @dataclass(frozen=True)
@@ -101,11 +100,14 @@ class VideoFile:
         rate = None if fps is None else checked_rate(fps)
         convert = self._converter(multiple, size, dtype)
 
-        def pictures() -> Iterator[Tensor]:
-            for frame, count in self._paced(rate, begin, end):
-                yield from itertools.repeat(convert(frame), count)
+        def found() -> Iterator[Tensor]:
+            shown = self._paced(rate, begin, end)
+            every = (each for frame, n in shown for each in itertools.repeat(convert(frame), n))
+            pictures = itertools.islice(every, limit)
+            while held := list(itertools.islice(pictures, frames)):
+                yield torch.stack(held).permute(3, 0, 1, 2).unsqueeze(0)
 
-        return _runs(itertools.islice(pictures(), limit), frames)
+        return found()
 
     def _paced(
         self, rate: Fraction | None, begin: Fraction, end: Fraction | None
@@ -118,10 +120,10 @@ class VideoFile:
         if self.varies is None:
             yield from ((item.frame, 1) for item in _until(end, found))
             return
-        deviates = self.varies or not is_near(self.announced_fps or self.fps, self.fps)
+        silent = not self.varies and is_near(self.announced_fps or self.fps, self.fps)
         noted = False
         for frame, count in paced(found, self.fps, begin, end, steady=True, lasts=self.varies):
-            if not noted and (deviates or count > 1):
+            if not noted and (count > 1 or not silent):
                 noted = True
                 LOG.info("Fast Video VAE: %s has a varying frame rate, or another than it "
                          "declares; it is read at %.5g frames per second, which keeps its timing; "
@@ -184,15 +186,18 @@ class VideoFile:
             # The smallest size with the aspect ratio of the video that covers the one asked for.
             scale = max(Fraction(side, of) for side, of in zip(size, own, strict=True))
             full = round(own[0] * scale), round(own[1] * scale)
-        scaler = scaler_for(full, own, self.stored_size or own)
-        deep = dtype is None and self.bit_depth > 8
-        upright = Upright(self.path, *full, scaler, deep=deep)
+        stored = self.stored_size or own
+        # The mean over areas does not interpolate a side that grows, as one of pixels that are not
+        # square can.
+        shrinks = full[0] < own[0] and full[0] <= stored[0] and full[1] <= stored[1]
+        scaler = BICUBIC if full == stored else AREA if shrinks else LANCZOS
+        convert = upright(self.path, full, scaler, deep=dtype is None and self.bit_depth > 8)
         top, left = (full[0] - height) // 2, (full[1] - width) // 2
-        return lambda frame: upright(frame)[top : top + height, left : left + width]
+        return lambda frame: convert(frame)[top : top + height, left : left + width]
 
     def _timed(self, start: Fraction, end: Fraction | None) -> Iterator[TimedFrame]:
         """Yield the frames from `start` on, of which at least one is before `end`."""
-        found = since(self._from(start), start, (1 + LEEWAY) / self.fps)
+        found = since(self._from(start, start > 0), start, (1 + LEEWAY) / self.fps)
         first = next(found, None)
         if first is None or (end is not None and first.time >= end - SLACK):
             until = "" if end is None else f" and before {float(end):g} s"
@@ -200,41 +205,30 @@ class VideoFile:
         yield first
         yield from found
 
-    def _from(self, start: Fraction) -> Iterator[TimedFrame]:
-        """Yield frames from `start` or earlier on, from the last key frame if it is found."""
-        if start:
-            with opened(self.path, self.file) as (container, stream):
-                if (found := self._sought(container, stream, start)) is not None:
-                    yield from found
-                    return
+    def _from(self, start: Fraction, seeks: bool) -> Iterator[TimedFrame]:
+        """Yield frames from `start` or earlier on; `seeks`: from a key frame, if it is found."""
         with opened(self.path, self.file) as (container, stream):
-            yield from self._decoded(container, stream)
-
-    def _sought(
-        self, container: InputContainer, stream: VideoStream, start: Fraction
-    ) -> Iterator[TimedFrame] | None:
-        """Return frames from a key frame before `start`; None if it is not found."""
-        if not stream.time_base:
-            return None
-        before: list[TimedFrame] = []
-        try:
-            container.seek(int((start + self.origin) / stream.time_base), stream=stream)
-            items = self._decoded(container, stream)
-            item = next(items)
-            if item.frame.pts is None or item.time > start + SLACK:
-                return None
-            # An error here may come from the seek alone, as in a stream with intra refresh.
-            while item.time < start - SLACK:
-                before, item = [item], next(items)
-        except (StopIteration, *FAULTS):
-            return None
-        return itertools.chain(before, [item], items)
-
-    def _decoded(self, container: InputContainer, stream: VideoStream) -> Iterator[TimedFrame]:
-        frames = decoded(self.path, container.demux(stream), stream)
-        # No pause is longer than the whole, but the declared duration may be that of other streams.
-        pause = Fraction(self.seconds) if self.seconds else AHEAD
-        return timed(frames, self.origin, self.fps, ahead=min(pause, AHEAD))
+            frames = decoded(self.path, container.demux(stream), stream)
+            # No pause is longer than the whole, but the declared duration may be that of other
+            # streams.
+            pause = min(Fraction(self.seconds) or AHEAD, AHEAD)
+            items = timed(frames, self.origin, self.fps, ahead=pause)
+            before: list[TimedFrame] = []
+            found = True
+            try:
+                if seeks and stream.time_base:
+                    container.seek(int((start + self.origin) / stream.time_base), stream=stream)
+                    before = [next(items)]
+                    found = before[0].frame.pts is not None and before[0].time <= start + SLACK
+                # An error here may come from the seek alone, as in a stream with intra refresh.
+                while found and before and before[-1].time < start - SLACK:
+                    before = [before[-1], next(items)]
+            except (StopIteration, *FAULTS):
+                found = False
+            if found:
+                yield from itertools.chain(before, items)
+                return
+        yield from self._from(start, seeks=False)
 
 
 def read_video(source: str | os.PathLike[str] | BinaryIO) -> VideoFile:
@@ -249,17 +243,14 @@ def read_video(source: str | os.PathLike[str] | BinaryIO) -> VideoFile:
     ):
         # Rotation is a property of the frame, not the stream, and a header may give a wrong size.
         packets = container.demux(stream)
-        sample = first_packets(packets)
+        sample, times = sampled(stream, packets)
         first = next(decoded(path, itertools.chain(sample, packets), stream), None)
         if first is None:
             raise ValueError(f"{path} has no frame that can be decoded; expected a video")
-        (height, width), stored = _sizes(path, first, pixel_ratio(stream))
-        times = display_times(stream, sample)
+        (height, width), stored = _sizes(path, stream, first)
         # PyAV 19 has its own number type here; an unknown rate is false.
         announced = [Fraction(rate) for rate in (stream.average_rate, stream.guessed_rate) if rate]
         fps, constant = cadence(times, announced)
-        fps = fps or FALLBACK_FPS
-        varies = not constant if len(times) > 1 else None
         whole = (container.duration or 0) / av.time_base
         seconds = announced_seconds(stream) or whole
         count = stream.frames if constant else None
@@ -267,20 +258,30 @@ def read_video(source: str | os.PathLike[str] | BinaryIO) -> VideoFile:
             # Without a duration of the stream, times count from the start of the file.
             late = 0.0 if stream.duration else first.time or 0.0
             count = max(0, round((seconds - late) * fps)) or None
-        origin = Fraction(0)
-        if first.pts is not None and first.time_base:
-            origin = first.pts * first.time_base
-    rate, most = next(iter(announced), None), max(seconds, whole)
-    depth = bit_depth(first)
     return VideoFile(
-        path, height, width, fps, count, origin, file, varies, rate, most, depth, stored
+        path,
+        height,
+        width,
+        fps,
+        count,
+        origin=first.pts * first.time_base if first.pts and first.time_base else Fraction(0),
+        file=file,
+        varies=not constant if len(times) > 1 else None,
+        announced_fps=next(iter(announced), None),
+        seconds=max(seconds, whole),
+        bit_depth=bit_depth(first),
+        stored_size=stored,
     )
 
 
 def _sizes(
-    path: Path, first: av.VideoFrame, ratio: Fraction
+    path: Path, stream: VideoStream, first: av.VideoFrame
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return height and width, upright, in square pixels and in those of the file."""
+    ratio = Fraction(stream.sample_aspect_ratio or stream.codec_context.sample_aspect_ratio or 1)
+    if not Fraction(1, WIDEST_PIXEL) <= ratio <= WIDEST_PIXEL:
+        LOG.debug("Fast Video VAE: a pixel aspect ratio of %s is ignored", ratio)
+        ratio = Fraction(1)
     height, width = first.height, first.width
     shown = max(1, round(width * ratio))
     if height * shown > MOST_PIXELS:
@@ -298,9 +299,3 @@ def _sizes(
 def _until(end: Fraction | None, frames: Iterator[TimedFrame]) -> Iterator[TimedFrame]:
     """Yield the frames before `end`; None: all."""
     return itertools.takewhile(lambda item: end is None or item.time < end - SLACK, frames)
-
-
-def _runs(pictures: Iterator[Tensor], frames: int) -> Iterator[Tensor]:
-    """Stack pictures `[H, W, 3]` into pieces `[1, 3, t, H, W]`."""
-    while held := list(itertools.islice(pictures, frames)):
-        yield torch.stack(held).permute(3, 0, 1, 2).unsqueeze(0)

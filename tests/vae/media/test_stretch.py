@@ -40,12 +40,6 @@ def long_video(request, tmp_path_factory):
     return video, stacked(video)
 
 
-def test_containers_declare_their_length(long_video):
-    video, frames = long_video
-    assert video.estimated_frames == len(frames) == 100
-    assert video.fps == 24
-
-
 @pytest.mark.parametrize(
     ("start", "duration", "expected"),
     [
@@ -59,6 +53,7 @@ def test_containers_declare_their_length(long_video):
 )
 def test_a_range_is_exact(long_video, start, duration, expected):
     video, frames = long_video
+    assert (video.estimated_frames, len(frames), video.fps) == (100, 100, 24)
     found = torch.stack(list(video.frames(start, duration)))
     assert torch.equal(found, frames[expected.start : expected.stop])
     assert video.estimate(start=start, duration=duration) == len(expected)
@@ -94,12 +89,8 @@ def test_a_video_that_begins_late_counts_from_its_first_frame(tmp_path, containe
 
 
 @pytest.fixture(scope="module")
-def numbered_videos(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("numbered")
-    return [
-        read_video(write(folder / f"a.{suffix}", numbered_clip(24), codec=codec))
-        for suffix, codec in (("mp4", "h264"), ("mkv", "ffv1"), ("webm", "vp9"))
-    ]
+def numbered(tmp_path_factory):
+    return read_video(write(tmp_path_factory.mktemp("numbered") / "a.mp4", numbered_clip(24)))
 
 
 @pytest.mark.parametrize(
@@ -111,17 +102,15 @@ def numbered_videos(tmp_path_factory):
         (16, [0, 1, 3, 4, 6, 7, 9, 10, 12, 13, 15, 16, 18, 19, 21, 22]),
     ],
 )
-def test_another_rate_repeats_or_drops_frames(numbered_videos, fps, expected):
-    for video in numbered_videos:
-        assert numbers(pieces_of(video, fps=Fraction(fps))) == expected
-        assert video.estimate(fps=Fraction(fps)) == len(expected)
+def test_another_rate_repeats_or_drops_frames(numbered, fps, expected):
+    assert numbers(pieces_of(numbered, fps=Fraction(fps))) == expected
+    assert numbered.estimate(fps=Fraction(fps)) == len(expected)
 
 
-def test_a_frame_limit_ends_reading(numbered_videos):
-    video = numbered_videos[0]
-    assert [piece.shape[2] for piece in video.pieces(limit=6)] == [4, 2]
-    assert numbers(pieces_of(video, limit=3, fps=Fraction(8), start=0.5)) == [12, 15, 18]
-    assert video.estimate(limit=6) == 6
+def test_a_frame_limit_ends_reading(numbered):
+    assert [piece.shape[2] for piece in numbered.pieces(limit=6)] == [4, 2]
+    assert numbers(pieces_of(numbered, limit=3, fps=Fraction(8), start=0.5)) == [12, 15, 18]
+    assert numbered.estimate(limit=6) == 6
 
 
 def test_a_file_in_memory_reads_like_a_file_on_disk(tmp_path):
@@ -148,19 +137,20 @@ def test_a_file_in_memory_reads_like_a_file_on_disk(tmp_path):
         ({"start": float("nan")}, "start is nan s"),
         ({"start": 60.0}, r"a\.mp4 lasts 1\.00 s; start is 60\.0 s"),
         ({"duration": 0.0}, "duration is 0.0 s; expected more than 0"),
-        ({"fps": 0}, "fps is 0; expected more than 0"),
+        ({"fps": 0}, "fps is 0; expected more than 0 and less than 10000"),
+        ({"fps": float("nan")}, "fps is nan"),
+        ({"fps": 10_000}, "fps is 10000"),
         ({"limit": 0}, "limited to 0; expected at least 1"),
         ({"frames": 0}, "frames are 0"),
         ({"multiple": 49}, r"a\.mp4 is 64x48; expected at least 49x49"),
         ({"size": (4, 4), "multiple": 8}, r"a\.mp4 is 64x48, requested as 4x4; expected"),
     ],
 )
-def test_an_impossible_range_is_an_error_before_any_work(numbered_videos, options, message):
-    video = numbered_videos[0]
+def test_an_impossible_range_is_an_error_before_any_work(numbered, options, message):
     with pytest.raises(ValueError, match=message):
-        video.pieces(**options)
+        numbered.pieces(**options)
 
 
-def test_a_range_after_the_last_frame_is_an_error(numbered_videos):
+def test_a_range_after_the_last_frame_is_an_error(numbered):
     with pytest.raises(ValueError, match=r"a\.mp4 has no frame at 1\.1 s or later"):
-        next(numbered_videos[0].pieces(start=1.1))
+        next(numbered.pieces(start=1.1))

@@ -25,10 +25,7 @@ from fast_video_vae.vae.media import read_video
     ("frames", "size", "expected"),
     [
         (1, 4, [1]),  # a single frame
-        (3, 4, [3]),  # one short of a piece
-        (8, 4, [4, 4]),  # whole pieces
         (9, 4, [4, 4, 1]),
-        (5, 1, [1] * 5),
     ],
 )
 def test_pieces_hold_consecutive_frames(tmp_path, frames, size, expected):
@@ -42,7 +39,6 @@ def test_pieces_hold_consecutive_frames(tmp_path, frames, size, expected):
 @pytest.mark.parametrize(
     ("height", "width", "expected"),
     [
-        (48, 64, (48, 64)),
         (50, 70, (48, 64)),  # the same crop on both sides
         (33, 21, (32, 16)),  # odd, and not a multiple of swscale's block size
     ],
@@ -63,7 +59,6 @@ def test_pieces_are_center_cropped(tmp_path, height, width, expected):
     [
         (1, False),  # BT.709, as HD video is
         (1, True),
-        (6, False),  # BT.601, as SD video is
         (6, True),  # as JPEG is
         (9, False),  # BT.2020
         (2, False),  # no tag: FFmpeg assumes BT.601
@@ -83,23 +78,6 @@ def test_frames_are_converted_by_the_color_tags_of_the_file(tmp_path, matrix, fu
         output.mux([*stream.encode(frame), *stream.encode(None)])
     back = stacked(read_video(path))[0].float().mean(dim=(0, 1))
     assert (back - torch.tensor(color)).abs().max() <= COLOR_ERROR
-
-
-@pytest.mark.skipif(
-    not hasattr(av.VideoStream, "set_display_rotation"), reason="PyAV before 17 writes no rotation"
-)
-@pytest.mark.parametrize("degrees", [90, 180, -90])
-def test_a_rotated_video_is_read_upright(tmp_path, degrees):
-    frames = moving_clip(2)
-    path = tmp_path / "a.mp4"
-    write_with(path, frames, "mp4", prepare=lambda stream: stream.set_display_rotation(degrees))
-    with av.open(str(path)) as container:
-        plain = next(container.decode(video=0)).to_ndarray(format="rgb24")
-    upright = np.rot90(plain, degrees // 90)
-    video = read_video(path)
-    assert (video.height, video.width) == upright.shape[:2]
-    # `plain` uses PyAV's default conversion, which is off by at most 2.
-    assert np.abs(next(video.frames()).numpy().astype(int) - upright).max() <= 4
 
 
 def test_a_colon_in_a_name_does_not_select_a_protocol(tmp_path, monkeypatch):
@@ -171,6 +149,7 @@ def test_the_error_for_a_bad_file_is_one_line_with_its_name(tmp_path, name, make
         list(read_video(path).frames())
 
 
+OTHERS = [("ffv1", "mkv"), ("vp9", "webm")]
 PEAKS = """
 import resource, sys
 from fast_video_vae.tests.videos import moving_clip
@@ -190,20 +169,11 @@ for frames in lengths:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Python measures no peak memory on Windows")
 @pytest.mark.parametrize(
-    ("codec", "suffix", "side", "short", "long"),
-    [
-        ("h264", "mp4", 256, 65, 257),
-        *(
-            pytest.param(codec, suffix, 128, 129, 1025, marks=pytest.mark.slow)
-            for codec, suffix in (("h264", "mp4"), ("ffv1", "mkv"), ("vp9", "webm"))
-        ),
-    ],
+    ("codec", "suffix"),
+    [("h264", "mp4"), *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHERS)],
 )
-def test_memory_does_not_grow_with_length(tmp_path, codec, suffix, side, short, long):
-    # Both lengths run in one process, except in the slow cases.
-    peaks = []
-    for lengths in [(short, long)] if long < 1000 else [(short,), (long,)]:
-        command = script_command(PEAKS, tmp_path / f"a.{suffix}", codec, side, *lengths)
-        peaks += map(int, succeeded(command).stdout.split())
+def test_memory_does_not_grow_with_length(tmp_path, codec, suffix):
+    command = script_command(PEAKS, tmp_path / f"a.{suffix}", codec, 256, 65, 257)
+    peaks = list(map(int, succeeded(command).stdout.split()))
     # In KiB: half the YUV bytes of the additional frames, a quarter of their RGB bytes.
-    assert peaks[1] - peaks[0] < side * side * 1.5 / 1024 / 2 * (long - short)
+    assert peaks[1] - peaks[0] < 256 * 256 * 1.5 / 1024 / 2 * (257 - 65)
