@@ -48,7 +48,7 @@ def planes_of(gray):
     return [64 + gray * 876, *[np.full(gray.shape, 512)] * 2]
 
 
-@pytest.mark.parametrize("degrees", [0, -90])
+@pytest.mark.parametrize("degrees", [0, 180, -90])
 @pytest.mark.parametrize(("ratio", "height", "width", "shown"), SHAPES)
 @pytest.mark.parametrize(
     "size",
@@ -70,7 +70,7 @@ def test_the_width_is_scaled_before_the_rotation(
         video = read_video(path)
     assert caplog.text.count("its width is scaled") == 1
     assert f"pixels of {ratio.numerator}:{ratio.denominator}" in caplog.text
-    own = (height, shown)[:: -1 if degrees else 1]
+    own = (height, shown)[:: -1 if degrees % 180 else 1]
     assert (video.height, video.width) == own
     kept = tuple(round(part * side) for part, side in zip(size, own, strict=True))
     (piece,) = video.pieces(size=None if kept == own else kept)
