@@ -131,10 +131,11 @@ def _one_line(error: Exception, command: str) -> str:
     if isinstance(error, ModuleNotFoundError):
         return f"{error.name} is missing; install it with: {INSTALL}"
     if "torch" in sys.modules:
-        from ..streaming import memory  # noqa: PLC0415, it imports torch
+        from ...kernels import is_out_of_memory  # noqa: PLC0415, it imports torch
+        from ..streaming.memory import exhausted  # noqa: PLC0415, as above
 
-        if memory.is_out_of_memory(error):
-            return str(memory.exhausted(error, command))
+        if is_out_of_memory(error):
+            return str(exhausted(error, command))
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f": {error.filename}" if error.filename else "")
     text = " ".join(str(error).split()) or "no message"

@@ -49,10 +49,12 @@ def sampled(stream: VideoStream, packets: Iterator[Packet]) -> tuple[list[Packet
     it, otherwise the display times of these packets.
     """
     taken: list[Packet] = []
+    size = 0
     try:
         for packet in packets:
             taken.append(packet)
-            if len(taken) >= SAMPLE or sum(each.size for each in taken) >= SAMPLE_BYTES:
+            size += packet.size
+            if len(taken) >= SAMPLE or size >= SAMPLE_BYTES:
                 break
     except FAULTS:
         pass  # the reader of that part raises the error
