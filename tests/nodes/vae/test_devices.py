@@ -245,7 +245,8 @@ def test_several_devices_give_the_result_of_one_and_stop(fast, state, tmp_path, 
         assert relative_error(images, expected) <= 1e-5
     assert tiled.device == HOST
     assert relative_error(shared.encode(pixels), fast.encode(pixels)) <= 1e-5
-    with stopped_at(shared.first_stage_model.decoder.get_submodule("middle.0"), most=2):
+    # Each of the three devices, the CPU too, can be in its first step of two.
+    with stopped_at(shared.first_stage_model.decoder.get_submodule("middle.0"), most=3):
         shared.decode(latent)
     assert relative_error(shared.decode(latent), expected) <= 1e-5
 
