@@ -20,7 +20,8 @@ TAGS = {
     "h264": ("yuv420p", 1, 13, 1), "hevc": ("yuv420p10le", 1, 13, 1),
     "av1": ("yuv420p10le", 1, 13, 1), "ffv1": ("gbrp16le", 0, 13, 2),
     "prores": ("yuv422p10le", 1, 1, 1), "prores4444": ("yuv444p12le", 1, 1, 1),
-    "png": ("rgb48be", 0, 13, 2), "exr": ("gbrpf16le", 2, 8, 0),
+    "png": ("rgb48be", 0, 13, 2),
+    "exr": (f"gbrpf{16 if av.library_versions['libavcodec'] >= (62,) else 32}le", 2, 8, 0),
 }  # fmt: skip
 
 
