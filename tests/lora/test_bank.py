@@ -1,15 +1,18 @@
-"""Stacks of LoRAs in one block of memory: their sum, sharing and cost."""
+"""Stacks of LoRAs in one block of memory: their rows, sharing, memory and copies."""
 
 import gc
-import itertools
+import math
 import os
 import weakref
+from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fast_video_vae.lora.bank import block_of, load_bank
 from fast_video_vae.lora.keys import Target, Targets
+from fast_video_vae.lora.offload import BankLoader
 from fast_video_vae.tests.lora import loading
 from fast_video_vae.tests.lora.models import (
     PREFIX,
@@ -20,6 +23,7 @@ from fast_video_vae.tests.lora.models import (
     spelled,
     wan,
 )
+from fast_video_vae.tests.lora.nets import Casting, Model, session_of, video
 
 WAN = wan(blocks=3)
 TARGETS = Targets(WAN)
@@ -27,172 +31,135 @@ NAMES = modules(WAN)
 ATTENTION = [name for name in NAMES if "self_attn" in name]
 Q = f"{PREFIX}blocks.1.self_attn.q"
 
+# Of three files: modules, rank, alpha and dtype.
+FILES = (
+    (NAMES, 4, 2, torch.float32),
+    (ATTENTION, 3, None, torch.float16),
+    (NAMES[5:], 16, 8, torch.bfloat16),
+)
+
 
 @pytest.fixture
 def stack(write):
-    """Return three (path, pairs, scale) of different modules, ranks, scales and dtypes."""
-    made = []
-    for number, (names, rank, alpha, dtype) in enumerate((
-        (NAMES, 4, 2, torch.float32),
-        (ATTENTION, 3, None, torch.float16),
-        (NAMES[5:], 16, 8, torch.bfloat16),
-    )):  # fmt: skip
-        pairs = random_pairs(WAN, names, rank, seed=number, dtype=dtype)
-        path = write(spelled(pairs, alpha=alpha), f"{number}.safetensors")
-        made.append((path, pairs, (alpha or rank) / rank))
-    return made
+    """Return the pairs and the paths of `FILES`."""
+    pairs, paths = [], []
+    for names, rank, alpha, dtype in FILES:
+        pairs.append(random_pairs(WAN, names, rank, seed=rank, dtype=dtype))
+        paths.append(write(spelled(pairs[-1], alpha=alpha), f"{rank}.safetensors"))
+    return pairs, paths
 
 
-def delta(pairs, name):
-    """Return `up @ down` in float64, flat."""
-    if name not in pairs:
-        return 0.0
-    up, down = (part.double().flatten(1) for part in pairs[name])
-    return up @ down
-
-
-def test_joined_pairs_are_the_sum_of_all_files(stack):
-    bank = load_bank([path for path, _, _ in stack], TARGETS)
-    strengths = 0.7, -1.2, 2.0
-    amounts = amounts_of(bank)
-    amounts.set(strengths)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_has_the_pairs_of_all_files_padded_with_zeros(stack, dtype):
+    """Of any dtype in that of the computation, and of convolutions too."""
+    pairs, paths = stack
+    bank = load_bank(paths, TARGETS, dtype)
     assert len(bank.layers) == len(NAMES)
     for name in NAMES:
-        layer = bank.layers[Target(f"{PREFIX}{name}.weight")]
-        down, up = (part.double() for part in layer.pairs(bank.flat))
-        factors = amounts.flat[layer.row : layer.row + layer.rank].double()
-        expected = sum(
-            strength * scale * delta(pairs, name)
-            for strength, (_, pairs, scale) in zip(strengths, stack, strict=True)
-        )
-        # Pairs of half precision are exact in float32; the amounts are rounded to it.
-        torch.testing.assert_close(up * factors @ down, expected, rtol=1e-6, atol=1e-5)
+        layer, at = bank.layers[Target(f"{PREFIX}{name}.weight")], 0
+        down, up = layer.pairs(bank.flat)
+        scales = bank.scales[layer.row : layer.row + layer.rank]
+        for each, (_, rank, alpha, _) in zip(pairs, FILES, strict=True):
+            if name in each:
+                rows, at = slice(at, at + rank), at + rank
+                for part, found in zip(each[name], (up[:, rows], down[rows]), strict=True):
+                    assert torch.equal(found, part.flatten(1).to(dtype))
+                assert scales[rows].tolist() == [(alpha or rank) / rank] * rank
+        assert layer.rank == len(down) == math.ceil(at / 8) * 8
+        assert not any(part.any() for part in (down[at:], up[:, at:], scales[at:]))
 
 
-def test_rows_record_their_file_and_ranks_are_padded_with_zeros(stack):
-    bank = load_bank([path for path, _, _ in stack], TARGETS)
+def test_the_active_rows_are_from_the_first_active_file_to_the_last(stack):
+    bank = load_bank(stack[1], TARGETS)
     layer = bank.layers[Target(f"{Q}.weight")]
     assert layer.rows == {0: (0, 4), 1: (4, 7), 2: (7, 23)}
-    assert layer.rank == 24
-    down, up = layer.pairs(bank.flat)
-    assert not down[23:].any()
-    assert not up[:, 23:].any()
     amounts = amounts_of(bank)
     for strengths, rows in (
-        ((1, 0, 0), (0, 4)), ((0, 1, 0), (4, 7)), ((1, 1, 0), (0, 7)), ((0, 1, 1), (4, 23)),
-        ((1, 0, 1), (0, 23)), ((0, 0, 0), (0, 0)),  # from the first active file to the last
+        ((1, 0, 0), (0, 4)), ((0, 1, 0), (4, 7)), ((0, 1, 1), (4, 23)), ((1, 0, 1), (0, 23)),
+        ((0, 0, 0), (0, 0)),
     ):  # fmt: skip
         amounts.set(strengths)
         assert amounts.rows(layer) == rows
-    scales = bank.scales[layer.row : layer.row + layer.rank]
-    assert scales.tolist() == [0.5] * 4 + [1.0] * 3 + [0.5] * 16 + [0.0]
 
 
 @pytest.mark.parametrize(
     ("shapes", "blocks"),
-    [(wan(blocks=12, i2v=False), 12), (wan(blocks=3, vace=2), 5), (qwen(blocks=3), 3)],
+    [
+        (wan(blocks=11, vace=2), {"blocks": 11, "vace_blocks": 2}),
+        (qwen(), {"transformer_blocks": 2}),
+    ],
 )
 def test_layers_are_in_the_order_of_the_model_without_gaps(write, shapes, blocks):
     """In any order of the file; `Bank.blocks` gives one span to each block."""
     path = write(spelled(random_pairs(shapes, reversed(modules(shapes)), 8)))
     bank = load_bank([path], Targets(shapes))
-    spans, at, row = [block.pairs for block in bank.blocks()], 0, 0
+    at = row = 0
     for layer in bank.layers.values():
         assert (layer.at, layer.row) == (at, row)
         at, row = at + layer.numel, row + layer.rank
-        assert sum(first <= layer.at and at <= last for first, last in spans) == 1, layer.target
-    assert bank.flat.numel() == at == sum(last - first for first, last in spans)
-    assert bank.scales.numel() == row
-    found = filter(None, (block_of(target.key) for target in bank.layers))
-    names = [name for name, _ in itertools.groupby(found)]
-    assert len(names) == blocks < len(spans)  # layers outside the blocks have spans too
-    assert names == sorted(names, key=lambda name: (name.split(".")[0], int(name.split(".")[1])))
+    assert (bank.flat.numel(), bank.scales.numel()) == (at, row)
+    spans = [block.pairs for block in bank.blocks()]
+    assert spans == [
+        (block.layers[0].at, block.layers[-1].at + block.layers[-1].numel)
+        for block in bank.blocks()
+    ]
+    names = [{block_of(layer.target.key) for layer in block.layers} for block in bank.blocks()]
+    assert [each for each in names if each != {""}] == [
+        {f"{kind}.{number}"} for kind, count in blocks.items() for number in range(count)
+    ]
 
 
 def test_the_same_files_share_a_bank_in_use(stack):
-    paths = [path for path, _, _ in stack]
+    _, paths = stack
     bank = load_bank(paths, TARGETS)
     assert load_bank(list(map(str, paths)), Targets(dict(WAN))) is bank
-    assert load_bank(paths, TARGETS, torch.bfloat16) is not bank
-    assert load_bank(paths[:2], TARGETS) is not bank
-    assert load_bank(paths[::-1], TARGETS) is not bank
+    halves = {"q": Target(f"{Q}.weight", (0, 0, 8))}
+    others = [
+        load_bank(paths[:2], TARGETS),
+        load_bank(paths[::-1], TARGETS),
+        load_bank(paths, TARGETS, torch.bfloat16),
+        load_bank(paths, Targets(wan(blocks=4))),
+        load_bank(paths, Targets(WAN, more=halves)),
+    ]
+    for content in paths[:2]:  # another time, then another size
+        paths[0].write_bytes(content.read_bytes())
+        os.utime(paths[0], ns=(1, 1))
+        others.append(load_bank(paths, TARGETS))
+    assert len({bank, *others}) == 1 + len(others)
     gone = weakref.ref(bank)
     del bank
     gc.collect()
     assert gone() is None
 
 
-def test_another_version_of_a_file_or_another_model_has_another_bank(write):
-    path = write(spelled(random_pairs(WAN, ATTENTION)))
-    bank = load_bank([path], TARGETS)
-    assert load_bank([path], Targets(wan(blocks=4))) is not bank
-    halves = {"q": Target(f"{Q}.weight", (0, 0, 8))}
-    assert load_bank([path], Targets(WAN, more=halves)) is not bank
-    os.utime(path, ns=(1, 1))
-    touched = load_bank([path], TARGETS)
-    assert touched is not bank
-    assert torch.equal(touched.flat, bank.flat)
-    write(spelled(random_pairs(WAN, NAMES, seed=1)))
-    os.utime(path, ns=(1, 1))
-    assert load_bank([path], TARGETS) is not touched
-
-
 def test_a_bank_that_cannot_be_read_is_not_cached(write):
-    good = write(spelled(random_pairs(WAN, ATTENTION)))
     pairs = random_pairs(WAN, ATTENTION)
+    paths = [write(spelled(pairs), f"{number}.safetensors") for number in (0, 1)]
     pairs["blocks.2.self_attn.v"][0][0, 0] = torch.nan
-    bad = write(spelled(pairs), "1.safetensors")
+    good = paths[1].read_bytes()
+    write(spelled(pairs), "1.safetensors")
     for _ in range(2):
         with pytest.raises(ValueError, match=r"1\.safetensors: .*blocks.2.self_attn.v.* finite"):
-            load_bank([good, bad], TARGETS)
-    pairs["blocks.2.self_attn.v"][0][0, 0] = 0
-    assert write(spelled(pairs), "1.safetensors") == bad
-    assert load_bank([good, bad], TARGETS).files[1].path == str(bad)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_pairs_have_the_dtype_of_the_computation(stack, dtype):
-    bank = load_bank([path for path, _, _ in stack], TARGETS, dtype)
-    assert bank.flat.dtype == dtype
-    assert bank.nbytes == bank.flat.numel() * dtype.itemsize
-    up = bank.layers[Target(f"{Q}.weight")].pairs(bank.flat)[1]
-    assert torch.equal(up[:, :4], stack[0][1]["blocks.1.self_attn.q"][0].to(dtype))
-
-
-def test_a_mismatch_found_on_reading_is_reported(write):
-    tensors = spelled(random_pairs(WAN, ATTENTION))
-    tensors |= {f"{PREFIX}blocks.0.ffn.0.lokr_w1": torch.ones(4, 4),
-                f"{PREFIX}blocks.0.ffn.0.lokr_w2": torch.ones(4, 4)}  # fmt: skip
-    bank = load_bank([write(tensors)], TARGETS)
-    assert bank.reports[0].used == 2 * len(ATTENTION)
-    (line,) = bank.reports[0].lines()[1:]
-    assert line.startswith("  2 keys do not fit: ")
-    assert "16x16" in line
-
-
-# Amounts.
+            load_bank(paths, TARGETS)
+    paths[1].write_bytes(good)
+    assert len(load_bank(paths, TARGETS).files) == 2
 
 
 def test_a_block_filter_scales_the_rows_of_blocks(stack):
-    bank = load_bank([stack[0][0]], TARGETS)
-    amounts = amounts_of(bank, (0, "0-,1=0.5,!2"))
-    amounts.set([2.0])
-    for name, factor in (("blocks.0", 1.0), ("blocks.1", 0.5), ("blocks.2", 0.0)):
-        layer = bank.layers[Target(f"{PREFIX}{name}.self_attn.q.weight")]
-        assert amounts.of(layer, 0) == 2 * factor
-        rows = amounts.flat[layer.row : layer.row + 4]
-        assert rows.tolist() == [2 * factor * 0.5] * 4
-        assert amounts.rows(layer) == ((0, 4) if factor else (0, 0))
-    # Strengths of a file that is listed twice add up.
-    amounts, layer = amounts_of(bank, (0, ""), (0, "1")), bank.layers[Target(f"{Q}.weight")]
-    for strengths, total in (((1.0, 0.25), 1.25), ((1.0, -1.0), 0.0)):
+    """Strengths of a file that is listed twice add up."""
+    bank = load_bank(stack[1][:1], TARGETS)
+    for filters, strengths, factors in (
+        (("0-,1=0.5,!2",), (2.0,), (2.0, 1.0, 0.0)),
+        (("", "1"), (1.0, 0.25), (1.0, 1.25, 1.0)),
+        (("", "1"), (1.0, -1.0), (1.0, 0.0, 1.0)),
+    ):
+        amounts = amounts_of(bank, *((0, text) for text in filters))
         amounts.set(strengths)
-        assert amounts.of(layer, 0) == total
-        assert amounts.flat[layer.row : layer.row + 4].tolist() == [total * 0.5] * 4
-    assert amounts.rows(layer) == (0, 0)
-
-
-# Memory, in a separate process.
+        for number, factor in enumerate(factors):
+            layer = bank.layers[Target(f"{PREFIX}blocks.{number}.self_attn.q.weight")]
+            assert amounts.of(layer, 0) == factor
+            assert amounts.flat[layer.row : layer.row + 4].tolist() == [factor * 0.5] * 4
+            assert amounts.rows(layer) == ((0, 4) if factor else (0, 0))
 
 
 @pytest.mark.skipif(
@@ -204,7 +171,84 @@ def test_a_block_filter_scales_the_rows_of_blocks(stack):
 )
 def test_reading_takes_the_memory_of_the_bank_and_two_layers(tmp_path, blocks):
     measured = loading.measure(tmp_path, blocks)
-    for path in tmp_path.iterdir():
-        path.unlink()
     assert measured["bank"] == 3 * blocks * 64 * 2 * 2 * (8 * 5120 + 5120 + 13824)
     assert measured["peak"] <= measured["bank"] + 2 * measured["layer"]
+
+
+# What is not a pair.
+
+
+@pytest.fixture
+def others(write):
+    """Return a model, and a bank and tensors of DoRAs, differences, biases and modulations."""
+    model = Model(Casting, blocks=4)
+    tensors = {}
+    for block in (f"blocks.{number}" for number in range(4)):
+        tensors |= spelled(random_pairs(model.shapes(), [f"{block}.self_attn.q"]))
+        tensors[f"{block}.self_attn.q.dora_scale"] = torch.rand(16, 1)
+        tensors[f"{block}.self_attn.o.diff"] = torch.rand(16, 16).half()
+        tensors[f"{block}.ffn.0.diff_b"] = torch.rand(24)
+        tensors[f"{block}.diff_m"] = torch.rand(1, 6, 16)
+    return model, load_bank([write(tensors)], Targets(model.shapes())), tensors
+
+
+class NoHostReads(TorchDispatchMode):
+    """Refuses operations that read the host's memory for a result on another device."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.device.type != "cpu":
+            given = [each for each in args if isinstance(each, torch.Tensor) and each.ndim]
+            assert not any(each.device.type == "cpu" for each in given), function
+        return result
+
+
+@pytest.mark.parametrize("mode", ["stream", "bypass"])
+def test_nothing_is_copied_from_the_host_after_the_first_call(others, mode):
+    """Once the bank is on the device, as ComfyUI loads it; the device here has no values."""
+    model, bank, _ = others
+    device, x = torch.device("meta"), video().to("meta")
+    model.to(device)
+    bank.to(device)
+    session = session_of(bank, [0.5], mode)
+    with torch.no_grad(), session.call(model, device):
+        model(x)
+    with NoHostReads(), torch.no_grad(), session.call(model, device):
+        model(x)
+    assert not session.counts.unserved
+
+
+def test_a_bank_counts_and_moves_all_of_its_tensors(others):
+    _, bank, tensors = others
+    held = sum(tensor.nbytes for tensor in tensors.values())
+    assert held <= bank.nbytes <= held + 16 * len(tensors)
+    assert bank.nbytes == sum(value.nbytes for value in bank.state_dict().values())
+    places = {name: value.data_ptr() for name, value in bank.named_parameters()}
+    copy = bank.copy().named_parameters()
+    assert {name: value.data_ptr() for name, value in copy} == places
+
+
+def test_a_buffer_is_kept_until_its_copy_is_done(others, monkeypatch):
+    """The allocator knows of each copy, so a run that ends early frees nothing too soon."""
+    _, bank, _ = others
+    copied, recorded, stream = [], [], mock.MagicMock()
+    new_empty, copy = torch.Tensor.new_empty, torch.Tensor.copy_
+
+    def copy_(target, source, *, non_blocking=False):
+        if non_blocking:
+            copied.append(target.data_ptr())
+        return copy(target, source)
+
+    for name, function in {
+        "new_empty": lambda tensor, count, **_: new_empty(tensor, count),
+        "copy_": copy_,
+        "record_stream": lambda tensor, _: recorded.append(tensor.data_ptr()),
+    }.items():
+        monkeypatch.setattr(torch.Tensor, name, function)
+    for name in ("Stream", "stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: stream)
+    loader = BankLoader(bank, torch.device("cuda", 0))
+    for layer in bank.layers.values():
+        loader.adapters(layer)
+    assert len(copied) == 4 + 1
+    assert recorded == copied

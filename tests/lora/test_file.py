@@ -1,149 +1,278 @@
-"""Scales of the pairs of LoRA files, and key reports."""
+"""LoRA files as programs write them, broken or malicious: scales, reports and one-line errors.
+
+`vae/checkpoint_io/test_hostile_files.py` has the files that are the same for every reader.
+"""
 
 import json
 import math
-import re
+import os
+import time
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save
 
+from fast_video_vae.lora.bank import load_bank
 from fast_video_vae.lora.file import LoraFile
 from fast_video_vae.lora.keys import Targets
 from fast_video_vae.tests.lora.models import (
     PREFIX,
     diffusers_of_wan,
     modules,
+    qwen,
     random_pairs,
     spelled,
     wan,
 )
+from fast_video_vae.tests.lora.nets import Model, called, session_of, video
+from fast_video_vae.tests.products import each_value_once
 
-WAN = wan(blocks=2, vace=1)
-TARGETS = Targets(WAN)
-T2V = Targets(wan(blocks=2, i2v=False))
-NAMES = modules(WAN)
-PAIRS = random_pairs(WAN, NAMES)
-SOME = {name: PAIRS[name] for name in NAMES if name.startswith("blocks.0.self_attn")}
+WAN, T2V, QWEN = wan(), wan(i2v=False), qwen()
+TARGETS = Targets(T2V)
+Q = f"{PREFIX}blocks.0.self_attn.q"
+DOWN, UP = f"{Q}.lora_A.weight", f"{Q}.lora_B.weight"
+FP8 = torch.float8_e4m3fn
+
+
+def pair(up=(16, 4), down=(4, 16), dtype=torch.float32):
+    return {DOWN: torch.ones(down, dtype=dtype), UP: torch.ones(up, dtype=dtype)}
 
 
 @pytest.mark.parametrize(
     ("alpha", "metadata", "scale"),
     [
-        (None, {}, 1.0),
+        (None, {}, 1),
         (2, {}, 2 / 4),
-        (8, {}, 8 / 4),
         (None, {"lora_alpha": "8"}, 8 / 4),
-        (None, {"lora_adapter_metadata": {"transformer.lora_alpha": 8, "transformer.r": 4}}, 8 / 4),
         (2, {"lora_alpha": "8"}, 2 / 4),  # the alpha of the pair takes precedence
-        (None, {"use_rslora": "True"}, 1.0),
-        (None, {"use_rslora": "true", "lora_alpha": "8"}, 8 / math.sqrt(4)),
-        (2, {"use_rslora": "True"}, 2 / math.sqrt(4)),
-        (2, {"use_rslora": "False"}, 2 / 4),
-        (
-            None,
-            {"lora_adapter_metadata": {"unet.use_rslora": True, "unet.lora_alpha": 8}},
-            8 / math.sqrt(4),
-        ),
-        (2, {"lora_adapter_metadata": {"transformer.use_rslora": False}}, 2 / 4),
+        (None, {"use_rslora": "True"}, 1),
         (2, {"adapter_config": {"use_rslora": True}}, 2 / math.sqrt(4)),
-        (2, {"lora_adapter_metadata": "no JSON", "format": "pt"}, 2 / 4),
-        (2, {"lora_adapter_metadata": [1, 2]}, 2 / 4),
-        (None, {"lora_alpha": "None"}, 1.0),
-        (None, {"lora_adapter_metadata": {"transformer.lora_alpha": None}}, 1.0),
+        (2, {"lora_adapter_metadata": {"transformer.use_rslora": False}}, 2 / 4),
+        (None, {"lora_adapter_metadata": {"unet.use_rslora": True, "unet.lora_alpha": 8}}, 4),
+        # Invalid metadata is ignored.
+        (2, {"lora_adapter_metadata": "no JSON", "adapter_config": [1, 2], "format": "pt"}, 2 / 4),
+        (2, {"lora_adapter_metadata": "[" * 100_000}, 2 / 4),
+        (None, {"lora_alpha": "None", "adapter_config": {"lora_alpha": [1]}}, 1),
+        (2, {"peft_config": '{"lora_alpha": 1' + "0" * 400 + "}"}, 2 / 4),
     ],
 )
 def test_alpha_and_metadata_set_the_scale_of_a_pair(write, alpha, metadata, scale):
-    metadata = {
+    texts = {
         key: value if isinstance(value, str) else json.dumps(value)
         for key, value in metadata.items()
     }
-    file = LoraFile(write(spelled(SOME, alpha=alpha), metadata=metadata), TARGETS)
-    for entry in file.entries:
-        assert file.read(entry).scale == pytest.approx(scale, rel=1e-6)
+    alphas = {} if alpha is None else {f"{Q}.alpha": torch.tensor([[alpha]])}
+    bank = load_bank([write(pair() | alphas, metadata=texts)], TARGETS)
+    assert bank.scales[:4].tolist() == pytest.approx([scale] * 4)
 
 
-# Reports about keys.
+# Keys of scales, and of the matrices that they belong to.
+SCALES = {
+    "lora_A.weight_scale": "lora_A.weight", "lora_A.weight.scale": "lora_A.weight",
+    "lora_A.scale": "lora_A.weight", "lora_A.weight.weight_scale": "lora_A.weight",
+    "lora_A.weight_scale_inv": "lora_A.weight", "lora_down.scale_weight": "lora_down.weight",
+    "lora_A.my-style.v2.weight_scale": "lora_A.my-style.v2.weight",
+    "lora_A.v2.weight_scale": "lora_A.v2", "diff.weight_scale": "diff",
+}  # fmt: skip
+FORMS = [(FP8, ()), (torch.float8_e5m2, (1,)), (FP8, (16,)), (FP8, (16, 1)), (torch.int8, (1, 1))]
 
 
-def test_image_keys_for_a_text_to_video_model_are_counted(write):
-    names = [name for name in NAMES if not name.startswith(("vace", "img_emb"))]
-    pairs = random_pairs(WAN, names)
-    tensors = spelled(pairs, alpha=1)
-    tensors |= {
-        f"diffusion_model.blocks.{n}.cross_attn.norm_k_img.diff": torch.ones(16) for n in (0, 1)
-    }
-    lines = LoraFile(write(tensors), T2V).report.lines()
-    used = 3 * (len(names) - 4)
-    assert lines == [
-        f"some.safetensors: {used} keys applied",
-        "  12 keys for k_img/v_img: not in this model",
-        "  2 keys for norm_k_img: not in this model",
-    ]
+@each_value_once(scale=SCALES, form=FORMS, more=[(), ("dora_scale",)])
+def test_a_scaled_matrix_is_that_of_the_numbers_it_stands_for(write, scale, form, more):
+    """It needs more memory than in the file."""
+    generator = torch.Generator().manual_seed(0)
+    dtype, shape = form
+    factors = torch.rand(shape, generator=generator) / 30 + 0.01
+    codes = torch.randint(-100, 100, (16, 16), generator=generator).to(dtype)
+    values = codes.float() * factors.reshape(-1, 1)
+    down = f"{Q}.{SCALES[scale]}"
+    up = down.replace("lora_A", "lora_B").replace("down", "up")
+    tensors = {up: torch.rand(16, 16)} | {f"{Q}.{part}": torch.rand(16, 1) + 1 for part in more}
+    model = Model()
+    results = [model(video())]
+    for each in ({down: values}, {down: codes, f"{Q}.{scale}": factors}):
+        bank = load_bank([write(tensors | each)], Targets(model.shapes()))
+        results.append(called(session_of(bank, [0.7]), model, video()))
+        assert len(bank.reports[0].lines()) == 1
+    assert torch.equal(*results[1:])
+    assert not torch.equal(*results[:2])
+
+
+SOME = {
+    f"{PREFIX}blocks.0.self_attn.{name}.lora_{part}.{adapter}.weight": torch.ones(shape)
+    for name, adapter in {"q": "high", "k": "high", "v": "low"}.items()
+    for part, shape in (("B", (16, 4)), ("A", (4, 16)))
+}
+IMAGE = random_pairs(WAN, [name for name in modules(WAN) if name.endswith("_img")])
+OTHER = random_pairs(WAN, [f"blocks.0.self_attn.{name}" for name in "qkv"], rank=8)
+THEIRS = {ours: theirs for theirs, ours in diffusers_of_wan(WAN).items()}
+UNFIT = {
+    f"blocks.0.{name}": (torch.ones(17 + number, 4), torch.ones(4, 16))
+    for number, name in enumerate([*(f"cross_attn.{each}" for each in "koqv"), "ffn.0"])
+}
+UNSUPPORTED = {
+    "VeRA": ("{}.vera_lambda_b.my-style", "base_model.vera_A"),
+    "IA3": ("{}.ia3_l", "{}.on_input", "{}.weight"),
+    "AdaLoRA": ("{}.lora_A.default", "{}.lora_B.default", "{}.lora_E.default"),
+    "FourierFT": ("{}.fourierft_spectrum.default",),
+    "VB-LoRA": ("{}.vblora_logits_B_topk_indices", "base_model.vblora_vector_bank"),
+    "HRA": ("{}.hra_u",),
+    "LoRA-XS": ("{}.lora_A", "{}.lora_B", "{}.default_lora_latent_mapping.weight"),
+    "PEFT's OFT": ("{}.oft_R.weight",),
+    "PEFT's BOFT": ("{}.boft_R", "{}.boft_s"),
+    "Stand-In": ("{}.q_loras.down.weight", "lora_unet_blocks_0_self_attn_q_loras.lora_up.weight"),
+    "SVDQuant": ("{}.qweight", "{}.wscales"),
+}
+TEXT_ENCODER = (
+    "lora_te_text_model_layers_0_mlp_fc1", "lora_te1_text_model", "te1.layers", "clip_l.layers",
+    "text_encoder.layers.0", "text_encoders.umt5xxl.encoder", "text_encoder_2.layers.0",
+)  # fmt: skip
+
+# Tensors next to `SOME`, by the lines about them.
+REPORT = {
+    "16 keys for k_img/v_img: not in this model":
+        spelled(IMAGE) | spelled(IMAGE, "lora_unet_{mixed}"),
+    "8 keys for cross_attn_k_img/cross_attn_v_img: not in this model":
+        spelled(IMAGE, "lora_unet_{flat}"),
+    "5 keys for norm_k_img/other/temporal/text_embedding/...: not in this model":
+        {f"{name}.diff": torch.ones(1) for name in (
+            "blocks.0.norm_k_img", "blocks.0.other", "text_embedding.9", "temporal.0", "txt_out",
+        )},
+    "14 keys for a text encoder: not applied to a model":
+        {f"{name}.{end}": torch.ones(2) for name in TEXT_ENCODER for end in ("weight", "alpha")},
+    f"4 keys of an unknown form: A\\nB, {'A' * 51}...{'A' * 26}, A\\u202e, ...":
+        {key: torch.ones(1) for key in ("A\nB", "A" * 999, "A\u202e", "dwpose.0.weight")},
+    "2 keys do not fit: a pair for 16x48 and a parameter of 16x6x1x2x2":  # of a control LoRA
+        {"base_model.model.patch_embedding.lora_A": torch.ones(4, 48),
+         "base_model.model.patch_embedding.lora_B": torch.ones(16, 4)},
+    **{f"2 keys do not fit: a pair for {rows}x16 and a parameter of 16x16": spelled(UNFIT)
+       for rows in range(17, 21)},
+    "5 more keys do not fit": {  # of `UNFIT`, and what is found on reading
+        f"{PREFIX}blocks.0.self_attn.o.{part}": torch.ones(shape) for part, shape in
+        {"lora_A": (4, 16), "lora_B": (16, 4), "dora_scale": (3, 1)}.items()
+    },
+    # Mixing the parts of two adapters or dialects would be wrong.
+    "15 keys are ignored: earlier keys or adapters have their weights":
+        spelled(OTHER | random_pairs(WAN, ["head.head"]), ending=".lora_{B}.other.weight")
+        | {f"{Q}.lora_magnitude_vector.other": torch.ones(16)}
+        | spelled({THEIRS[name]: each for name, each in OTHER.items()}, "transformer.{name}"),
+    **{f"{len(keys)} keys of an unsupported kind ({kind})":
+       {key.format(f"{PREFIX}{name}"): torch.ones(16, 16) for key in keys}
+       for name, (kind, keys) in zip(modules(T2V)[-11:], UNSUPPORTED.items(), strict=True)},
+}  # fmt: skip
+
+
+def test_a_report_has_a_line_for_each_reason(write):
+    tensors = {key: tensor for each in REPORT.values() for key, tensor in each.items()}
+    bank = load_bank([write(SOME | tensors)], TARGETS)
+    first, *lines = bank.reports[0].lines()
+    assert first == "some.safetensors: 6 keys applied"
+    assert sorted(lines) == sorted(f"  {line}" for line in REPORT)
+    rows = [layer.rows for layer in bank.layers.values() if layer.rows]
+    assert rows == [{0: (0, 4)}] * 3
+
+
+def refused(path, match):
+    with pytest.raises(ValueError, match=match) as caught:
+        load_bank([path], TARGETS)
+    text = str(caught.value)
+    assert text.isprintable()
+    # The module names of a LoRA show which model it is for, so this error may be longer.
+    assert len(text) <= (700 if text.startswith("nothing in ") and "lora_" in text else 160)
+    assert path.name in text
+    return text
+
+
+LARGER = wan(d=32, f=48, i2v=False)
 
 
 @pytest.mark.parametrize(
-    ("spelling", "diffusers", "named"),
+    ("tensors", "match"),
     [
-        ("kohya", False, "cross_attn_k_img/cross_attn_v_img"),
-        ("mixed", False, "k_img/v_img"),
+        ({}, "it has no keys"),
+        ({"conv.weight": torch.ones(2)}, "it has conv.weight; the model has"),
+        ({"a\nb": torch.ones(1)}, r"it has a\\nb"),
+        ({"\u202egnp": torch.ones(1)}, r"it has \\u202egnp"),
+        ({"k" * 999: torch.ones(1)}, "it has kkk"),
+        ({f"{Q}.hra_u": torch.ones(2)}, r"is an unsupported kind \(HRA\); expected LoRA"),
+        (spelled(random_pairs(LARGER, modules(LARGER))),
+         r"for another model: a pair for \d+x\d+ and a parameter of"),
+        # The error has five keys of each side.
+        (spelled(random_pairs(QWEN, [name for name in modules(QWEN) if "blocks" in name])),
+         r"nothing in some.safetensors is for this model: it has (\S+_blocks\.\d\S+[,;] ){5}"
+         r"the model has diffusion_model.patch_embedding, (diffusion_model.\S+, ){3}\S+$"),
+        ({f"{Q}.diff": torch.ones(4, 4)}, "a difference of 4x4 for a parameter of 16x16"),
+        (pair((16, 4), (5, 16)), "up has rank 4, down has rank 5; expected the same rank"),
+        *((pair(up, down), "some") for up, down in (
+            ((), (2, 16)), ((16, 2), ()), ((16,), (16,)), ((16, 0), (0, 16)), ((0, 2), (2, 16)),
+        )),
+        ({DOWN: torch.ones(2, 16)}, "expected all of them"),
+        ({UP: torch.ones(16, 2)}, "expected all of them"),
+        (pair(dtype=torch.int64), "expected floating point"),
+        (pair(dtype=torch.complex64), "expected floating point"),
+        (pair() | {UP: torch.full((16, 4), math.nan)}, "self_attn.q.* expected finite numbers"),
+        (pair() | {f"{Q}.alpha": torch.tensor(math.nan)}, "alpha is nan"),
+        *((pair() | {f"{UP}_scale": torch.ones(shape)}, "one number or one per row")
+          for shape in ((4,), (4, 4), (16, 4), (0,))),
     ],
-)
-def test_absent_keys_are_counted_by_their_names_in_the_file(write, spelling, diffusers, named):
-    names = {own: theirs for theirs, own in diffusers_of_wan(WAN).items()} if diffusers else {}
-    pairs = {name: PAIRS[name] for name in NAMES if re.match(r"blocks\.\d\.cross_attn", name)}
-    lines = LoraFile(write(spelled(pairs, spelling, names=names)), T2V).report.lines()
-    assert lines[1:] == [f"  8 keys for {named}: not in this model"]
-
-
-OTHERS = [f"other.{n}{c}" for n in range(3) for c in "abc"]
-WIDE = {f"{PREFIX}patch_embedding.weight": (16, 12, 1, 2, 2)}  # the width of a control LoRA
-TEXT_ENCODER = [
-    "text_encoder.norm.weight",
-    *(
-        f"lora_te_text_model_layers_{n}.lora_{part}.weight"
-        for n in "012"
-        for part in ("up", "down")
-    ),
-]
+)  # fmt: skip
+def test_an_unusable_file_is_refused(write, tensors, match):
+    # Metadata do not make up for half a pair.
+    refused(write(tensors, metadata={"lora_alpha": "8"}), match)
 
 
 @pytest.mark.parametrize(
-    ("tensors", "reported"),
+    ("made", "match"),
     [
-        (
-            spelled(random_pairs({f"{PREFIX}{name}.weight": (4, 4) for name in OTHERS}, OTHERS)),
-            "  18 keys for 0a/0b/0c/1a/...: not in this model",
-        ),
-        (
-            {f"dwpose_embedding.{n}.weight": torch.ones(2) for n in range(4)},
-            "  4 keys of an unknown form: dwpose_embedding.0.weight, dwpose_embedding.1.weight, "
-            "dwpose_embedding.2.weight, ...",
-        ),
-        (
-            {key: torch.ones(2, 2) for key in TEXT_ENCODER},
-            "  7 keys for a text encoder: not applied to a model",
-        ),
-        (
-            spelled(random_pairs(WIDE, ["patch_embedding"])),
-            "  2 keys do not fit: a pair for 16x48 and a parameter of 16x6x1x2x2",
+        (Path.exists, "cannot be read: No such file"),
+        (Path.mkdir, "cannot be read: Is a directory"),
+        pytest.param(
+            getattr(os, "mkfifo", None), "is a device; expected a .safetensors file",
+            marks=pytest.mark.skipif(os.name == "nt", reason="the system has no named pipes"),
         ),
     ],
-    ids=["absent", "unknown", "text-encoder", "unfit"],
-)
-def test_skipped_keys_are_reported_in_one_line(write, tensors, reported):
-    file = LoraFile(write(spelled(SOME) | tensors), TARGETS)
-    assert file.report.lines()[1:] == [reported]
-    assert len(file.entries) == len(SOME)
+)  # fmt: skip
+def test_what_is_no_file_is_refused_at_once(tmp_path, made, match):
+    path = tmp_path / "some.safetensors"
+    made(path)
+    refused(path, match)
 
 
-def test_the_first_of_two_pairs_for_one_weight_is_applied(write):
-    """Some files store a LoRA in two dialects; mixing halves of both would be wrong."""
-    names = {own: theirs for theirs, own in diffusers_of_wan(WAN).items()}
-    others = random_pairs(WAN, [*SOME], rank=8, seed=1)
-    one, two = spelled(SOME), spelled(others, "transformer", "kohya", names=names)
-    file = LoraFile(write(one | two), TARGETS)
-    assert file.report.lines()[1:] == [
-        f"  {len(two)} keys are ignored: earlier keys or adapters have their weights"
-    ]
-    ranks = {len(file.read(entry).down) for entry in file.entries}
-    assert len(ranks) == 1
+# As of a pickle of protocol 2 to 5.
+@pytest.mark.parametrize("size", [0x280, 0x380, 0x480, 0x580])
+def test_a_header_length_like_a_pickle_is_read_as_safetensors(tmp_path, size):
+    data = save(pair())
+    header = 8 + int.from_bytes(data[:8], "little")
+    path = tmp_path / "some.safetensors"
+    path.write_bytes(size.to_bytes(8, "little") + data[8:header].ljust(size) + data[header:])
+    assert len(load_bank([path], TARGETS).layers) == 1
+
+
+def overwrite(path):
+    path.write_bytes(save(SOME))
+    os.utime(path, ns=(1, 1))
+
+
+@pytest.mark.parametrize("change", [overwrite, Path.unlink, lambda path: os.truncate(path, 100)])
+@pytest.mark.parametrize("pairs_read", [0, 1])
+def test_a_file_that_changes_between_its_header_and_a_pair_is_refused(write, change, pairs_read):
+    path = write(SOME)
+    file = LoraFile(path, TARGETS)
+    for entry in file.entries[:pairs_read]:
+        file.read(entry)
+    change(path)
+    with pytest.raises(ValueError, match=r"some\.safetensors (was replaced|cannot be read)"):
+        file.read(file.entries[pairs_read])
+
+
+def test_a_key_of_many_prefixes_is_parsed_fast(write):
+    """In a time that grows with the prefixes, not with their square."""
+    seconds = []
+    for prefixes in (15, 15, 150):
+        keys = {f"{'model.' * prefixes}{n}.lora_A.weight": torch.ones(1) for n in range(2000)}
+        path = write(pair() | keys)
+        began = time.process_time()
+        assert len(LoraFile(path, TARGETS).entries) == 1
+        seconds.append(time.process_time() - began)
+    assert seconds[2] < 25 * min(seconds)
