@@ -37,6 +37,7 @@ FILES = (
     (ATTENTION, 3, None, torch.float16),
     (NAMES[5:], 16, 8, torch.bfloat16),
 )
+ROWS = (0, 4), (4, 7), (7, 23)  # of self attention
 
 
 @pytest.fixture
@@ -69,17 +70,35 @@ def test_a_layer_has_the_pairs_of_all_files_padded_with_zeros(stack, dtype):
         assert not any(part.any() for part in (down[at:], up[:, at:], scales[at:]))
 
 
-def test_the_active_rows_are_from_the_first_active_file_to_the_last(stack):
+ALL = ((0, ""), (1, ""), (2, ""))
+TWICE = ((1, ""), (1, "1"))  # strengths of a file add up
+
+
+@pytest.mark.parametrize(
+    ("entries", "strengths", "block", "factors", "rows"),
+    [
+        # From the first active file to the last.
+        (ALL, (1.0, 0.0, 0.0), 1, (1, 0, 0), (0, 4)),
+        (ALL, (0.0, -1.0, 2.0), 1, (0, -1, 2), (4, 23)),
+        (ALL, (1.0, 0.0, 0.5), 1, (1, 0, 0.5), (0, 23)),
+        (((0, "0-,1=0.5,!2"),), (2.0,), 0, (2, 0, 0), (0, 4)),
+        (((0, "0-,1=0.5,!2"),), (2.0,), 1, (1, 0, 0), (0, 4)),
+        (((0, "0-,1=0.5,!2"),), (2.0,), 2, (0, 0, 0), (0, 0)),
+        (TWICE, (1.0, 0.25), 0, (0, 1, 0), (4, 7)),
+        (TWICE, (1.0, 0.25), 1, (0, 1.25, 0), (4, 7)),
+        (TWICE, (1.0, -1.0), 1, (0, 0, 0), (0, 0)),
+    ],
+)
+def test_strengths_and_block_filters_scale_rows(stack, entries, strengths, block, factors, rows):
     bank = load_bank(stack[1], TARGETS)
-    layer = bank.layers[Target(f"{Q}.weight")]
-    assert layer.rows == {0: (0, 4), 1: (4, 7), 2: (7, 23)}
-    amounts = amounts_of(bank)
-    for strengths, rows in (
-        ((1, 0, 0), (0, 4)), ((0, 1, 0), (4, 7)), ((0, 1, 1), (4, 23)), ((1, 0, 1), (0, 23)),
-        ((0, 0, 0), (0, 0)),
-    ):  # fmt: skip
-        amounts.set(strengths)
-        assert amounts.rows(layer) == rows
+    layer = bank.layers[Target(f"{PREFIX}blocks.{block}.self_attn.q.weight")]
+    amounts = amounts_of(bank, *entries)
+    amounts.set(strengths)
+    assert tuple(amounts.of(layer, file) for file in range(3)) == factors
+    assert amounts.rows(layer) == rows
+    for factor, scale, (first, last) in zip(factors, (0.5, 1, 0.5), ROWS, strict=True):
+        found = amounts.flat[layer.row + first : layer.row + last]
+        assert found.tolist() == [factor * scale] * (last - first)
 
 
 @pytest.mark.parametrize(
@@ -143,23 +162,6 @@ def test_a_bank_that_cannot_be_read_is_not_cached(write):
             load_bank(paths, TARGETS)
     paths[1].write_bytes(good)
     assert len(load_bank(paths, TARGETS).files) == 2
-
-
-def test_a_block_filter_scales_the_rows_of_blocks(stack):
-    """Strengths of a file that is listed twice add up."""
-    bank = load_bank(stack[1][:1], TARGETS)
-    for filters, strengths, factors in (
-        (("0-,1=0.5,!2",), (2.0,), (2.0, 1.0, 0.0)),
-        (("", "1"), (1.0, 0.25), (1.0, 1.25, 1.0)),
-        (("", "1"), (1.0, -1.0), (1.0, 0.0, 1.0)),
-    ):
-        amounts = amounts_of(bank, *((0, text) for text in filters))
-        amounts.set(strengths)
-        for number, factor in enumerate(factors):
-            layer = bank.layers[Target(f"{PREFIX}blocks.{number}.self_attn.q.weight")]
-            assert amounts.of(layer, 0) == factor
-            assert amounts.flat[layer.row : layer.row + 4].tolist() == [factor * 0.5] * 4
-            assert amounts.rows(layer) == ((0, 4) if factor else (0, 0))
 
 
 @pytest.mark.skipif(

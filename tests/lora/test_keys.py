@@ -82,19 +82,17 @@ def test_an_ambiguous_spelling_finds_no_module():
 
 def test_extra_names_find_parts_of_a_weight_after_the_models_own_names():
     """For example the halves of Qwen-Image's fused gate."""
-    fused = "transformer_blocks.0.img_mlp.net.0.proj"
-    more = {
-        name: Target(f"{PREFIX}{fused}.weight", (0, start, 32))
-        for name, start in (("img_mlp.gate", 0), ("img_mlp.value", 32), ("img_in", 0))
-    }
-    targets = Targets(MODELS["qwen"], more=more)
-    for name in ("img_mlp.gate", "img_mlp.value"):
+    fused = Target(f"{PREFIX}transformer_blocks.0.img_mlp.net.0.proj.weight")
+    halves = {"img_mlp.gate": fused._replace(offset=(0, 0, 4)),
+              "img_mlp.value": fused._replace(offset=(0, 4, 12))}  # fmt: skip
+    targets = Targets(MODELS["qwen"], more=halves | {"img_in": fused})
+    for name, half in halves.items():
         for spelling in SPELLINGS:
-            assert targets.find(stem_of(name, spelling), "up") == more[name]
-        assert targets.shape(more[name]) == (32, 16)
+            assert targets.find(stem_of(name, spelling), "up") == half
+        assert targets.shape(half) == (half.offset[2], 16)
         assert targets.find(name, "diff_b") is None  # the rows of the bias are unknown
     assert targets.find("img_in", "up") == Target(f"{PREFIX}img_in.weight")
-    assert targets.find(fused, "up") == Target(f"{PREFIX}{fused}.weight")
+    assert targets.find("transformer_blocks.0.img_mlp.net.0.proj", "up") == fused
 
 
 PARTS = {
@@ -103,44 +101,32 @@ PARTS = {
     "up": [endings_of(each)[0] for each in ENDINGS],
     "down": [endings_of(each)[1] for each in ENDINGS],
     "alpha": [".alpha", ".lora_alpha"],
-    "magnitude": [
-        f".lora_magnitude_vector{name}{end}"
-        for name in ("", ".default", ".my-style.v2")
-        for end in ("", ".weight")
-    ],
-}
+    "magnitude": [f".lora_magnitude_vector{end}" for end in (
+        "", ".weight", ".default.weight", ".my-style.v2", ".my-style.v2.weight",
+    )],
+}  # fmt: skip
 # Of kinds that ComfyUI computes.
 OTHER_PARTS = (
-    "set_weight", "reshape_weight", "lora_mid.weight", "hada_w1_a", "hada_t2", "lokr_w1",
-    "lokr_w2_b", "lokr_w2_a.my-style.v2", "a1.weight", "b2.weight", "oft_blocks", "rescale",
+    ".set_weight", ".reshape_weight", ".lora_mid.weight", ".hada_w1_a", ".hada_t2", ".lokr_w1",
+    ".lokr_w2_b", ".lokr_w2_a.my-style.v2", ".a1.weight", ".b2.weight", ".oft_blocks", ".rescale",
+)  # fmt: skip
+# Of modules outside the model, biases of PEFT's `lora_bias`, and what describes a quantised matrix.
+NO_PARTS = (
+    ".weight", "_loras.down.weight", ".lora_B.bias", ".lora_B.default.bias",
+    ".lora_B.my-style.v2.bias", ".lora_A.scale", ".lora_A.weight_scale", ".lora_A.scale_weight",
+    ".lora_A.weight.scale", ".lora_A.my-style.v2.weight_scale", ".lora_A.weight.absmax",
+    ".lora_A.weight.quant_state.bitsandbytes__nf4", ".lora_A.comfy_quant",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_parts_are_recognised_by_their_endings(spelling):
+def test_a_key_is_split_before_the_name_of_its_part(spelling):
     stem = stem_of("blocks.12.self_attn.q", spelling)
     for part, endings in PARTS.items():
         assert {split_key(stem + ending)[:2] for ending in endings} == {(stem, part)}
-    assert {split_key(f"{stem}.{ending}")[0] for ending in OTHER_PARTS} == {stem}
-
-
-@pytest.mark.parametrize(
-    "key",
-    [
-        "blocks.0.q_loras.down.weight",  # Stand-In: only for reference tokens
-        "dwpose_embedding.0.weight",  # UniAnimate: a module of its own
-        # PEFT with `lora_bias`: not the matrix
-        *(f"blocks.0.q.lora_B.{end}" for end in ("bias", "default.bias", "my-style.v2.bias")),
-        # Of a quantised matrix: not the matrix
-        *(f"blocks.0.q.lora_A.{end}" for end in (
-            "scale", "weight_scale", "scale_weight", "weight.scale", "my-style.v2.weight_scale",
-            "weight.absmax", "weight.quant_state.bitsandbytes__nf4", "comfy_quant",
-        )),
-        "lora_A.weight", ".alpha", "",  # no module
-    ],
-)  # fmt: skip
-def test_unknown_keys_are_not_split(key):
-    assert split_key(key) is None
+    assert {split_key(stem + ending)[0] for ending in OTHER_PARTS} == {stem}
+    for key in (*(stem + ending for ending in NO_PARTS), "lora_A.weight", ".alpha", ""):
+        assert split_key(key) is None, key
 
 
 @pytest.mark.slow  # importing diffusers takes seconds
@@ -152,7 +138,6 @@ def test_the_table_of_names_matches_diffusers():
             image_dim=20, added_kv_proj_dim=16, pos_embed_seq_len=5,
         )  # fmt: skip
     names = {name.removesuffix(".weight") for name, _ in model.named_parameters()}
+    names = {name for name in names if not name.endswith(".bias")}
     table = {name for name in diffusers_of_wan(WAN) if not name.startswith("vace")}
-    biases = {name for name in names if name.endswith(".bias")}
-    assert names - biases - table == {"patch_embedding"}  # the same name in both
-    assert table <= names
+    assert names ^ table == {"patch_embedding"}  # the same name in both
