@@ -39,13 +39,13 @@ _TOP = {f"condition_embedder.{theirs}": ours for theirs, ours in _TOP.items()}
 _TOP |= {"proj_out": "head.head", "scale_shift_table": "head.modulation"}
 
 
-def wan(blocks=2, d=16, f=24, *, i2v=True, vace=0, text=12):
-    """Return `{key: shape}` of a small Wan 2.1; without `i2v`, no image branch, as in Wan 2.2.
+def wan(blocks=2, d=16, f=24, *, i2v=True, vace=0):
+    """Return `{key: shape}` of a Wan 2.1 of width `d` and `f` in the feed forward.
 
-    `d` is the width, `f` that of the feed forward.
+    Without `i2v` it has no image branch, as in Wan 2.2.
     """
     layers = {
-        "patch_embedding": (d, 6, 1, 2, 2), "text_embedding.0": (d, text),
+        "patch_embedding": (d, 6, 1, 2, 2), "text_embedding.0": (d, 12),
         "text_embedding.2": (d, d), "time_embedding.0": (d, 8), "time_embedding.2": (d, d),
         "time_projection.1": (6 * d, d), "head.head": (4 * 6, d),
     }  # fmt: skip
@@ -66,28 +66,25 @@ def wan(blocks=2, d=16, f=24, *, i2v=True, vace=0, text=12):
         layers |= {"vace_blocks.0.before_proj": (d, d), "vace_patch_embedding": (d, 10, 1, 2, 2)}
     if i2v:
         layers |= {"img_emb.proj.1": (20, 20), "img_emb.proj.3": (d, 20)}
-        others |= {f"img_emb.proj.0.{leaf}": (20,) for leaf in ("weight", "bias")}
-        others |= {f"img_emb.proj.4.{leaf}": (d,) for leaf in ("weight", "bias")}
+        norms = {"img_emb.proj.0": (20,), "img_emb.proj.4": (d,)}
+        others |= {f"{name}.{leaf}": norms[name] for name in norms for leaf in ("weight", "bias")}
         others["img_emb.emb_pos"] = 1, 5, 20
     return _shapes(layers, others)
 
 
 def qwen(blocks=2, d=16):
     """Return `{key: shape}` of a Qwen-Image with square layers."""
-    names = [f"time_text_embed.timestep_embedder.linear_{number}" for number in (1, 2)]
-    names += ["img_in", "txt_in", "norm_out.linear", "proj_out"]
+    layers = ["img_in", "txt_in", "norm_out.linear", "proj_out"]
+    layers += [f"time_text_embed.timestep_embedder.linear_{number}" for number in (1, 2)]
     norms = ["txt_norm"]
     for block in (f"transformer_blocks.{number}" for number in range(blocks)):
-        for stream in ("img", "txt"):
-            ends = "mod.1", "mlp.net.0.proj", "mlp.net.2"
-            names += [f"{block}.{stream}_{end}" for end in ends]
-        names += [f"{block}.attn.{end}" for end in (
-            "to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj", "to_out.0",
-            "to_add_out",
+        layers += [f"{block}.{name}" for name in (
+            "img_mod.1", "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mod.1", "txt_mlp.net.0.proj",
+            "txt_mlp.net.2", "attn.to_q", "attn.to_k", "attn.to_v", "attn.add_q_proj",
+            "attn.add_k_proj", "attn.add_v_proj", "attn.to_out.0", "attn.to_add_out",
         )]  # fmt: skip
-        ends = "norm_q", "norm_k", "norm_added_q", "norm_added_k"
-        norms += [f"{block}.attn.{end}" for end in ends]
-    return _shapes(dict.fromkeys(names, (d, d)), {f"{name}.weight": (d,) for name in norms})
+        norms += [f"{block}.attn.norm_{name}" for name in ("q", "k", "added_q", "added_k")]
+    return _shapes(dict.fromkeys(layers, (d, d)), {f"{name}.weight": (d,) for name in norms})
 
 
 def _shapes(layers, others):
