@@ -14,16 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fast_video_vae.lora.bank import block_of, load_bank
 from fast_video_vae.lora.keys import Target, Targets
 from fast_video_vae.lora.offload import BankLoader
-from fast_video_vae.tests.lora import loading
-from fast_video_vae.tests.lora.models import (
-    PREFIX,
-    amounts_of,
-    modules,
-    qwen,
-    random_pairs,
-    spelled,
-    wan,
-)
+from fast_video_vae.tests.lora import loading, models
+from fast_video_vae.tests.lora.models import PREFIX, modules, random_pairs, spelled, wan
 from fast_video_vae.tests.lora.nets import Casting, Model, session_of, video
 
 WAN = wan(blocks=3)
@@ -80,7 +72,7 @@ def test_strengths_and_block_filters_scale_rows(stack):
         (((1, ""), (1, "1"), (1, "0")), (1, 0.25, 9), (0, 1.25, 0), (4, 7)),
         (((1, ""), (1, "1")), (1, -1), (0, 0, 0), (0, 0)),
     ):
-        amounts = amounts_of(bank, *entries)
+        amounts = models.amounts_of(bank, *entries)
         amounts.set(strengths)
         found = amounts.flat[layer.row : layer.row + 23].tolist()
         assert found == [one * 0.5] * 4 + [two] * 3 + [three * 0.5] * 16
@@ -92,7 +84,7 @@ def test_strengths_and_block_filters_scale_rows(stack):
     ("shapes", "blocks"),
     [
         (wan(blocks=11, vace=2), {"blocks": 11, "vace_blocks": 2}),
-        (qwen(), {"transformer_blocks": 2}),
+        (models.qwen(), {"transformer_blocks": 2}),
     ],
 )
 def test_blocks_are_in_the_order_of_the_model_without_gaps(write, shapes, blocks):

@@ -6,28 +6,20 @@ import pytest
 import torch
 
 from fast_video_vae.lora.keys import Target, Targets, split_key
-from fast_video_vae.tests.lora.models import (
-    ENDINGS,
-    PREFIX,
-    SPELLINGS,
-    diffusers_of_wan,
-    endings_of,
-    own_names,
-    qwen,
-    stem_of,
-    wan,
-)
+from fast_video_vae.tests.lora import models
+from fast_video_vae.tests.lora.models import PREFIX, SPELLINGS, diffusers_of_wan, stem_of
 
-WAN = wan(blocks=13, vace=2)
+WAN = models.wan(blocks=13, vace=2)
 COMPILED = {f"{PREFIX}_orig_mod.{key.removeprefix(PREFIX)}": shape for key, shape in WAN.items()}
-MODELS = {"wan": WAN, "qwen": qwen(blocks=12), "compiled wan": COMPILED}
+MODELS = {"wan": WAN, "qwen": models.qwen(blocks=12), "compiled wan": COMPILED}
 OUTSIDE = {"first_stage_model.conv.weight": (4, 4)}
 TARGETS = {name: Targets(shapes | OUTSIDE) for name, shapes in MODELS.items()}
 
 
 def names_of(model):
     """Return `{name in a file: key}` of a model's parameters but biases."""
-    names = {name.removeprefix("_orig_mod."): key for name, key in own_names(MODELS[model]).items()}
+    names = models.own_names(MODELS[model])
+    names = {name.removeprefix("_orig_mod."): key for name, key in names.items()}
     theirs = diffusers_of_wan(WAN) if model != "qwen" else {}
     return names | {name: names[own] for name, own in theirs.items()}
 
@@ -98,8 +90,8 @@ def test_extra_names_find_parts_of_a_weight_after_the_models_own_names():
 PARTS = {
     **{part: [f".{part}"] for part in ("diff", "diff_m", "diff_b", "w_norm", "b_norm")},
     "dora_scale": [".dora_scale"],
-    "up": [endings_of(each)[0] for each in ENDINGS],
-    "down": [endings_of(each)[1] for each in ENDINGS],
+    "up": [models.endings_of(each)[0] for each in models.ENDINGS],
+    "down": [models.endings_of(each)[1] for each in models.ENDINGS],
     "alpha": [".alpha", ".lora_alpha"],
     "magnitude": [f".lora_magnitude_vector{end}" for end in (
         "", ".weight", ".default.weight", ".my-style.v2", ".my-style.v2.weight",
