@@ -5,7 +5,6 @@
 
 import math
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -180,9 +179,7 @@ LARGER = wan(d=32, f=48, i2v=False)
     [
         ({}, "it has no keys"),
         ({"conv.weight": torch.ones(2)}, "it has conv.weight; the model has"),
-        ({"a\nb": torch.ones(1)}, r"it has a\\nb"),
-        ({"\u202egnp": torch.ones(1)}, r"it has \\u202egnp"),
-        ({"k" * 999: torch.ones(1)}, "it has kkk"),
+        ({"a\n\u202e" + "b" * 900: torch.ones(1)}, r"it has a\\n\\u202eb"),
         ({f"{Q}.hra_u": torch.ones(2)}, r"is an unsupported kind \(HRA\); expected LoRA"),
         (spelled(random_pairs(LARGER, modules(LARGER))),
          r"for another model: a pair for \d+x\d+ and a parameter of"),
@@ -245,15 +242,3 @@ def test_a_file_that_changes_between_its_header_and_a_pair_is_refused(write, cha
     for file in (fresh, used):
         with pytest.raises(ValueError, match=r"some\.safetensors (was replaced|cannot be read)"):
             file.read(file.entries[1])
-
-
-def test_a_key_of_many_prefixes_is_parsed_fast(write):
-    """In a time that grows with the prefixes, not with their square."""
-    seconds = []
-    for prefixes in (15, 15, 150):
-        keys = {f"{'model.' * prefixes}{n}.lora_A.weight": torch.ones(1) for n in range(2000)}
-        path = write(pair() | keys)
-        began = time.process_time()
-        assert len(LoraFile(path, TARGETS).entries) == 1
-        seconds.append(time.process_time() - began)
-    assert seconds[2] < 25 * min(seconds)

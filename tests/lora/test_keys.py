@@ -46,6 +46,8 @@ ABSENT = {
     "blocks.13.self_attn.q", "vace_blocks.2.self_attn.q", "vace_blocks.1.proj_in",
     "blocks.4.norm1", "q", "", "locks.0.self_attn.q", "xblocks.0.self_attn.q",
     "first_stage_model.conv", "conv",  # outside the network
+    # The prefixes are limited: a key of many would take time in the square of its length.
+    "model." * 20 + "blocks.0.self_attn.q",
 }  # fmt: skip
 
 
