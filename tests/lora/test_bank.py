@@ -158,7 +158,7 @@ def others(write):
     tensors = {}
     for block in (f"blocks.{number}" for number in range(3)):
         tensors |= spelled(random_pairs(model.shapes(), [f"{block}.self_attn.q"]))
-        tensors[f"{block}.self_attn.q.dora_scale"] = torch.rand(16, 1)
+        tensors[f"{block}.self_attn.q.lora_magnitude_vector"] = torch.rand(16)
         tensors[f"{block}.self_attn.o.diff"] = torch.rand(16, 16).half()
         tensors[f"{block}.ffn.0.diff_b"] = torch.rand(24)
         tensors[f"{block}.diff_m"] = torch.rand(1, 6, 16)
@@ -199,9 +199,9 @@ def test_a_bank_counts_and_moves_all_of_its_tensors(others):
     assert [value.data_ptr() for value in bank.copy().parameters()] == places
 
 
-def test_a_buffer_is_kept_until_its_copy_is_done(others, monkeypatch):
+def test_a_buffer_is_kept_until_its_copy_is_done(write, monkeypatch):
     """The allocator knows of each copy, so a run that ends early frees nothing too soon."""
-    _, bank, _ = others
+    bank = load_bank([write(spelled(random_pairs(WAN, ATTENTION)))], TARGETS)
     copied, recorded, stream = [], [], mock.MagicMock()
     new_empty, copy = torch.Tensor.new_empty, torch.Tensor.copy_
 
@@ -219,6 +219,6 @@ def test_a_buffer_is_kept_until_its_copy_is_done(others, monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda *_: stream)
     loader = BankLoader(bank, torch.device("cuda", 0))
     for layer in bank.layers.values():
-        loader.adapters(layer)
+        loader.pairs(layer)
     assert len(copied) == 3 + 1
     assert recorded == copied

@@ -68,8 +68,8 @@ SCALES = {
 FORMS = [(FP8, ()), (torch.float8_e5m2, (1,)), (FP8, (16,)), (FP8, (16, 1)), (torch.int8, (1, 1))]
 
 
-@each_value_once(scale=SCALES, form=FORMS, more=[(), ("dora_scale",)])
-def test_a_scaled_matrix_is_that_of_the_numbers_it_stands_for(write, scale, form, more):
+@each_value_once(scale=SCALES, form=FORMS, magnitudes=[False, True])
+def test_a_scaled_matrix_is_that_of_the_numbers_it_stands_for(write, scale, form, magnitudes):
     """It needs more memory than in the file."""
     generator = torch.Generator().manual_seed(0)
     dtype, shape = form
@@ -78,7 +78,9 @@ def test_a_scaled_matrix_is_that_of_the_numbers_it_stands_for(write, scale, form
     values = codes.float() * factors.reshape(-1, 1)
     down = f"{Q}.{SCALES[scale]}"
     up = down.replace("lora_A", "lora_B").replace("down", "up")
-    tensors = {up: torch.rand(16, 16)} | {f"{Q}.{part}": torch.rand(16, 1) + 1 for part in more}
+    tensors = {up: torch.rand(16, 16)}
+    if magnitudes and "lora" in scale:
+        tensors[f"{Q}.lora_magnitude_vector"] = torch.rand(16) + 1
     model = Model()
     results = [model(video())]
     for each in ({down: values}, {down: codes, f"{Q}.{scale}": factors}):
@@ -137,7 +139,7 @@ REPORT = {
        for rows in range(17, 21)},
     "5 more keys do not fit": {  # of `UNFIT`, and what is found on reading
         f"{PREFIX}blocks.0.self_attn.o.{part}": torch.ones(shape) for part, shape in
-        {"lora_A": (4, 16), "lora_B": (16, 4), "dora_scale": (3, 1)}.items()
+        {"lora_A": (4, 16), "lora_B": (16, 4), "lora_magnitude_vector": (3,)}.items()
     },
     # Mixing the parts of two adapters or dialects would be wrong.
     "15 keys are ignored: earlier keys or adapters have their weights":
