@@ -134,9 +134,8 @@ SPELLINGS = (
 # Endings of `up` and `down`, also with the name of an adapter.
 ENDINGS = (
     ".lora_{up}.weight", ".lora_{B}.weight", ".lora_{B}", "_lora.{up}.weight", ".lora.{up}.weight",
-    ".lora_linear_layer.{up}.weight", ".lora_{B}.default.weight", ".lora_{up}.default.weight",
-    ".lora_{B}.my_adapter_2.weight", ".lora_{B}.my-style.v2.weight", ".lora_{B}.my-style.v2",
-    ".lora_{B}.my style (bias).weight", ".lora_{up}.weight-1.5.weight",
+    ".lora_linear_layer.{up}.weight", ".lora_{up}.default.weight", ".lora_{B}.my-style.v2.weight",
+    ".lora_{B}.my-style.v2", ".lora_{B}.my style (bias).weight", ".lora_{up}.weight-1.5.weight",
 )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import math
 import os
+import sys
 import weakref
 from unittest import mock
 
@@ -80,15 +81,9 @@ def test_strengths_and_block_filters_scale_rows(stack):
         assert amounts.rows(layer) == rows
 
 
-@pytest.mark.parametrize(
-    ("shapes", "blocks"),
-    [
-        (wan(blocks=11, vace=2), {"blocks": 11, "vace_blocks": 2}),
-        (models.qwen(), {"transformer_blocks": 2}),
-    ],
-)
-def test_blocks_are_in_the_order_of_the_model_without_gaps(write, shapes, blocks):
+def test_blocks_are_in_the_order_of_the_model_without_gaps(write):
     """In any order of the file."""
+    shapes = wan(blocks=11, vace=1)
     path = write(spelled(random_pairs(shapes, reversed(modules(shapes)), 8)))
     bank = load_bank([path], Targets(shapes))
     found = bank.blocks()
@@ -96,9 +91,8 @@ def test_blocks_are_in_the_order_of_the_model_without_gaps(write, shapes, blocks
     ends = [*starts[1:], bank.flat.numel()]
     assert [block.pairs for block in found] == list(zip(starts, ends, strict=True))
     names = [{block_of(layer.target.key) for layer in block.layers} for block in found]
-    assert [each for each in names if each != {""}] == [
-        {f"{kind}.{number}"} for kind, count in blocks.items() for number in range(count)
-    ]
+    blocks = [*(f"blocks.{number}" for number in range(11)), "vace_blocks.0"]
+    assert [each for each in names if each != {""}] == [{name} for name in blocks]
 
 
 def test_the_same_files_share_a_bank_in_use(stack):
@@ -137,7 +131,7 @@ def test_a_bank_that_cannot_be_read_is_not_cached(write):
     assert len(load_bank(paths, TARGETS).files) == 2
 
 
-@pytest.mark.skipif(not loading.can_measure(), reason="the system does not report peak memory")
+@pytest.mark.skipif(sys.platform != "linux", reason="the system counts no peak memory")
 @pytest.mark.parametrize(
     "blocks",
     [3, pytest.param(40, marks=pytest.mark.slow)],  # 40: Wan 14B, files of 0.6 GB
