@@ -40,35 +40,27 @@ _TOP |= {"proj_out": "head.head", "scale_shift_table": "head.modulation"}
 
 
 def wan(blocks=2, d=16, f=24, *, i2v=True, vace=0):
-    """Return `{key: shape}` of a Wan 2.1 of width `d` and `f` in the feed forward.
+    """Return `{key: shape}` of a Wan 2.1 of width `d`, and `f` in the feed forward.
 
     Without `i2v` it has no image branch, as in Wan 2.2.
     """
-    layers = {
-        "patch_embedding": (d, 6, 1, 2, 2), "text_embedding.0": (d, 12),
-        "text_embedding.2": (d, d), "time_embedding.0": (d, 8), "time_embedding.2": (d, d),
-        "time_projection.1": (6 * d, d), "head.head": (4 * 6, d),
-    }  # fmt: skip
-    others = {"head.modulation": (1, 2, d)}
-    vaces = [f"vace_blocks.{number}" for number in range(vace)]
-    for name in [*(f"blocks.{number}" for number in range(blocks)), *vaces]:
-        for kind in ("self_attn", "cross_attn"):
-            layers |= {f"{name}.{kind}.{each}": (d, d) for each in "qkvo"}
-            others |= {f"{name}.{kind}.norm_{each}.weight": (d,) for each in "qk"}
-        if i2v:
-            layers |= {f"{name}.cross_attn.{each}_img": (d, d) for each in "kv"}
-            others[f"{name}.cross_attn.norm_k_img.weight"] = (d,)
-        layers |= {f"{name}.ffn.0": (f, d), f"{name}.ffn.2": (d, f)}
-        others |= {f"{name}.norm3.{leaf}": (d,) for leaf in ("weight", "bias")}
-        others[f"{name}.modulation"] = 1, 6, d
+    inside = [name for name in _BLOCK.values() if not name.endswith("_proj")]
+    names = [*_TOP.values(), *(f"blocks.{n}.{name}" for n in range(blocks) for name in inside)]
+    for n in range(vace):
+        first = ["before_proj"] if n == 0 else []
+        names += [f"vace_blocks.{n}.{name}" for name in (*first, *inside, "after_proj")]
+    layers, others = {"patch_embedding": (d, 6, 1, 2, 2)}, {}
     if vace:
-        layers |= {f"{name}.after_proj": (d, d) for name in vaces}
-        layers |= {"vace_blocks.0.before_proj": (d, d), "vace_patch_embedding": (d, 10, 1, 2, 2)}
-    if i2v:
-        layers |= {"img_emb.proj.1": (20, 20), "img_emb.proj.3": (d, 20)}
-        norms = {"img_emb.proj.0": (20,), "img_emb.proj.4": (d,)}
-        others |= {f"{name}.{leaf}": norms[name] for name in norms for leaf in ("weight", "bias")}
-        others["img_emb.emb_pos"] = 1, 5, 20
+        layers["vace_patch_embedding"] = d, 10, 1, 2, 2
+    for name in (name for name in names if i2v or "img" not in name):
+        if name.endswith(("norm3", "proj.0", "proj.4")):
+            others |= {f"{name}.weight": (d,), f"{name}.bias": (d,)}
+        elif "norm" in name:
+            others[f"{name}.weight"] = (d,)
+        elif name.endswith(("modulation", "emb_pos")):
+            others[name] = 1, 6, d
+        else:
+            layers[name] = f if name.endswith("ffn.0") else d, f if name.endswith("ffn.2") else d
     return _shapes(layers, others)
 
 

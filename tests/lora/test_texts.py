@@ -23,11 +23,9 @@ FILTERS = {
     " \n": (1, 1, 1, 1, 1, 1, 1, 1),
     # Numbers choose blocks: the first number in a name, except at its end.
     "5-12": (1, 1, 1, 0, 1, 0, 0, 0),
-    "12-": (0, 0, 1, 1, 0, 0, 0, 0),
     "07": (0, 0, 0, 0, 1, 0, 0, 0),
     "0,1,4": (0, 0, 0, 0, 0, 1, 0, 0),
     # An exclusion holds at any position.
-    "!5": (0, 1, 1, 1, 1, 1, 1, 1),
     "!5,5-9=2": (0, 2, 0, 0, 2, 0, 0, 0),
     "!0-9,!30-": (0, 0, 1, 0, 0, 0, 1, 1),
     # A factor chooses, too, and the last item that fits gives it.
@@ -39,7 +37,6 @@ FILTERS = {
     "blocks.q,attn,Self_Attn": (0, 0, 0, 0, 0, 0, 0, 0),
     "attn*,ffn.[01]": (0, 0, 1, 0, 1, 1, 0, 0),
     "blocks.?,img*": (1, 1, 0, 0, 0, 0, 0, 1),
-    "!cross_attn": (1, 0, 1, 1, 1, 1, 1, 1),
     "*attn,!*_img": (1, 0, 0, 0, 0, 0, 0, 0),
     "*,cross_attn=0.5": (1, 0.5, 1, 1, 1, 1, 1, 1),
     # A layer has to pass the numbers and the names; only numbers exclude what is outside.
