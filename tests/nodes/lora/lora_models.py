@@ -1,12 +1,13 @@
 """Small diffusion models of ComfyUI's own classes, LoRA files for them, and runs of a sampler."""
 
-import contextlib
 import functools
 import hashlib
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -22,8 +23,11 @@ EFFECT = 1e-2
 COMMON = ("pairs", "biases", "norms")
 ALL = (*COMMON, "modulations")
 
+KIND = "wan21-t2v"
 MODES = ("auto", "stream", "bypass", "merged")
 UNMERGED = MODES[:3]
+
+FP8 = {"format": "float8_e4m3fn"}  # of a quantised layer, as ComfyUI's files describe it
 
 
 @dataclass(frozen=True)
@@ -107,28 +111,58 @@ def random_weights(kind, seed=0):
 def load_model(kind, state=None, **options):
     """A MODEL, as ComfyUI's loader makes it of a file; what it says of the size is the file's."""
     import comfy.model_base
+    import comfy.model_detection as detection
     import comfy.sd
 
     state = random_weights(kind) if state is None else dict(state)
-    with _sizes(kind):
+    detect, known = detection.detect_unet_config, KINDS[kind]
+    with pytest.MonkeyPatch.context() as patch:
+        if kind == "qwen-image":  # its sizes are not detected
+            sized = lambda *args, **more: detect(*args, **more) | known.settings  # noqa: E731
+            patch.setattr(detection, "detect_unet_config", sized)
         model = comfy.sd.load_diffusion_model_state_dict(state, model_options=options)
-    assert type(model.model) is getattr(comfy.model_base, KINDS[kind].base)
+    assert type(model.model) is getattr(comfy.model_base, known.base)
     return model
 
 
-@contextlib.contextmanager
-def _sizes(kind):
-    """Let ComfyUI detect the sizes of these small models within the block."""
-    import comfy.model_detection as detection
+def quantised(state, form, wanted):
+    """A file whose matrices with the names `wanted` are quantised, one scale for each.
 
-    detect, known = detection.detect_unet_config, KINDS[kind].settings
+    `form` is the description of each layer, as ComfyUI reads it; int8 has a scale for each output.
+    """
+    result = dict(state)
+    for key, value in state.items():
+        if not (key.endswith(".weight") and value.ndim == 2 and wanted(key)):
+            continue
+        layer = key.removesuffix(".weight")
+        if form["format"] == "int8_tensorwise":
+            scale = value.abs().amax(1, keepdim=True) / 127
+            result[key] = (value / scale).round().to(torch.int8)
+        else:
+            scale = value.abs().max().float() / 448
+            result[key] = (value / scale).to(torch.float8_e4m3fn)
+        result[f"{layer}.weight_scale"] = scale
+        description = list(json.dumps(form).encode())
+        result[f"{layer}.comfy_quant"] = torch.tensor(description, dtype=torch.uint8)
+    return result
 
-    def sized(*args, **more):
-        return detect(*args, **more) | known
 
-    detection.detect_unet_config = sized if kind.startswith("qwen") else detect
-    yield
-    detection.detect_unet_config = detect
+def quantised_layers(model):
+    return {
+        name: module
+        for name, module in model.model.named_modules()
+        if type(getattr(module, "weight", None)).__name__ == "QuantizedTensor"
+    }
+
+
+def dequantised(file):
+    """The model as if its file had the values of the quantised weights in float32."""
+    values = {
+        f"{name}.weight".removeprefix("diffusion_model."): module.weight.dequantize().clone()
+        for name, module in quantised_layers(load_model(KIND, file)).items()
+    }
+    assert values
+    return load_model(KIND, random_weights(KIND) | values)
 
 
 def inputs(kind, seed=1):
@@ -142,7 +176,7 @@ def inputs(kind, seed=1):
 
 
 @torch.inference_mode()
-def sample(model, kind="wan21-t2v", *, steps=2, cfg=4.0, seed=1):
+def sample(model, kind=KIND, *, steps=2, cfg=4.0, seed=1):
     """A run of ComfyUI's sampler; the latent."""
     import comfy.sample
 
@@ -191,7 +225,7 @@ def save_lora(tensors, name="lora.safetensors"):
 
 
 @functools.cache
-def lora(seed=0, kind="wan21-t2v", parts=COMMON):
+def lora(seed=0, kind=KIND, parts=COMMON):
     """The file of a LoRA of a kind of models; another seed has other weights."""
     name = f"{kind}-{seed}-{'-'.join(parts)}.safetensors"
     return save_lora(lora_for(random_weights(kind), seed=seed, parts=parts), name)

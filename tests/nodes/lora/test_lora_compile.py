@@ -5,27 +5,15 @@ import dataclasses
 import pytest
 import torch
 
-from fast_video_vae.tests.nodes.lora import lora_models
-from fast_video_vae.tests.nodes.lora.lora_models import (
-    KINDS,
-    ROUNDING,
-    core,
-    fast,
-    load_model,
-    lora_for,
-    random_weights,
-    relative_error,
-    sample,
-    save_lora,
-)
+from fast_video_vae.tests.nodes.lora import lora_models as loras
+from fast_video_vae.tests.nodes.lora.lora_models import KIND, ROUNDING, core, fast, sample
+from fast_video_vae.tests.nodes.vae.pairs import relative_error
 
 pytestmark = [
     pytest.mark.comfyui,
     pytest.mark.usefixtures("comfyui"),
     pytest.mark.filterwarnings("ignore"),  # torch's warnings about surrounding code
 ]
-
-KIND = "wan21-t2v"
 
 
 @pytest.fixture
@@ -35,23 +23,14 @@ def model(monkeypatch):
     import torch._dynamo
     from comfy.ldm.modules.attention import attention_pytorch
 
-    small = dataclasses.replace(KINDS[KIND], settings=KINDS[KIND].settings | {"num_layers": 1})
-    monkeypatch.setitem(lora_models.KINDS, KIND, small)
+    known = loras.KINDS[KIND]
+    small = dataclasses.replace(known, settings=known.settings | {"num_layers": 1})
+    monkeypatch.setitem(loras.KINDS, KIND, small)
     monkeypatch.setattr(comfy.ldm.wan.model, "optimized_attention", attention_pytorch)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    yield load_model(KIND)
+    yield loras.load_model(KIND)
     torch._dynamo.reset()
-
-
-@pytest.fixture
-def lora(model):
-    """A LoRA of linear layers only."""
-    return save_lora(lora_for(_linear(), seed=0, parts=("pairs",)), "linear.safetensors")
-
-
-def _linear():
-    return {key: value for key, value in random_weights(KIND).items() if value.ndim < 3}
 
 
 def compiled(model, backend="eager"):
@@ -75,9 +54,18 @@ def made():
     )
 
 
-@pytest.mark.parametrize("mode", ["stream", pytest.param("bypass", marks=pytest.mark.slow)])
-def test_a_new_strength_does_not_recompile(model, lora, mode):
-    without, before = sample(model), compiled(model)
+@pytest.mark.parametrize(
+    ("mode", "backend"),
+    [
+        ("stream", "eager"),
+        pytest.param("bypass", "eager", marks=pytest.mark.slow),
+        pytest.param("auto", "inductor", marks=pytest.mark.slow),
+    ],
+)
+def test_a_new_strength_does_not_recompile(model, mode, backend):
+    state = {key: value for key, value in loras.random_weights(KIND).items() if value.ndim < 3}
+    lora = loras.save_lora(loras.lora_for(state, parts=("pairs",)), "linear.safetensors")
+    without, before = sample(model), compiled(model, backend)
     expected = {strength: sample(core(model, lora, strength)) for strength in (0.8, -1.0)}
     for strength in (0.8, -1.0, 0.8):
         result = sample(fast(before, lora, strength, mode))
@@ -89,31 +77,13 @@ def test_a_new_strength_does_not_recompile(model, lora, mode):
         assert relative_error(sample(fast(before, lora, 0.8, mode)), expected[0.8]) < ROUNDING
 
 
-def test_a_lora_can_be_applied_before_compilation(model, lora):
+@pytest.mark.parametrize("first", ["the LoRA", "compiling"])
+def test_a_first_lora_discards_no_compiled_code(model, first, monkeypatch):
     """The order of the nodes does not matter, nor whether the model ran before."""
-    without = sample(compiled(model))
-    expected = sample(core(model, lora, 0.8))
-    patched = compiled(fast(model, lora, 0.8))
+    monkeypatch.setattr(torch.compiler, "reset", lambda: pytest.fail("everything is discarded"))
+    before, lora = compiled(model), loras.lora(0)
+    without, expected = sample(before), sample(core(model, lora, 0.8))
+    patched = fast(before, lora, 0.8) if first == "compiling" else compiled(fast(model, lora, 0.8))
     for _ in range(2):
         assert relative_error(sample(patched), expected) < ROUNDING
-    assert relative_error(sample(compiled(model)), without) < ROUNDING
-
-
-def test_a_first_lora_discards_no_compiled_code(model, monkeypatch):
-    """Of any model of the process; layers with a LoRA are compiled again for it alone."""
-    monkeypatch.setattr(torch.compiler, "reset", lambda: pytest.fail("everything is discarded"))
-    before, lora = compiled(model), lora_models.lora(0, KIND)
-    without = sample(before)
-    expected = sample(core(model, lora, 0.8))
-    assert relative_error(sample(fast(before, lora, 0.8)), expected) < ROUNDING
     assert torch.equal(sample(before), without)
-
-
-@pytest.mark.slow
-def test_inductor_compiles_a_model_with_a_lora(model, lora):
-    before, counts = compiled(model, "inductor"), []
-    for strength in (0.8, 0.3):
-        expected = sample(core(model, lora, strength))
-        assert relative_error(sample(fast(before, lora, strength)), expected) < ROUNDING
-        counts.append(made())
-    assert counts[0] == counts[1]

@@ -1,65 +1,39 @@
 """Restored weights, loads by ComfyUI, and LoRAs together with other patches."""
 
 import functools
+import gc
 
 import pytest
 import torch
 
-from fast_video_vae.tests.nodes.lora import lora_models
-from fast_video_vae.tests.nodes.lora.lora_models import (
-    ALL,
-    COMMON,
-    EFFECT,
-    MODES,
-    ROUNDING,
-    UNMERGED,
-    apply,
-    core,
-    fast,
-    load_model,
-    nothing_left,
-    relative_error,
-    sample,
-    stack,
-    weights,
-)
+from fast_video_vae.tests.nodes.lora import lora_models as loras
+from fast_video_vae.tests.nodes.lora.lora_models import UNMERGED, apply, core, fast, sample, stack
+from fast_video_vae.tests.nodes.vae.pairs import relative_error
 from fast_video_vae.tests.products import each_value_once
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("comfyui")]
 
-KIND = "wan21-t2v"
 # In the middle of a call: block 0 is over, block 1 is not.
 MIDDLE = "diffusion_model.blocks.1.cross_attn.o"
-
-
-lora = functools.partial(lora_models.lora, parts=ALL)
+lora = functools.partial(loras.lora, parts=loras.ALL)
 
 
 @pytest.fixture
 def model():
     """A separate model for each test, which can change it."""
-    return load_model(KIND)
+    return loras.load_model(loras.KIND)
 
 
 class _FailureError(Exception):
     pass
 
 
-@each_value_once(mode=UNMERGED, how=["error", "interrupt"], when=["before", "within", "after"])
-def test_completed_and_aborted_runs_leave_every_weight_unchanged(model, mode, how, when):
-    """Before a module, in its forward, or in a hook of another's after it."""
-    import comfy.model_management
-
-    interrupt = comfy.model_management.InterruptProcessingException
-    error = interrupt if how == "interrupt" else _FailureError
+def aborted(model, patched, error, when):
+    """Run until an error before a module, in its forward, or in a hook of another's after it."""
 
     def fail(*_, **__):
         raise error
 
-    without, before = sample(model), weights(model)
-    patched = fast(model, lora(), 0.8, mode)
-    expected = sample(patched)
-    assert weights(model) == before
     module = model.model.get_submodule(MIDDLE)
     if when == "within":
         module.forward, undo = fail, functools.partial(delattr, module, "forward")
@@ -70,10 +44,45 @@ def test_completed_and_aborted_runs_leave_every_weight_unchanged(model, mode, ho
     with pytest.raises(error):
         sample(patched)
     undo()
-    assert weights(model) == before
-    assert nothing_left(model)
+
+
+@each_value_once(mode=UNMERGED, how=["error", "interrupt"], when=["before", "within", "after"])
+def test_completed_and_aborted_runs_leave_every_weight_unchanged(model, mode, how, when):
+    import comfy.model_management
+
+    interrupt = comfy.model_management.InterruptProcessingException
+    without, before = sample(model), loras.weights(model)
+    patched = fast(model, lora(), 0.8, mode)
+    expected = sample(patched)
+    assert loras.weights(model) == before
+    aborted(model, patched, interrupt if how == "interrupt" else _FailureError, when)
+    assert loras.weights(model) == before
+    assert loras.nothing_left(model)
     assert torch.equal(sample(model), without)
     assert torch.equal(sample(patched), expected)
+
+
+def test_many_prompts_leave_no_hooks_and_no_memory(model):
+    """Completed and aborted ones, with other LoRAs and strengths each."""
+
+    def state():
+        gc.collect()
+        hooks = [
+            len(hooks)
+            for each in model.model.modules()
+            for hooks in (each._forward_hooks, each._forward_pre_hooks)
+        ]
+        tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+        return sum(hooks), len(tensors), sum(each.nbytes for each in tensors)
+
+    found = []
+    for number in range(12):
+        patched = fast(model, lora(number % 2), 0.1 * number + 0.1, UNMERGED[number % 3])
+        aborted(model, patched, _FailureError, "within")
+        sample(patched)
+        del patched
+        found.append(state())
+    assert found[11] == found[5]
 
 
 @pytest.fixture
@@ -102,7 +111,7 @@ def test_another_lora_does_not_reload_the_model(model, loads, mode):
     again = [sample(each) for each in (one, stronger, other, more, model)]
     assert not loads
     assert all(map(torch.equal, results, again))
-    assert relative_error(results[0], results[1]) > EFFECT
+    assert relative_error(results[0], results[1]) > loras.EFFECT
     sample(core(model, lora(), 0.8))  # core's loader loads it again
     assert loads
 
@@ -120,43 +129,39 @@ def test_a_merged_stack_is_loaded_once(model, loads):
     assert len(loads) == 1
 
 
-@each_value_once(mode=MODES, order=["before", "after"], loader=["weights", "bypass"])
+@each_value_once(mode=loras.MODES, order=["before", "after"], loader=["weights", "bypass"])
 def test_loras_of_both_packs_add_up(model, mode, order, loader):
     """Its bypass loader adds to the output of linear layers, and patches their biases."""
     from comfy_extras.nodes_lora_debug import LoraLoaderBypassModelOnly
 
     def theirs(patcher):
         if loader == "weights":
-            return core(patcher, lora(1), 0.6)
-        return LoraLoaderBypassModelOnly().load_lora_model_only(patcher, lora(1), 0.6)[0]
+            return core(patcher, loras.lora(1), 0.6)
+        bypass = LoraLoaderBypassModelOnly()
+        return bypass.load_lora_model_only(patcher, loras.lora(1), 0.6)[0]
 
-    expected = sample(core(core(model, lora(0, parts=COMMON), 0.8), lora(1), 0.6))
+    expected = sample(core(core(model, loras.lora(0), 0.8), loras.lora(1), 0.6))
     if order == "before":
-        patched = fast(theirs(model), lora(0, parts=COMMON), 0.8, mode)
+        patched = fast(theirs(model), loras.lora(0), 0.8, mode)
     else:
-        patched = theirs(fast(model, lora(0, parts=COMMON), 0.8, mode))
-    assert relative_error(sample(patched), expected) < ROUNDING
+        patched = theirs(fast(model, loras.lora(0), 0.8, mode))
+    assert relative_error(sample(patched), expected) < loras.ROUNDING
 
 
 @each_value_once(mode=UNMERGED, first=["theirs", "ours"], what=["hooks", "forward"])
 def test_patches_of_other_nodes_apply_to_layers_with_a_lora(model, mode, first, what):
     """Hooks that double what it is given and halve what it gives; or a forward that adds to it."""
-    module, calls = model.model.get_submodule(MIDDLE), []
-    patched = fast(model, lora(0, parts=COMMON), 0.8, mode)
-    without = sample(patched)  # our hooks are there from now on
-    if first == "theirs":
-        patched = fast(model := load_model(KIND), lora(0, parts=COMMON), 0.8, mode)
-        module = model.model.get_submodule(MIDDLE)
+    module, patched = model.model.get_submodule(MIDDLE), fast(model, loras.lora(0), 0.8, mode)
+    if first == "ours":
+        sample(patched)  # our hooks are there from now on
     if what == "hooks":
         module.register_forward_pre_hook(lambda _, args: (2 * args[0],))
-        module.register_forward_hook(lambda _, args, y: calls.append(1) or 0.25 * y)
+        module.register_forward_hook(lambda _, args, y: 0.25 * y)
     else:
         forward = module.forward
-        module.forward = theirs = lambda x: calls.append(1) or forward(x) + x.flip(-1)
-    result = sample(patched)
-    assert len(calls) == 2
+        module.forward = theirs = lambda x: forward(x) + x.flip(-1)
+    result, expected = sample(patched), sample(core(model, loras.lora(0), 0.8))
     assert what == "hooks" or module.forward is theirs
-    expected = sample(core(model, lora(0, parts=COMMON), 0.8))
-    assert len(calls) == 4
-    assert relative_error(expected, without) > EFFECT
-    assert relative_error(result, expected) < ROUNDING
+    assert relative_error(result, expected) < loras.ROUNDING
+    without = sample(core(loras.load_model(loras.KIND), loras.lora(0), 0.8))
+    assert relative_error(expected, without) > loras.EFFECT
