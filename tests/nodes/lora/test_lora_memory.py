@@ -13,30 +13,14 @@ import pytest
 import torch
 from torch import nn
 
-from fast_video_vae.tests.nodes.lora.cards import GB, KIND, Cards, a_prompt
-from fast_video_vae.tests.nodes.lora.lora_models import (
-    EFFECT,
-    ROUNDING,
-    UNMERGED,
-    apply,
-    bits,
-    core,
-    fast,
-    load_model,
-    lora,
-    random_weights,
-    relative_error,
-    sample,
-    stack,
-)
+from fast_video_vae.tests.nodes.lora import lora_models as loras
+from fast_video_vae.tests.nodes.lora.cards import GB, Cards, a_prompt
+from fast_video_vae.tests.nodes.lora.lora_models import KIND, core, fast, lora, sample, stack
 from fast_video_vae.tests.nodes.sampling.sampler_models import experts, in_two, samples
-from fast_video_vae.tests.nodes.vae.pairs import v3_node
+from fast_video_vae.tests.nodes.vae.pairs import relative_error, v3_node
 from fast_video_vae.tests.products import each_value_once
 
 pytestmark = pytest.mark.comfyui
-
-
-OPTIONS = {"dtype": torch.float32}
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +33,7 @@ def expected(comfyui):
         state(number), lora(number)
     experts()  # the defaults of `samples`
     with torch.inference_mode():
-        yield sample(core(load_model(KIND, state(0)), lora(0), 0.8))
+        yield sample(core(loras.load_model(KIND, state(0)), lora(0), 0.8))
     state.cache_clear()
 
 
@@ -60,60 +44,31 @@ def cards(expected, inference, monkeypatch):
 
 @functools.cache
 def state(number):
-    return random_weights(KIND, number)
+    return loras.random_weights(KIND, number)
 
 
 def load(number=0, **options):
     """A MODEL that ComfyUI can load again without DynamicVRAM."""
     import comfy.sd
 
-    model = comfy.sd.load_diffusion_model_state_dict(dict(state(number)), OPTIONS, **options)
+    dtype = {"dtype": torch.float32}
+    model = comfy.sd.load_diffusion_model_state_dict(dict(state(number)), dtype, **options)
     model.cached_patcher_init = load, (number,)
     return model
 
 
-def loaded(patcher):
-    """The entries of a model in ComfyUI's list."""
-    import comfy.model_management
-
-    current = comfy.model_management.current_loaded_models
-    return [each for each in current if each.model is patcher]
-
-
-def in_core(high, low, strength):
+def in_core(models, strength):
     """Both experts by ComfyUI's KSampler, with a LoRA each if there is a strength."""
     if strength is not None:
-        high, low = (fast(model, lora(seed), strength) for seed, model in enumerate((high, low)))
-    with a_prompt(high, low):
-        return in_two(high, low, at=1, steps=2)
+        models = [fast(model, lora(seed), strength) for seed, model in enumerate(models)]
+    return in_two(*models, at=1, steps=2)
 
 
-def in_ours(high, low, strength):
+def in_ours(models, strength):
     """Both experts by Wan Sampler (Fast)."""
-    loras = {}
-    if strength is not None:
-        names = ("loras_high", "loras_low")
-        loras = {name: stack(lora(seed), strength) for seed, name in enumerate(names)}
-    with a_prompt(high, low):
-        return samples(model_high=high, model_low=low, steps=2, **loras)
-
-
-def run(cards, way, sizes, strengths):
-    """Run a prompt for each of the strengths, after the encoding of its text; the last latent."""
-    import comfy.model_management
-
-    text, *both = sizes
-    encoder = cards.text_encoder(text * GB)
-    models = [
-        cards.name(load(number), name, both[number] * GB)
-        for number, name in enumerate(("high", "low"))
-    ]
-    for strength in strengths:
-        with a_prompt(encoder):
-            comfy.model_management.load_models_gpu([encoder], memory_required=GB)
-            cards.call(encoder.model)
-        latent = way(*models, strength)
-    return latent
+    files = {"loras_high": lora(0), "loras_low": lora(1)} if strength is not None else {}
+    stacks = {name: stack(file, strength) for name, file in files.items()}
+    return samples(model_high=models[0], model_low=models[1], steps=2, **stacks)
 
 
 LOADS = [("loaded", "text encoder"), ("loaded", "high"), ("loaded", "low")]
@@ -122,18 +77,31 @@ LOADS = [("loaded", "text encoder"), ("loaded", "high"), ("loaded", "low")]
 @each_value_once(
     way=[in_core, in_ours],
     sizes=[
-        (6, 14, 14),  # each expert fits, both together do not; fp8
-        (11, 28, 28),  # neither the text encoder and an expert fit, nor an expert; bf16
+        (6, 14),  # each expert fits, both together do not; fp8
+        (11, 28),  # neither the text encoder and an expert fit, nor an expert; bf16
     ],
 )
 def test_loras_unload_nothing_of_dynamic_models(expected, inference, monkeypatch, way, sizes):
-    found = []
+    """In prompts with a LoRA, the same one and another strength, each after a text is encoded."""
+    import comfy.model_management
+
+    text, size = sizes
     for strengths in ([None] * 3, [0.8, 0.8, 0.5]):
         with monkeypatch.context() as patch:
             cards = Cards(patch)
-            found.append(run(cards, way, sizes, strengths))
+            encoder = cards.text_encoder(text * GB)
+            names = ("high", "low")
+            models = [cards.name(load(seed), name, size * GB) for seed, name in enumerate(names)]
+            for strength in strengths:
+                with a_prompt(encoder):
+                    comfy.model_management.load_models_gpu([encoder], memory_required=GB)
+                    cards.call(encoder.model)
+                with a_prompt(*models):
+                    latent = way(models, strength)
             assert cards.events == LOADS * 3
-    assert relative_error(*found) > EFFECT
+        if strength is None:
+            without = latent
+    assert relative_error(latent, without) > loras.EFFECT
 
 
 def _make_room(management, device):
@@ -145,6 +113,15 @@ def _make_room(management, device):
     assert management.get_free_memory(device) > 22 * GB
 
 
+def _free_pins(management, device):
+    """ComfyUI frees pinned memory, with a bank in its list."""
+    subsets = management.PIN_SUBSETS + management.LOADED_PIN_SUBSETS
+    for registrations in (False, True):
+        management.free_model_pins(1e30, subsets, None, None, registrations=registrations)
+    management.free_pins(1e30, evict_active=True)
+    management.cleanup_models_gc()
+
+
 @pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize(
     "free",
@@ -152,8 +129,9 @@ def _make_room(management, device):
         lambda management, device: management.free_memory(1e30, device),
         lambda management, device: management.unload_all_models(),
         _make_room,
+        _free_pins,
     ],
-    ids=["free memory", "unload all", "make room"],
+    ids=["free memory", "unload all", "make room", "free pins"],
 )
 def test_comfyui_loads_and_unloads_the_bank(expected, inference, monkeypatch, dynamic, free):
     import comfy.model_management as management
@@ -166,61 +144,44 @@ def test_comfyui_loads_and_unloads_the_bank(expected, inference, monkeypatch, dy
     assert size > 2**17
     assert bank.loaded_size() == 0
     for _ in range(2):
-        assert relative_error(sample(model), expected) < ROUNDING
+        assert relative_error(sample(model), expected) < loras.ROUNDING
+        assert bank.loaded_size() == (0 if dynamic else size)  # it is given back after a run
         management.load_models_gpu([model, *model.get_nested_additional_models()])
         cards.call(model.model)
-        (entry,) = loaded(bank)
+        (entry,) = (each for each in management.current_loaded_models if each.model is bank)
         assert entry.device == bank.current_loaded_device() == device
         assert entry.model_loaded_memory() == entry.model_memory() == size
         assert cards.free(device) <= 10 * GB - size
         free(management, device)
         management.free_memory(1e30, device)
-        assert not loaded(bank)
+        assert not [each for each in management.current_loaded_models if each.model is bank]
         assert bank.loaded_size() == 0
         assert cards.free(device) == 24 * GB
 
 
-def test_comfyui_frees_pinned_memory_with_a_bank_in_its_list(cards, expected):
-    import comfy.model_management as management
-
-    model = fast(load(), lora(0), 0.8)
-    with a_prompt(model):
-        sample(model)
-        assert len(management.current_loaded_models) == 2
-        subsets = management.PIN_SUBSETS + management.LOADED_PIN_SUBSETS
-        for registrations in (False, True):
-            management.free_model_pins(1e30, subsets, None, None, registrations=registrations)
-        management.free_pins(1e30, evict_active=True)
-        management.cleanup_models_gc()
-        assert relative_error(sample(model), expected) < ROUNDING
-
-
-@pytest.mark.parametrize("mode", UNMERGED)
+@pytest.mark.parametrize("mode", loras.UNMERGED)
 def test_a_lora_on_a_dynamic_model_equals_comfyuis_loader(cards, expected, mode):
     """On a static copy of it too: TorchCompileModel makes one, and hooks in conditionings do."""
     import comfy.model_management as management
 
     model = load()
     assert model.is_dynamic()
-    before, without = bits(model), sample(model)
+    before, without = loras.bits(model), sample(model)
     patched = fast(model, lora(0), 0.8, mode)
     assert patched.patches_uuid == model.patches_uuid
     copy = patched.clone(disable_dynamic=True)
     assert not copy.is_dynamic()
     for each in (patched, copy, patched):
-        assert relative_error(sample(each), expected) < ROUNDING
+        assert relative_error(sample(each), expected) < loras.ROUNDING
     assert torch.equal(sample(model), without)
     management.unload_all_models()
-    assert bits(model) == before
-
-
-KINDS = ["DynamicVRAM", "static"]
+    assert loras.bits(model) == before
 
 
 @pytest.fixture
 def kind():
     """The kind of ComfyUI's patchers, where a test has no parameter of this name."""
-    return KINDS[0]
+    return "DynamicVRAM"
 
 
 @pytest.fixture
@@ -232,27 +193,11 @@ def two(kind, expected, inference, monkeypatch):
     gc.disable()
     yield Cards(monkeypatch, 2, dynamic=kind == "DynamicVRAM")
     gc.enable()
-    reference.cache_clear()
 
 
-def split(model, most=2):
+def split(model):
     """A model after MultiGPU CFG Split."""
-    (model,) = v3_node("nodes_multigpu", "MultiGPUCFGSplitNode", model=model, max_gpus=most)
-    return model
-
-
-def with_lora(model, seed=0, mode="auto", strength="0.8"):
-    """A model after Apply LoRA (Fast)."""
-    return apply(model, stack(lora(seed), strength), mode)[0]
-
-
-@functools.cache
-def reference(mode, *loras, **options):
-    """The latent of a model with LoRAs on one card; each is a seed and a strength."""
-    model = load()
-    for seed, strength in loras:
-        model = with_lora(model, seed, mode, strength)
-    return sample(model, **options)
+    return v3_node("nodes_multigpu", "MultiGPUCFGSplitNode", model=model, max_gpus=2)[0]
 
 
 def parts(model):
@@ -266,51 +211,62 @@ def banks(patcher):
     return [each for each in found if not each.is_multigpu_base_clone]
 
 
-ORDERS = {
-    "split, apply": lambda model, mode: with_lora(split(model), 0, mode),
-    "apply, split": lambda model, mode: split(with_lora(model, 0, mode)),
-    "split, apply, apply": lambda model, mode: with_lora(with_lora(split(model), 0, mode), 1, mode),
-    "apply, split, apply": lambda model, mode: with_lora(split(with_lora(model, 0, mode)), 1, mode),
-    "apply, split, split": lambda model, mode: split(split(with_lora(model, 0, mode))),
-}
-
+# Orders of the nodes: MultiGPU CFG Split, and Apply LoRA (Fast) with the LoRA of this number.
 ROWS = [
-    ("split, apply", "auto", "DynamicVRAM"),
-    ("apply, split", "stream", "DynamicVRAM"),
-    ("split, apply, apply", "bypass", "static"),
-    ("apply, split, apply", "auto", "static"),
-    ("apply, split, split", "bypass", "DynamicVRAM"),
+    (("split", 0), "auto", "DynamicVRAM"),
+    ((0, "split"), "stream", "DynamicVRAM"),
+    (("split", 0, 1), "bypass", "static"),
+    ((0, "split", 1), "auto", "static"),
+    ((0, "split", "split"), "bypass", "DynamicVRAM"),
 ]
-every_row = pytest.mark.parametrize(("order", "mode", "kind"), ROWS)
-two_rows = pytest.mark.parametrize(
-    ("order", "kind"), [("split, apply", "DynamicVRAM"), ("apply, split", "static")]
-)
 
 
-@every_row
+@pytest.mark.parametrize(("order", "mode", "kind"), ROWS)
 def test_a_run_on_two_cards_equals_that_on_one(two, order, mode):
+    """With a strength for each step, and with other LoRAs of the same copy after each other."""
     import comfy.model_management
 
-    loras = [(seed, "0.8") for seed in range(order.count("apply"))]
     model = load()
-    expected, without = reference(mode, *loras), sample(split(model))
-    assert relative_error(expected, without) > EFFECT
-    given = ORDERS[order](model, mode)
-    assert [each.load_device for each in parts(given)] == two.devices
-    before = [bits(each) for each in parts(given)]
-    for _ in range(2):
-        assert relative_error(sample(given), expected) < ROUNDING
+
+    def after(nodes, strength="1"):
+        result = model
+        for node in nodes:
+            one = node == "split"
+            result = split(result) if one else fast(result, lora(node), strength, mode)
+        return result
+
+    def run(model):
+        return sample(model, steps=3)
+
+    without = run(after(["split"]))
+    before = [loras.bits(each) for each in parts(after(["split"]))]
+    copy = parts(after(["split"]))[1].model
+    other = [node if node == "split" else 1 - node for node in order]
+    for nodes, strength in ((order, "0.9,0,-0.4"), (other, "0.9,0,-0.4"), (order, "-0.3")):
+        alone = after([node for node in nodes if node != "split"], strength)
+        expected = run(alone)
+        assert relative_error(expected, without) > loras.EFFECT
+        given = after(nodes, strength)
+        assert [each.load_device for each in parts(given)] == two.devices
+        assert parts(given)[1].model is copy
+        for _ in range(2):
+            assert relative_error(run(given), expected) < loras.ROUNDING
+        assert relative_error(run(alone), expected) < loras.ROUNDING
+    plain = after(["split"])
+    assert relative_error(run(plain), without) < loras.ROUNDING
+    assert not banks(parts(plain)[1])
     comfy.model_management.unload_all_models()
-    assert [bits(each) for each in parts(given)] == before
-    assert relative_error(sample(split(model)), without) < ROUNDING
+    assert [loras.bits(each) for each in parts(given)] == before
 
 
-@two_rows
-def test_each_card_has_its_bank_and_comfyui_counts_it(two, order):
+@pytest.mark.parametrize(("first", "kind"), [(split, "DynamicVRAM"), (fast, "static")])
+def test_each_card_has_its_bank_and_comfyui_counts_it(two, first):
     """After that all is freed: the bank of each card, and with the models the banks themselves."""
     import comfy.model_management as management
 
-    given, found = ORDERS[order](load(), "auto"), {}
+    model, found = load(), {}
+    given = fast(split(model), lora(0)) if first is split else split(fast(model, lora(0)))
+    del model
 
     def call(apply_model, given):
         patcher = apply_model.__self__.current_patcher
@@ -326,30 +282,19 @@ def test_each_card_has_its_bank_and_comfyui_counts_it(two, order):
     with a_prompt(given):
         sample(given)
         assert {*found} == {*two.devices}
-        one, other = found.values()
-        assert one is not other
+        assert len({*map(id, found.values())}) == 2
         for device, part in zip(two.devices, parts(given), strict=True):
             management.free_memory(1e30, device)
             assert [bank.loaded_size() for bank in banks(part)] == [0]
     assert not management.current_loaded_models
-    modules = [each.model for part in parts(given) for each in (part, *banks(part))]
-    assert len(modules) == 4
-    freed = [weakref.ref(each) for each in modules]
+    freed = [weakref.ref(each.model) for part in parts(given) for each in (part, *banks(part))]
+    assert len(freed) == 4
     found.clear()
-    del given, modules, one, other, part
+    del given, part
     management.unload_all_models()
     gc.collect()
     management.cleanup_models()
     assert [each() for each in freed] == [None] * 4
-
-
-@pytest.mark.parametrize("mode", UNMERGED[1:])
-def test_a_list_has_a_strength_for_each_step_on_both_cards(two, mode):
-    """The same LoRA runs on one card before and after: it has state on the host and on cards."""
-    given = with_lora(load(), 0, mode, "0.9,0,-0.4")
-    expected = sample(given, steps=3)
-    assert relative_error(sample(split(given), steps=3), expected) < ROUNDING
-    assert relative_error(sample(given, steps=3), expected) < ROUNDING
 
 
 def test_cards_that_start_at_once_have_the_same_strength(two):
@@ -360,63 +305,50 @@ def test_cards_that_start_at_once_have_the_same_strength(two):
         barrier.wait(timeout=60)
         return apply_model(given["input"], given["timestep"], **given["c"])
 
-    expected = reference("bypass", (0, "0.8"), steps=1)
-    model = split(load())
+    model = load()
+    expected = sample(fast(model, lora(0), 0.8, "bypass"), steps=1)
+    model = split(model)
     model.set_model_unet_function_wrapper(call)
     for _ in range(12):
-        given = with_lora(model, 0, "bypass")
-        assert relative_error(sample(given, steps=1), expected) < ROUNDING
-
-
-def test_the_loaded_copy_gets_another_lora(two):
-    """MultiGPU CFG Split uses the copy of the last run again, which has that run's LoRA."""
-    model = load()
-    last = split(with_lora(model))
-    copy = parts(last)[1].model
-    sample(last)
-    for seed, strength in ((1, "0.8"), (1, "-0.3"), (0, "0.8")):
-        given = split(with_lora(model, seed, strength=strength))
-        assert parts(given)[1].model is copy
-        expected = reference("auto", (seed, strength))
-        assert relative_error(sample(given), expected) < ROUNDING
-        assert len(banks(parts(given)[1])) == 1
-    without = split(model)
-    assert parts(without)[1].model is copy
-    assert relative_error(sample(without), reference("auto")) < ROUNDING
-    assert not banks(parts(without)[1])
+        result = sample(fast(model, lora(0), 0.8, "bypass"), steps=1)
+        assert relative_error(result, expected) < loras.ROUNDING
 
 
 @pytest.mark.parametrize("to", ["another card", "the host"])
-def test_a_model_that_is_moved_has_its_lora(two, to):
-    model = with_lora(load())
+def test_a_model_that_is_moved_has_its_lora(two, to, expected):
+    model = fast(load(), lora(0), 0.8)
     if to == "the host":
         (model,) = v3_node("nodes_multigpu", "SelectModelDeviceNode", model=model, device="cpu")
-        assert model.load_device == torch.device("cpu")
+        device = torch.device("cpu")
     else:  # this node calls this method, but it takes the stand-in cards for the host
-        model = model.deepclone_multigpu(new_load_device=two.devices[1])
-        (bank,) = banks(model)
-        assert model.load_device == bank.load_device == two.devices[1]
-    assert relative_error(sample(model), reference("auto", (0, "0.8"))) < ROUNDING
+        device = two.devices[1]
+        model = model.deepclone_multigpu(new_load_device=device)
+    assert relative_error(sample(model), expected) < loras.ROUNDING
+    (bank,) = banks(model)
+    assert model.load_device == bank.load_device == device
 
 
 @pytest.mark.parametrize(
     ("where", "mode", "kind"),
-    [("before", "auto", KINDS[0]), ("after", "stream", KINDS[1]), ("sampler", "bypass", KINDS[0])],
+    [
+        ("before", "auto", "DynamicVRAM"),
+        ("after", "stream", "static"),
+        ("sampler", "bypass", "DynamicVRAM"),
+    ],
 )
 def test_wan_sampler_runs_both_experts_on_two_cards(two, where, mode):
     names, more = ("high", "low"), {"cfg_high": "4", "cfg_low": "3", "lora_mode": mode}
-    stacks = {f"loras_{name}": stack(lora(seed), "0.8") for seed, name in enumerate(names)}
+    stacks = {f"loras_{name}": stack(lora(seed), 0.8) for seed, name in enumerate(names)}
     models = {f"model_{name}": load(seed) for seed, name in enumerate(names)}
     expected, without = samples(**models, **more, **stacks), samples(**models, **more)
-    assert relative_error(expected, without) > EFFECT
+    assert relative_error(expected, without) > loras.EFFECT
     place = {
-        "before": lambda model, seed: split(with_lora(model, seed, mode)),
-        "after": lambda model, seed: with_lora(split(model), seed),
+        "before": lambda model, seed: split(fast(model, lora(seed), 0.8, mode)),
+        "after": lambda model, seed: fast(split(model), lora(seed), 0.8),
         "sampler": lambda model, seed: split(model),
     }[where]
     given = {name: place(model, seed) for seed, (name, model) in enumerate(models.items())}
-    if where == "sampler":
-        more |= stacks
     for _ in range(2):
         with a_prompt(*given.values()):
-            assert relative_error(samples(**given, **more), expected) < ROUNDING
+            result = samples(**given, **more, **(stacks if where == "sampler" else {}))
+        assert relative_error(result, expected) < loras.ROUNDING
