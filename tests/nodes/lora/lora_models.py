@@ -37,66 +37,45 @@ class Kind:
     network: str  # module and class in comfy.ldm
     settings: dict  # arguments of the network, equal to those that ComfyUI detects
     base: str  # class that ComfyUI must detect, in comfy.model_base
+    more: dict = field(default_factory=dict)  # of conditionings, in addition to the text
     latent: tuple[int, int] = (16, 3)  # channels and frames
     text: int = 4096  # size of an embedding of a token
-    more: dict = field(default_factory=dict)  # of conditionings, in addition to the text
-
-
-def _wan(**settings):
-    return {"dim": 128, "ffn_dim": 256, "num_heads": 1, "num_layers": 2, "in_dim": 16} | settings
 
 
 def _noise(*shape, seed=5):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-_IMAGE = SimpleNamespace(penultimate_hidden_states=_noise(1, 257, 1280))
+def _wan(model_type, network="model.WanModel", base="WAN21", more=None, latent=(16, 3), **settings):
+    known = {"dim": 128, "ffn_dim": 256, "num_heads": 1, "num_layers": 2, "in_dim": 16}
+    known |= {"model_type": model_type, **settings}
+    return Kind(f"wan.{network}", known, base, more or {}, latent)
+
+
+_IMAGE = {"clip_vision_output": SimpleNamespace(penultimate_hidden_states=_noise(1, 257, 1280))}
+_VIDEO = {"concat_latent_image": _noise(1, 16, 3, 8, 8)}
+_MASK = {"concat_mask": torch.ones(1, 1, 3, 8, 8)}
 
 KINDS = {
-    "wan21-t2v": Kind("wan.model.WanModel", _wan(model_type="t2v"), "WAN21"),
-    "wan21-i2v": Kind(
-        "wan.model.WanModel",
-        _wan(model_type="i2v", in_dim=36),
-        "WAN21",
-        more={
-            "clip_vision_output": _IMAGE,
-            "concat_latent_image": _noise(1, 16, 3, 8, 8),
-            "concat_mask": torch.ones(1, 1, 3, 8, 8),
-        },
+    "wan21-t2v": _wan("t2v"),
+    "wan21-i2v": _wan("i2v", more=_IMAGE | _VIDEO | _MASK, in_dim=36),
+    "wan22-14b-i2v": _wan("t2v", more=_VIDEO, in_dim=36),
+    "wan22-5b": _wan("t2v", base="WAN22", latent=(48, 3), in_dim=48, out_dim=48),
+    "vace": _wan(
+        "vace", "model.VaceWanModel", "WAN21_Vace", {"vace_frames": [_noise(1, 32, 3, 8, 8)]},
+        vace_in_dim=96, vace_layers=2,
     ),
-    "wan22-14b-i2v": Kind(
-        "wan.model.WanModel",
-        _wan(model_type="t2v", in_dim=36),
-        "WAN21",
-        more={"concat_latent_image": _noise(1, 16, 3, 8, 8)},
-    ),
-    "wan22-5b": Kind(
-        "wan.model.WanModel",
-        _wan(model_type="t2v", in_dim=48, out_dim=48),
-        "WAN22",
-        latent=(48, 3),
-    ),
-    "vace": Kind(
-        "wan.model.VaceWanModel",
-        _wan(model_type="vace", vace_in_dim=96, vace_layers=2),
-        "WAN21_Vace",
-        more={"vace_frames": [_noise(1, 32, 3, 8, 8)]},
-    ),
-    "animate": Kind(
-        "wan.model_animate.AnimateWanModel",
-        # There is a face adapter for every five blocks.
-        _wan(model_type="animate", in_dim=36, ffn_dim=128, num_layers=5),
-        "WAN22_Animate",
-        more={"clip_vision_output": _IMAGE, "pose_video_latent": _noise(1, 16, 2, 8, 8)},
+    "animate": _wan(
+        "animate", "model_animate.AnimateWanModel", "WAN22_Animate",
+        _IMAGE | {"pose_video_latent": _noise(1, 16, 2, 8, 8)},
+        in_dim=36, ffn_dim=128, num_layers=5,  # there is a face adapter for every five blocks
     ),
     "qwen-image": Kind(
         "qwen_image.model.QwenImageTransformer2DModel",
         {"num_layers": 1, "num_attention_heads": 1, "joint_attention_dim": 64},
-        "QwenImage",
-        latent=(16, 1),
-        text=64,
+        "QwenImage", latent=(16, 1), text=64,
     ),
-}
+}  # fmt: skip
 
 
 def random_weights(kind, seed=0):
@@ -165,24 +144,23 @@ def dequantised(file):
     return load_model(KIND, random_weights(KIND) | values)
 
 
-def inputs(kind, seed=1):
+def inputs(kind):
     """Noise, and conditionings with the text and without."""
     known = KINDS[kind]
     channels, frames = known.latent
-    texts = (
-        [[_noise(1, 8, known.text, seed=seed + number), dict(known.more)]] for number in (1, 2)
-    )
-    return _noise(1, channels, frames, 8, 8, seed=seed), *texts
+    texts = (_noise(1, 8, known.text, seed=seed) for seed in (2, 3))
+    both = ([[each, dict(known.more)]] for each in texts)
+    return _noise(1, channels, frames, 8, 8, seed=1), *both
 
 
 @torch.inference_mode()
-def sample(model, kind=KIND, *, steps=2, cfg=4.0, seed=1):
+def sample(model, kind=KIND, *, steps=2):
     """A run of ComfyUI's sampler; the latent."""
     import comfy.sample
 
-    noise, positive, negative = inputs(kind, seed)
+    noise, positive, negative = inputs(kind)
     return comfy.sample.sample(
-        model, noise, steps, cfg, "euler", "simple", positive, negative,
+        model, noise, steps, 4.0, "euler", "simple", positive, negative,
         torch.zeros_like(noise), seed=1, disable_pbar=True,
     )  # fmt: skip
 
@@ -192,25 +170,29 @@ def lora_for(state, *, rank=4, seed=3, parts=COMMON, amount=0.4):
 
     A delta of a weight is about `amount` of it.
     """
-    generator = torch.Generator().manual_seed(seed)
-    lora = {}
+    generator, lora = torch.Generator().manual_seed(seed), {}
+    differences = {
+        "weight": ("norms", "diff"),
+        "bias": ("biases", "diff_b"),
+        "modulation": ("modulations", "modulation.diff"),
+    }
+
+    def noise(*shape):
+        return torch.randn(shape, generator=generator)
+
     for key, value in state.items():
+        name, _, leaf = f"diffusion_model.{key}".rpartition(".")
         if "motion_encoder" in key or not value.is_floating_point():
             continue
-        name, _, leaf = f"diffusion_model.{key}".rpartition(".")
-        if leaf == "weight" and value.ndim > 1 and "pairs" in parts:
-            down = torch.randn((rank, *value.shape[1:]), generator=generator)
-            ones = [1] * (value.ndim - 2)
-            up = torch.randn((len(value), rank, *ones), generator=generator)
-            lora[f"{name}.lora_down.weight"] = down / down[0].numel() ** 0.5
-            lora[f"{name}.lora_up.weight"] = up * (2 * amount / rank**0.5)
-            lora[f"{name}.alpha"] = torch.tensor(rank / 2)
-        elif leaf == "weight" and value.ndim == 1 and "norms" in parts:
-            lora[f"{name}.diff"] = 0.3 * torch.randn(value.shape, generator=generator)
-        elif leaf == "bias" and "biases" in parts:
-            lora[f"{name}.diff_b"] = 0.3 * torch.randn(value.shape, generator=generator)
-        elif leaf == "modulation" and "modulations" in parts:
-            lora[f"{name}.{leaf}.diff"] = 0.3 * torch.randn(value.shape, generator=generator)
+        if leaf == "weight" and value.ndim > 1:
+            if "pairs" in parts:
+                down = noise(rank, *value.shape[1:])
+                up = noise(len(value), rank, *[1] * (value.ndim - 2))
+                lora[f"{name}.lora_down.weight"] = down / down[0].numel() ** 0.5
+                lora[f"{name}.lora_up.weight"] = up * (2 * amount / rank**0.5)
+                lora[f"{name}.alpha"] = torch.tensor(rank / 2)
+        elif leaf in differences and differences[leaf][0] in parts:
+            lora[f"{name}.{differences[leaf][1]}"] = 0.3 * noise(*value.shape)
     return lora
 
 

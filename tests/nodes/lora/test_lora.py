@@ -6,10 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
-from fast_video_vae.tests.nodes.lora.lora_models import (
-    lora_for,
-    random_weights,
-)
+from fast_video_vae.tests.nodes.lora.lora_models import KIND, MODES, lora_for, random_weights
 from fast_video_vae.tests.nodes.server import PromptError, Workflow
 from fast_video_vae.tests.products import each_value_once
 
@@ -19,7 +16,7 @@ pytestmark = pytest.mark.comfyui
 @pytest.fixture(scope="module")
 def state(comfyui):
     """The weights of the model."""
-    return random_weights("wan21-t2v")
+    return random_weights(KIND)
 
 
 @pytest.fixture
@@ -35,26 +32,38 @@ def apply(*entries, mode="auto"):
     workflow, stack = Workflow(), {}
     model = workflow.add("UNETLoader", unet_name="expert-0.safetensors", weight_dtype="default")
     for name, strength, blocks in entries:
-        link = workflow.add(
-            "FastVAE_LoraStack", lora_name=name, strength=strength, blocks=blocks, **stack
-        )
-        stack = {"stack": link}
+        given = {"lora_name": name, "strength": strength, "blocks": blocks, **stack}
+        stack = {"stack": workflow.add("FastVAE_LoraStack", **given)}
     node, _ = workflow.add("FastVAE_ApplyLora", model=model, mode=mode, **stack)
     workflow.add("PreviewAny", source=[node, 1])
     return workflow
 
 
 def report(server, workflow):
-    (shown,) = server.run(workflow).values()
-    (text,) = shown["text"]
+    ((text,),) = (shown["text"] for shown in server.run(workflow).values())
     return text
 
 
-@pytest.mark.parametrize("mode", ["auto", "stream", "bypass", "merged"])
-def test_a_report_lists_the_applied_keys(server, lora, mode):
-    text = report(server, apply((lora.name, "0.8", ""), (lora.name, "-0.5", "1"), mode=mode))
+@pytest.mark.parametrize("mode", MODES)
+def test_a_report_lists_the_keys_and_what_differs_from_comfyuis_loader(server, lora, state, mode):
+    """A replaced file is read again, and a missing one is an error."""
+    workflow = apply((lora.name, "0.8", ""), (lora.name, "-0.5", "1"), mode=mode)
+    text = report(server, workflow)
     assert text.startswith("lora.safetensors: 120 keys applied")
     assert text.endswith(mode)
+    assert "in ComfyUI's loader" not in text
+    tensors = lora_for(state, rank=8, parts=("pairs",))
+    tensors = {key: value for key, value in tensors.items() if not key.endswith("alpha")}
+    tensors["diffusion_model.blocks.0.self_attn.q.diff"] = torch.ones(128, 128)
+    metadata = {"lora_adapter_metadata": '{"transformer.lora_alpha": 16, "transformer.r": 8}'}
+    save_file(tensors, lora, metadata)
+    text = report(server, workflow)
+    assert text.startswith("lora.safetensors: 55 keys applied")
+    assert "alpha 16 by its metadata, in ComfyUI's loader the rank" in text
+    assert "1 weights have an adapter and a difference: both are applied" in text
+    lora.unlink()
+    with pytest.raises(PromptError):
+        server.run(workflow)
 
 
 def test_the_inputs_and_outputs_of_the_nodes(expert_server, lora):
@@ -69,9 +78,8 @@ def test_the_inputs_and_outputs_of_the_nodes(expert_server, lora):
     assert (required["strength"][1]["default"], required["blocks"][1]["default"]) == ("1.0", "")
     assert output == [optional["stack"][0]] == ["FASTVAE_LORA_STACK"]
     required, optional, output = of("FastVAE_ApplyLora")
-    assert list(required) == ["model", "stack", "mode"]
-    assert list(optional) == ["phase"]
-    assert required["mode"][1]["options"] == ["auto", "stream", "bypass", "merged"]
+    assert [*required, *optional] == ["model", "stack", "mode", "phase"]
+    assert required["mode"][1]["options"] == [*MODES]
     assert required["mode"][1]["default"] == optional["phase"][1]["default"] == "auto"
     assert output == ["MODEL", "STRING"]
 
@@ -100,14 +108,3 @@ def test_an_unusable_file_is_a_one_line_error_of_the_node(expert_server, state, 
     message = details["exception_message"].strip()
     assert said in message
     assert "\n" not in message
-
-
-@pytest.mark.parametrize("mode", ["auto", "merged"])
-def test_a_replaced_file_is_read_again(server, lora, state, mode):
-    workflow = apply((lora.name, "1", ""), mode=mode)
-    assert "lora.safetensors: 120 keys" in report(server, workflow)
-    save_file(lora_for(state, parts=("pairs",)), lora)
-    assert "lora.safetensors: 81 keys" in report(server, workflow)
-    lora.unlink()
-    with pytest.raises(PromptError):
-        server.run(workflow)
