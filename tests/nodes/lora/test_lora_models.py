@@ -10,6 +10,7 @@ import torch
 from fast_video_vae.tests.builders import refused
 from fast_video_vae.tests.nodes.lora import lora_models as loras
 from fast_video_vae.tests.nodes.lora.lora_models import KIND, apply, core, fast, lora, sample, stack
+from fast_video_vae.tests.nodes.sampling.sampler_models import advanced, empty, ksampler, prompts
 from fast_video_vae.tests.nodes.vae.pairs import relative_error
 from fast_video_vae.tests.products import each_value_once
 
@@ -44,13 +45,12 @@ def test_a_run_of_every_kind_equals_that_of_comfyuis_loader(kind, mode):
 
 @pytest.mark.parametrize("mode", loras.MODES)
 def test_any_stacks_of_two_nodes_equal_comfyuis_loaders(mode):
-    """Large and negative strengths, one block, a file twice, and parameters that ComfyUI skips.
+    """Large and negative strengths, one block, a phase, a file twice, and modulations.
 
-    Its loader accepts `modulation.diff` without effect, so the test edits the weights.
+    ComfyUI's loader accepts `modulation.diff` without effect, so the test edits these weights.
     """
     model, state, without = plain()
     tables = loras.lora_for(state, parts=("modulations",))
-    assert len(tables) == 3
     block = {
         key: value for key, value in loras.lora_for(state, seed=1).items() if "blocks.1" in key
     }
@@ -58,29 +58,19 @@ def test_any_stacks_of_two_nodes_equal_comfyuis_loaders(mode):
         key: value + 0.8 * tables.get(f"diffusion_model.{key}.diff", torch.tensor(0.0))
         for key, value in state.items()
     }
-    expected = loras.load_model(KIND, edited)
-    theirs = ((lora(0), 3.5), (loras.save_lora(block, "block.safetensors"), -0.5), (lora(0), -1.0))
-    results = [sample(expected)]
-    for name, strength in theirs:
-        expected = core(expected, name, strength)
-        results.append(sample(expected))
+    models = [loras.load_model(KIND, edited)]
+    block = loras.save_lora(block, "block.safetensors")
+    for name, strength in ((lora(0), 3.5), (block, -0.5), (lora(0), -1.0)):
+        models.append(core(models[-1], name, strength))
+    results = [*map(sample, models)]
+    assert min(map(relative_error, results, [without, *results])) > loras.EFFECT
     first = stack(loras.save_lora(tables, "tables.safetensors"), 0.8)
     first = stack(lora(1), -0.5, "1", before=stack(lora(0), 3.5, before=first))
-    patched, report = apply(apply(model, first, mode)[0], stack(lora(0), -1.0), mode)
+    second = stack(lora(0), "3;-1")
+    patched, report = apply(apply(model, first, mode)[0], second, mode, "low")
     assert relative_error(sample(patched), results[-1]) < loras.ROUNDING
-    changes = map(relative_error, [without, *results], results)
-    assert min(changes) > loras.EFFECT
     assert mode == "merged" or f"{lora(0)} is used 2 times; the strengths add up" in report
     assert torch.equal(sample(model), without)
-
-
-@pytest.mark.parametrize("mode", ["auto", "merged"])
-def test_strength_0_gives_the_model_itself(mode):
-    model, _, without = plain()
-    patched, report = apply(model, stack(lora(0), 0), mode)
-    assert torch.equal(sample(patched), without)
-    assert patched.patches_uuid == model.patches_uuid or mode == "merged"
-    assert "keys applied" not in report
 
 
 @pytest.mark.parametrize(
@@ -93,34 +83,32 @@ def test_strength_0_gives_the_model_itself(mode):
         ("auto", "WAN_LORA_ONTHEFLY", "bypass"),
     ],
 )
-def test_a_mode_or_for_auto_the_environment_chooses_the_method(
-    mode, variable, expected, monkeypatch
+def test_the_mode_or_for_auto_the_environment_chooses_the_method(
+    mode, variable, expected, monkeypatch, caplog
 ):
+    """As the table of a run counts, if it is asked for."""
     for name in ("WAN_LORA_STREAMING", "WAN_LORA_ONTHEFLY"):
         monkeypatch.setenv(name, str(int(name == variable)))
-    kind = "wan21-i2v"
+    kind, tables = "wan21-i2v", []
     model = fast(plain(kind)[0], lora(0, kind), 0.8, mode)
-    sample(model, kind)
-    counts = loras.session_of(model).counts
-    assert not counts.unserved
-    assert (counts.bypass == 0) == (expected == "stream")
+    for asked in ("1", "1", "0"):
+        monkeypatch.setenv("WAN_LORA_TIMING", asked)
+        with caplog.at_level(logging.INFO):
+            caplog.clear()
+            sample(model, kind)
+        tables.append([text for text in caplog.messages if "LoRA in a run of" in text])
+    (table,), (again,), none = tables
+    assert not none
+    rows = [row.split() for row in table.split("\n")[1:]]
+    assert [row[0] for row in rows] == ["stream", "bypass", "formula", "held"]
+    stream, bypass, _, _ = (float(row[1]) for row in rows)
     # The patch embedding, a convolution, once a step. In auto also the layers that have the 257
     # tokens of an image, which are more than 128 x 128 numbers are worth.
-    assert (counts.stream == 2) == (expected == "bypass")
-
-
-def test_a_run_is_timed_on_request(monkeypatch, caplog):
-    model = fast(plain()[0], lora(0), 0.8, "bypass")
-    for asked in (False, True):
-        monkeypatch.setenv("WAN_LORA_TIMING", str(int(asked)))
-        caplog.clear()
-        with caplog.at_level(logging.INFO):
-            sample(model)
-        tables = [text.split("\n") for text in caplog.messages if "LoRA in a run of" in text]
-        assert len(tables) == asked
-    kinds = {row.split()[0]: row.split()[1:] for row in tables[0][1:]}
-    assert list(kinds) == ["stream", "bypass", "formula", "held"]
-    assert float(kinds["bypass"][2]) > 0
+    assert (stream == 2) == (expected == "bypass")
+    assert (bypass == 0) == (expected == "stream")
+    assert sum(float(row[3]) for row in rows[:2]) > 0
+    assert [row.split()[1] for row in again.split("\n")[1:]] == [row[1] for row in rows]
+    assert not loras.session_of(model).counts.unserved
 
 
 @pytest.mark.parametrize(
@@ -133,20 +121,15 @@ def test_a_run_is_timed_on_request(monkeypatch, caplog):
 )
 def test_a_schedule_has_a_strength_for_each_step(mode, strength, steps):
     """The run of three steps is those steps taken one by one, with loaders of ComfyUI's."""
-    import comfy.sample
-
-    model = plain()[0]
-    noise, *texts = loras.inputs(KIND)
-    latent = torch.zeros_like(noise)
-    for step, value in enumerate(steps):
+    model, latent = plain()[0], empty()
+    known = {"known": prompts(), "steps": 3, "cfg": 4.0, "sampler": "euler"}
+    for start, value in enumerate(steps):
+        one, first = core(model, lora(0), value), "enable" if start == 0 else "disable"
+        end = start + 1 if start < 2 else 10000
         with torch.inference_mode():
-            latent = comfy.sample.sample(
-                core(model, lora(0), value), noise * (step == 0), 3, 4.0, "euler", "simple",
-                *texts, latent, seed=1, disable_pbar=True, start_step=step, last_step=step + 1,
-                disable_noise=step > 0, force_full_denoise=step == 2,
-            )  # fmt: skip
-    result = sample(fast(model, lora(0), strength, mode), steps=3)
-    assert relative_error(result, latent) < loras.ROUNDING
+            latent = advanced(first, model=one, latent=latent, start=start, end=end, **known)
+    result = ksampler(fast(model, lora(0), strength, mode), cfg=4.0, steps=3)
+    assert relative_error(result, latent["samples"]) < loras.ROUNDING
 
 
 @torch.inference_mode()
@@ -239,11 +222,11 @@ def saved(model, output):
 
 
 def test_a_saved_model_has_its_loras(output):
-    """Of all nodes before, also of other packs, and without a change of the model."""
+    """Of all nodes before, also of other packs, in their phase; the model is unchanged."""
     model = loras.load_model(KIND)
     theirs = core(model, lora(2), 0.5)
     first = fast(theirs, lora(0, parts=loras.ALL), 0.8)
-    second = apply(first, stack(lora(1), -0.5))[0]
+    second = apply(first, stack(lora(1), "1;-0.5"), phase="low")[0]
     none = apply(second.clone(), stack(lora(1), 0))[0]
     without, before = sample(model), loras.bits(model)
     for each in (first, second, second.clone(), none):
@@ -255,16 +238,6 @@ def test_a_saved_model_has_its_loras(output):
         assert torch.equal(sample(each), expected)
     assert relative_error(sample(saved(theirs, output)), sample(theirs)) < loras.ROUNDING
     assert torch.equal(sample(model), without)
-
-
-def test_the_phase_of_a_model_is_saved(output):
-    model = loras.load_model(KIND)
-    for phase, strength in (("high", 1.0), ("low", 0.3)):
-        patched = apply(model, stack(lora(0), "1;0.3"), "auto", phase)[0]
-        expected = sample(core(model, lora(0), strength))
-        assert relative_error(sample(saved(patched, output)), expected) < loras.ROUNDING
-        for each in (patched, apply(model, stack(lora(0), "1;0.3"), "merged", phase)[0]):
-            assert relative_error(sample(each), expected) < loras.ROUNDING
 
 
 @pytest.mark.parametrize("strength", ["0.9,0.8", "1@0-0.5", "1;0.3", "1"])

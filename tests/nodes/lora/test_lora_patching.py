@@ -99,11 +99,13 @@ def loads(model, monkeypatch):
 @pytest.mark.parametrize("mode", loras.UNMERGED)
 def test_another_lora_does_not_reload_the_model(model, loads, mode):
     one = fast(model, lora(0), 0.8, mode)
-    more = apply(one, stack(lora(1), -0.5), mode)[0]
-    models = [one, fast(model, lora(0), 3.0, mode), fast(model, lora(1), 0.8, mode), more, model]
+    more, (none, report) = fast(one, lora(1), -0.5, mode), apply(model, stack(lora(), 0), mode)
+    models = [one, fast(model, lora(0), 3.0, mode), fast(model, lora(1), 0.8, mode), more, none]
     results = [*map(sample, models)]
     assert all(map(torch.equal, results, map(sample, models)))
     assert min(map(relative_error, results, results[1:])) > loras.EFFECT
+    assert results[-1].equal(sample(model))  # strength 0 is the model itself
+    assert "keys applied" not in report
     assert not loads
     sample(core(model, lora(), 0.8))  # core's loader loads it again
     assert loads
