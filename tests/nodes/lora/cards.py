@@ -10,13 +10,13 @@ but a model's whole memory when it is called.
 import contextlib
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
 GB = 2**30
-KIND = "wan21-t2v"
 
 # ComfyUI's methods of a patcher that take memory from a model, with the name of the event.
 _TAKING = {"detach": "detached", "partially_unload": "unloaded"}
@@ -40,7 +40,6 @@ class Cards:
         self.devices = [torch.device("cpu", index) for index in range(count)]
         self.events, self._total = [], 24 * GB
         self._regions = []  # weak references, the one in use last at the end
-        self._models = weakref.WeakSet()
         self._names = weakref.WeakKeyDictionary()
         state = {
             "cpu_state": management.CPUState.CPU,
@@ -61,7 +60,9 @@ class Cards:
         patch.setattr(comfy.memory_management, "aimdo_enabled", dynamic)
         patch.setattr(comfy.utils, "load_safetensors", lambda path: (load_file(path), {}))
         patch.setattr(comfy_aimdo.model_vbar, "ModelVBAR", self._region)
-        patch.setattr(comfy_aimdo.host_buffer, "HostBuffer", _HostBuffer)
+        # Memory that is never pinned.
+        buffer = lambda size, *_: SimpleNamespace(size=size)  # noqa: E731
+        patch.setattr(comfy_aimdo.host_buffer, "HostBuffer", buffer)
         self._record(patch, management, patchers)
         # Banks of other tests, if they are in use, have patchers for another machine.
         for file in Path(folder_paths.get_folder_paths("loras")[0]).glob("*.safetensors"):
@@ -69,8 +70,12 @@ class Cards:
 
     def free(self, device):
         """The bytes of a card that no model takes."""
+        import comfy.model_management
+
         static = sum(
-            model.model_loaded_weight_memory for model in self._models if model.device == device
+            entry.model_loaded_memory()
+            for entry in comfy.model_management.current_loaded_models
+            if entry.device == device and entry.model and not entry.model.is_dynamic()
         )
         return self._total - static - sum(region.loaded for region in self._on(device))
 
@@ -115,46 +120,35 @@ class Cards:
         return region
 
     def _record(self, patch, management, patchers):
-        def taking(kind, method, event):
-            real = getattr(kind, method)
+        def after(owner, method, note):
+            real = getattr(owner, method)
 
-            def recorded(patcher, *args, **kwargs):
-                name = self._names.get(patcher.model)
-                # Without unpatch_all nothing is unloaded.
-                nothing = method == "detach" and not (*args, *kwargs.values(), True)[0]
-                result = real(patcher, *args, **kwargs)
-                if name is not None and not nothing:
-                    freed = (result,) if method == "partially_unload" else ()
-                    self.events.append((event, name, *freed))
+            def recorded(first, *args, **kwargs):
+                result = real(first, *args, **kwargs)
+                note(first, *args, *kwargs.values())
                 return result
 
-            patch.setattr(kind, method, recorded)
+            patch.setattr(owner, method, recorded)
+
+        def taken(event):
+            def note(patcher, unpatch_all=True, *_):
+                name = self._names.get(patcher.model)
+                if name is not None and unpatch_all is not False:  # otherwise nothing is unloaded
+                    self.events.append((event, name))
+
+            return note
+
+        def loaded(models, *_):
+            names = [self._names.get(each.model) for each in models]
+            self.events.append(("loaded", *filter(None, names)))
 
         for kind in (patchers.ModelPatcher, patchers.ModelPatcherDynamic):
             for method, event in _TAKING.items():
                 if method in vars(kind):
-                    taking(kind, method, event)
-            load = kind.partially_load
-
-            def loading(patcher, *args, _load=load, **kwargs):
-                self._models.add(patcher.model)
-                return _load(patcher, *args, **kwargs)
-
-            patch.setattr(kind, "partially_load", loading)
-        load_models, pins = management.load_models_gpu, management.ensure_pin_budget
-
-        def load_models_gpu(models, *args, **kwargs):
-            self.events.append(
-                ("loaded", *filter(None, (self._names.get(m.model) for m in models)))
-            )
-            return load_models(models, *args, **kwargs)
-
-        def ensure_pin_budget(size, **options):
-            self.events.append(("pinned memory requested",))
-            return pins(size, **options)
-
-        patch.setattr(management, "load_models_gpu", load_models_gpu)
-        patch.setattr(management, "ensure_pin_budget", ensure_pin_budget)
+                    after(kind, method, taken(event))
+        after(management, "load_models_gpu", loaded)
+        pins = "pinned memory requested"
+        after(management, "ensure_pin_budget", lambda *_: self.events.append((pins,)))
 
 
 @contextlib.contextmanager
@@ -194,13 +188,6 @@ class _Region:
         freed = min(self.loaded, int(size))
         self.loaded -= freed
         return freed
-
-
-class _HostBuffer:
-    """Replaces the class of that name, for memory that is never pinned."""
-
-    def __init__(self, size, *_):
-        self.size = size
 
 
 class _Ballast(nn.Module):

@@ -57,51 +57,45 @@ def load(number=0, **options):
     return model
 
 
-def in_core(models, strength):
-    """Both experts by ComfyUI's KSampler, with a LoRA each if there is a strength."""
-    if strength is not None:
-        models = [fast(model, lora(seed), strength) for seed, model in enumerate(models)]
-    return in_two(*models, at=1, steps=2)
-
-
-def in_ours(models, strength):
-    """Both experts by Wan Sampler (Fast)."""
-    files = {"loras_high": lora(0), "loras_low": lora(1)} if strength is not None else {}
-    stacks = {name: stack(file, strength) for name, file in files.items()}
-    return samples(model_high=models[0], model_low=models[1], steps=2, **stacks)
-
-
 LOADS = [("loaded", "text encoder"), ("loaded", "high"), ("loaded", "low")]
 
 
 @each_value_once(
-    way=[in_core, in_ours],
+    by=["Apply LoRA", "Wan Sampler"],
     sizes=[
         (6, 14),  # each expert fits, both together do not; fp8
         (11, 28),  # neither the text encoder and an expert fit, nor an expert; bf16
     ],
 )
-def test_loras_unload_nothing_of_dynamic_models(expected, inference, monkeypatch, way, sizes):
+def test_loras_unload_nothing_of_dynamic_models(expected, inference, monkeypatch, by, sizes):
     """In prompts with a LoRA, the same one and another strength, each after a text is encoded."""
     import comfy.model_management
 
-    text, size = sizes
+    def prompt(models, strength):
+        files = [] if strength is None else [lora(0), lora(1)]
+        if by == "Wan Sampler":
+            names = ("loras_high", "loras_low")
+            stacks = {name: stack(file, strength) for name, file in zip(names, files, strict=False)}
+            return samples(model_high=models[0], model_low=models[1], steps=2, **stacks)
+        if files:
+            models = [fast(*each, strength) for each in zip(models, files, strict=True)]
+        return in_two(*models, at=1, steps=2)
+
+    latents = []
     for strengths in ([None] * 3, [0.8, 0.8, 0.5]):
         with monkeypatch.context() as patch:
             cards = Cards(patch)
-            encoder = cards.text_encoder(text * GB)
-            names = ("high", "low")
-            models = [cards.name(load(seed), name, size * GB) for seed, name in enumerate(names)]
+            encoder = cards.text_encoder(sizes[0] * GB)
+            names = enumerate(("high", "low"))
+            models = [cards.name(load(seed), name, sizes[1] * GB) for seed, name in names]
             for strength in strengths:
                 with a_prompt(encoder):
                     comfy.model_management.load_models_gpu([encoder], memory_required=GB)
                     cards.call(encoder.model)
                 with a_prompt(*models):
-                    latent = way(models, strength)
+                    latents.append(prompt(models, strength))
             assert cards.events == LOADS * 3
-        if strength is None:
-            without = latent
-    assert relative_error(latent, without) > loras.EFFECT
+    assert relative_error(latents[-1], latents[0]) > loras.EFFECT
 
 
 def _make_room(management, device):
@@ -223,10 +217,23 @@ ROWS = [
 
 @pytest.mark.parametrize(("order", "mode", "kind"), ROWS)
 def test_a_run_on_two_cards_equals_that_on_one(two, order, mode):
-    """With a strength for each step, and with other LoRAs of the same copy after each other."""
-    import comfy.model_management
+    """With a strength for each step, and with other LoRAs of the same copy after each other.
 
-    model = load()
+    The threads of both cards start a step at once. Each has its bank, which ComfyUI counts.
+    """
+    import comfy.model_management as management
+
+    model, barrier = load(), threading.Barrier(2)
+
+    def call(apply_model, given):
+        barrier.wait(timeout=60)
+        patcher = apply_model.__self__.current_patcher
+        (bank,) = banks(patcher)
+        assert bank.load_device == bank.current_loaded_device() == patcher.load_device
+        (entry,) = (each for each in management.current_loaded_models if each.model is bank)
+        assert entry.device == bank.load_device
+        assert entry.model_loaded_memory() == entry.model_memory() > 2**17
+        return apply_model(given["input"], given["timestep"], **given["c"])
 
     def after(nodes, strength="1"):
         result = model
@@ -235,83 +242,48 @@ def test_a_run_on_two_cards_equals_that_on_one(two, order, mode):
             result = split(result) if one else fast(result, lora(node), strength, mode)
         return result
 
-    def run(model):
-        return sample(model, steps=3)
-
-    without = run(after(["split"]))
-    before = [loras.bits(each) for each in parts(after(["split"]))]
-    copy = parts(after(["split"]))[1].model
+    without, both = sample(split(model), steps=3), parts(split(model))
+    before = [loras.bits(each) for each in both]
     other = [node if node == "split" else 1 - node for node in order]
     for nodes, strength in ((order, "0.9,0,-0.4"), (other, "0.9,0,-0.4"), (order, "-0.3")):
         alone = after([node for node in nodes if node != "split"], strength)
-        expected = run(alone)
+        expected = sample(alone, steps=3)
         assert relative_error(expected, without) > loras.EFFECT
         given = after(nodes, strength)
         assert [each.load_device for each in parts(given)] == two.devices
-        assert parts(given)[1].model is copy
+        assert parts(given)[1].model is both[1].model
+        given.set_model_unet_function_wrapper(call)
         for _ in range(2):
-            assert relative_error(run(given), expected) < loras.ROUNDING
-        assert relative_error(run(alone), expected) < loras.ROUNDING
-    plain = after(["split"])
-    assert relative_error(run(plain), without) < loras.ROUNDING
+            assert relative_error(sample(given, steps=3), expected) < loras.ROUNDING
+        assert relative_error(sample(alone, steps=3), expected) < loras.ROUNDING
+    plain = split(model)
+    assert relative_error(sample(plain, steps=3), without) < loras.ROUNDING
     assert not banks(parts(plain)[1])
-    comfy.model_management.unload_all_models()
+    management.unload_all_models()
     assert [loras.bits(each) for each in parts(given)] == before
 
 
 @pytest.mark.parametrize(("first", "kind"), [(split, "DynamicVRAM"), (fast, "static")])
-def test_each_card_has_its_bank_and_comfyui_counts_it(two, first):
-    """After that all is freed: the bank of each card, and with the models the banks themselves."""
+def test_the_banks_of_all_cards_are_freed(two, first):
+    """By ComfyUI when it needs memory; and with the models the banks themselves."""
     import comfy.model_management as management
 
-    model, found = load(), {}
+    model = load()
     given = fast(split(model), lora(0)) if first is split else split(fast(model, lora(0)))
-    del model
-
-    def call(apply_model, given):
-        patcher = apply_model.__self__.current_patcher
-        (bank,) = banks(patcher)
-        assert bank.load_device == bank.current_loaded_device() == patcher.load_device
-        (entry,) = (each for each in management.current_loaded_models if each.model is bank)
-        assert entry.device == bank.load_device
-        assert entry.model_loaded_memory() == entry.model_memory() > 2**17
-        found[entry.device] = bank.model
-        return apply_model(given["input"], given["timestep"], **given["c"])
-
-    given.set_model_unet_function_wrapper(call)
     with a_prompt(given):
         sample(given)
-        assert {*found} == {*two.devices}
-        assert len({*map(id, found.values())}) == 2
-        for device, part in zip(two.devices, parts(given), strict=True):
+        found = [(part.load_device, *banks(part)) for part in parts(given)]
+        assert len({id(bank.model) for _, bank in found}) == 2
+        for device, bank in found:
             management.free_memory(1e30, device)
-            assert [bank.loaded_size() for bank in banks(part)] == [0]
+            assert bank.loaded_size() == 0
     assert not management.current_loaded_models
-    freed = [weakref.ref(each.model) for part in parts(given) for each in (part, *banks(part))]
-    assert len(freed) == 4
-    found.clear()
-    del given, part
+    freed = [weakref.ref(each.model) for each in (*parts(given), *(bank for _, bank in found))]
+    del model, given, found, bank
     management.unload_all_models()
     gc.collect()
     management.cleanup_models()
     assert [each() for each in freed] == [None] * 4
-
-
-def test_cards_that_start_at_once_have_the_same_strength(two):
-    """A thread per card runs each step. Where they race, a card missed its LoRA in 3 of 10 runs."""
-    barrier = threading.Barrier(2)
-
-    def call(apply_model, given):
-        barrier.wait(timeout=60)
-        return apply_model(given["input"], given["timestep"], **given["c"])
-
-    model = load()
-    expected = sample(fast(model, lora(0), 0.8, "bypass"), steps=1)
-    model = split(model)
-    model.set_model_unet_function_wrapper(call)
-    for _ in range(12):
-        result = sample(fast(model, lora(0), 0.8, "bypass"), steps=1)
-        assert relative_error(result, expected) < loras.ROUNDING
 
 
 @pytest.mark.parametrize("to", ["another card", "the host"])
@@ -337,9 +309,9 @@ def test_a_model_that_is_moved_has_its_lora(two, to, expected):
     ],
 )
 def test_wan_sampler_runs_both_experts_on_two_cards(two, where, mode):
-    names, more = ("high", "low"), {"cfg_high": "4", "cfg_low": "3", "lora_mode": mode}
-    stacks = {f"loras_{name}": stack(lora(seed), 0.8) for seed, name in enumerate(names)}
-    models = {f"model_{name}": load(seed) for seed, name in enumerate(names)}
+    more = {"cfg_high": "4", "cfg_low": "3", "lora_mode": mode}
+    stacks = {"loras_high": stack(lora(0), 0.8), "loras_low": stack(lora(1), 0.8)}
+    models = {"model_high": load(0), "model_low": load(1)}
     expected, without = samples(**models, **more, **stacks), samples(**models, **more)
     assert relative_error(expected, without) > loras.EFFECT
     place = {
