@@ -1,40 +1,28 @@
 """How much of the effect of a LoRA layers keep in bf16: ours, and ComfyUI's own."""
 
-from contextlib import nullcontext
+import contextlib
+import functools
 
+import pytest
 import torch
 
-from fast_video_vae.tests.nodes.lora.lora_models import (
-    FP8,
-    core,
-    fast,
-    in_blocks,
-    load_model,
-    lora_for,
-    quantised,
-    quantised_layers,
-    random_weights,
-    sample,
-    save_lora,
-    session_of,
-)
-
-KIND = "wan21-t2v"
+from fast_video_vae.tests.nodes.lora import lora_models as loras
+from fast_video_vae.tests.nodes.lora.lora_models import KIND
 
 
 def fp8_errors():
     """For each way the errors of what a LoRA of 1 % of fp8 weights adds, by layer."""
-    state = {key: value.bfloat16() for key, value in random_weights(KIND).items()}
-    changes = _changes(quantised(state, FP8, in_blocks), 0.01, "stream", "core", "bypass")
+    state = {key: value.bfloat16() for key, value in loras.random_weights(KIND).items()}
+    file = loras.quantised(state, loras.FP8, lambda key: key.startswith("blocks."))
     return {
         way: [((change - delta).norm() / delta.norm()).item() for change, delta in each]
-        for way, each in changes.items()
+        for way, each in _changes(file, 0.01, "stream", "core", "bypass").items()
     }
 
 
 def weak_shares(amount):
     """For stream and ComfyUI's loader, the shares of deltas of `amount` that bf16 weights keep."""
-    state = {key: value.bfloat16() for key, value in random_weights(KIND).items()}
+    state = {key: value.bfloat16() for key, value in loras.random_weights(KIND).items()}
     return {
         way: [((change * delta).sum() / delta.square().sum()).item() for change, delta in each]
         for way, each in _changes(state, amount, "stream", "core").items()
@@ -43,26 +31,22 @@ def weak_shares(amount):
 
 def _changes(file, amount, *ways):
     """For each way, the change of the weight of each layer by a LoRA, and the delta."""
-    tensors = lora_for(random_weights(KIND), parts=("pairs",), amount=amount)
-    lora = save_lora(tensors, "small.safetensors")
-    # Without a bias, the output of a layer for the unit matrix is its weight.
-    file = {
-        key: torch.zeros_like(value) if key.endswith("bias") else value
-        for key, value in file.items()
-    }
-    found = {}
+    tensors = loras.lora_for(loras.random_weights(KIND), parts=("pairs",), amount=amount)
+    lora = loras.save_lora(tensors, "small.safetensors")
+    found, device = {}, torch.device("cpu")
     for way in ways:
-        model = load_model(KIND, file, dtype=torch.bfloat16)
+        model = loras.load_model(KIND, file, dtype=torch.bfloat16)
         model.model.manual_cast_dtype = torch.bfloat16  # as on a GPU
         if way == "bypass":  # what it adds, without the rounding of the output
-            for layer in quantised_layers(model).values():
+            for layer in loras.quantised_layers(model).values():
                 layer.weight._qdata.zero_()
         own = _weights(model)
-        patched = core(model, lora) if way == "core" else fast(model, lora, 1.0, way)
-        sample(patched)
-        device = torch.device("cpu")
-        call = session_of(patched).call(model.model, device) if way != "core" else nullcontext()
-        with call:
+        made = loras.core if way == "core" else functools.partial(loras.fast, mode=way)
+        loras.sample(patched := made(model, lora))
+        ours = contextlib.nullcontext
+        if way != "core":
+            ours = functools.partial(loras.session_of(patched).call, model.model, device)
+        with ours():
             used = _weights(model)
         found[way] = []
         for name in own:
@@ -72,8 +56,12 @@ def _changes(file, amount, *ways):
 
 
 def _weights(model):
-    return {
-        name: layer(torch.eye(layer.in_features, dtype=torch.bfloat16)).double().T
-        for name, layer in model.model.named_modules()
-        if ".blocks." in name and hasattr(layer, "in_features")
-    }
+    """The weights that layers of the blocks multiply with."""
+    found = {}
+    for name, layer in model.model.named_modules():
+        if ".blocks." in name and hasattr(layer, "in_features"):
+            unit = torch.eye(layer.in_features, dtype=torch.bfloat16)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setitem(layer._parameters, "bias", None)
+                found[name] = layer(unit).double().T
+    return found

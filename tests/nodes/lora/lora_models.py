@@ -253,24 +253,17 @@ def session_of(model):
 
 
 def weights(model):
-    """Return the tensors of a model by name, as bits; they must not change."""
+    """Return the tensors of a model by name, as bits, and the functions on them; to be equal."""
     found = {}
     for name, value in [*model.model.named_parameters(), *model.model.named_buffers()]:
         data = getattr(value, "_qdata", value).detach().contiguous()
         bits = hashlib.sha1(data.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
-        found[name] = id(value), bits
+        module, _, leaf = name.rpartition(".")
+        functions = getattr(model.model.get_submodule(module), f"{leaf}_function", ())
+        found[name] = id(value), bits, len(functions)
     return found
 
 
 def bits(model):
-    """The same without the identity: ComfyUI may give a model other tensors with the same bits."""
-    return {name: found for name, (_, found) in weights(model).items()}
-
-
-def nothing_left(model):
-    """Whether no module has a function or a patch on its weights."""
-    return not any(
-        getattr(module, name, None)
-        for module in model.model.modules()
-        for name in ("weight_function", "bias_function")
-    )
+    """The bits without the identity: ComfyUI may give a model other tensors with the same bits."""
+    return {name: found for name, (_, found, _) in weights(model).items()}
