@@ -98,7 +98,7 @@ def test_loras_unload_nothing_of_dynamic_models(expected, inference, monkeypatch
     assert relative_error(latents[-1], latents[0]) > loras.EFFECT
 
 
-def _make_room(management, device):
+def make_room(management, device):
     """A decode needs almost the whole card."""
     import comfy.model_patcher
 
@@ -107,7 +107,7 @@ def _make_room(management, device):
     assert management.get_free_memory(device) > 22 * GB
 
 
-def _free_pins(management, device):
+def free_pins(management, device):
     """ComfyUI frees pinned memory, with a bank in its list."""
     subsets = management.PIN_SUBSETS + management.LOADED_PIN_SUBSETS
     for registrations in (False, True):
@@ -117,17 +117,7 @@ def _free_pins(management, device):
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
-@pytest.mark.parametrize(
-    "free",
-    [
-        lambda management, device: management.free_memory(1e30, device),
-        lambda management, device: management.unload_all_models(),
-        _make_room,
-        _free_pins,
-    ],
-    ids=["free memory", "unload all", "make room", "free pins"],
-)
-def test_comfyui_loads_and_unloads_the_bank(expected, inference, monkeypatch, dynamic, free):
+def test_comfyui_loads_and_unloads_the_bank(expected, inference, monkeypatch, dynamic):
     import comfy.model_management as management
 
     cards = Cards(monkeypatch, dynamic=dynamic)
@@ -137,7 +127,8 @@ def test_comfyui_loads_and_unloads_the_bank(expected, inference, monkeypatch, dy
     size = bank.model_size()
     assert size > 2**17
     assert bank.loaded_size() == 0
-    for _ in range(2):
+    unload = lambda management, device: management.unload_all_models()  # noqa: E731
+    for free in (make_room, free_pins, unload, lambda *_: None):
         assert relative_error(sample(model), expected) < loras.ROUNDING
         assert bank.loaded_size() == (0 if dynamic else size)  # it is given back after a run
         management.load_models_gpu([model, *model.get_nested_additional_models()])
@@ -170,12 +161,6 @@ def test_a_lora_on_a_dynamic_model_equals_comfyuis_loader(cards, expected, mode)
     assert torch.equal(sample(model), without)
     management.unload_all_models()
     assert loras.bits(model) == before
-
-
-@pytest.fixture
-def kind():
-    """The kind of ComfyUI's patchers, where a test has no parameter of this name."""
-    return "DynamicVRAM"
 
 
 @pytest.fixture
@@ -286,7 +271,7 @@ def test_the_banks_of_all_cards_are_freed(two, first):
     assert [each() for each in freed] == [None] * 4
 
 
-@pytest.mark.parametrize("to", ["another card", "the host"])
+@pytest.mark.parametrize(("to", "kind"), [("another card", "DynamicVRAM"), ("the host", "static")])
 def test_a_model_that_is_moved_has_its_lora(two, to, expected):
     model = fast(load(), lora(0), 0.8)
     if to == "the host":
