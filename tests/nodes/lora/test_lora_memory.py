@@ -37,11 +37,6 @@ def expected(comfyui):
     state.cache_clear()
 
 
-@pytest.fixture
-def cards(expected, inference, monkeypatch):
-    return Cards(monkeypatch)
-
-
 @functools.cache
 def state(number):
     return loras.random_weights(KIND, number)
@@ -118,17 +113,23 @@ def free_pins(management, device):
 
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_comfyui_loads_and_unloads_the_bank(expected, inference, monkeypatch, dynamic):
+    """Runs in each mode equal ComfyUI's loader, also on a static copy of a dynamic model.
+
+    TorchCompileModel makes such a copy, and hooks in conditionings do.
+    """
     import comfy.model_management as management
 
     cards = Cards(monkeypatch, dynamic=dynamic)
     (device,) = cards.devices
-    model = fast(cards.name(load(), "model", 14 * GB), lora(0), 0.8)
-    (bank,) = model.get_additional_models()
-    size = bank.model_size()
-    assert size > 2**17
-    assert bank.loaded_size() == 0
+    plain = cards.name(load(), "model", 14 * GB)
     unload = lambda management, device: management.unload_all_models()  # noqa: E731
-    for free in (make_room, free_pins, unload, lambda *_: None):
+    frees = make_room, free_pins, unload, lambda *_: None
+    for free, mode in zip(frees, (*loras.UNMERGED, "auto"), strict=True):
+        model = fast(plain, lora(0), 0.8, mode)
+        assert model.patches_uuid == plain.patches_uuid
+        (bank,) = model.get_additional_models()
+        assert (size := bank.model_size()) > 2**17
+        assert bank.loaded_size() == 0
         assert relative_error(sample(model), expected) < loras.ROUNDING
         assert bank.loaded_size() == (0 if dynamic else size)  # it is given back after a run
         management.load_models_gpu([model, *model.get_nested_additional_models()])
@@ -142,25 +143,13 @@ def test_comfyui_loads_and_unloads_the_bank(expected, inference, monkeypatch, dy
         assert not [each for each in management.current_loaded_models if each.model is bank]
         assert bank.loaded_size() == 0
         assert cards.free(device) == 24 * GB
-
-
-@pytest.mark.parametrize("mode", loras.UNMERGED)
-def test_a_lora_on_a_dynamic_model_equals_comfyuis_loader(cards, expected, mode):
-    """On a static copy of it too: TorchCompileModel makes one, and hooks in conditionings do."""
-    import comfy.model_management as management
-
-    model = load()
-    assert model.is_dynamic()
-    before, without = loras.bits(model), sample(model)
-    patched = fast(model, lora(0), 0.8, mode)
-    assert patched.patches_uuid == model.patches_uuid
-    copy = patched.clone(disable_dynamic=True)
-    assert not copy.is_dynamic()
-    for each in (patched, copy, patched):
+    small = load()
+    before, without, patched = loras.bits(small), sample(small), fast(small, lora(0), 0.8)
+    for each in (patched, patched.clone(disable_dynamic=True), patched):
         assert relative_error(sample(each), expected) < loras.ROUNDING
-    assert torch.equal(sample(model), without)
+    assert torch.equal(sample(small), without)
     management.unload_all_models()
-    assert loras.bits(model) == before
+    assert loras.bits(small) == before
 
 
 @pytest.fixture

@@ -44,30 +44,33 @@ def test_a_run_of_every_kind_equals_that_of_comfyuis_loader(kind, mode):
 
 
 @pytest.mark.parametrize("mode", loras.MODES)
-def test_any_stacks_of_two_nodes_equal_comfyuis_loaders(mode):
+def test_stacks_of_two_nodes_between_other_loaders_equal_comfyuis_loaders(mode):
     """Large and negative strengths, one block, a phase, a file twice, and modulations.
 
-    ComfyUI's loader accepts `modulation.diff` without effect, so the test edits these weights.
+    ComfyUI's loader accepts `modulation.diff` without effect, so the test edits these weights. Its
+    bypass loader adds to the output of linear layers, and patches their biases.
     """
+    from comfy_extras.nodes_lora_debug import LoraLoaderBypassModelOnly
+
     model, state, without = plain()
-    tables = loras.lora_for(state, parts=("modulations",))
-    block = {
-        key: value for key, value in loras.lora_for(state, seed=1).items() if "blocks.1" in key
-    }
+    tables, whole = loras.lora_for(state, parts=("modulations",)), loras.lora_for(state, seed=1)
+    block = {key: value for key, value in whole.items() if "blocks.1." in key}
     edited = {
         key: value + 0.8 * tables.get(f"diffusion_model.{key}.diff", torch.tensor(0.0))
         for key, value in state.items()
     }
     models = [loras.load_model(KIND, edited)]
     block = loras.save_lora(block, "block.safetensors")
-    for name, strength in ((lora(0), 3.5), (block, -0.5), (lora(0), -1.0)):
+    theirs = (lora(2), 0.5), (lora(3), 0.6)
+    for name, strength in (*theirs, (lora(0), 3.5), (block, -0.5), (lora(0), -1.0)):
         models.append(core(models[-1], name, strength))
     results = [*map(sample, models)]
     assert min(map(relative_error, results, [without, *results])) > loras.EFFECT
     first = stack(loras.save_lora(tables, "tables.safetensors"), 0.8)
     first = stack(lora(1), -0.5, "1", before=stack(lora(0), 3.5, before=first))
     second = stack(lora(0), "3;-1")
-    patched, report = apply(apply(model, first, mode)[0], second, mode, "low")
+    patched, report = apply(apply(core(model, *theirs[0]), first, mode)[0], second, mode, "low")
+    (patched,) = LoraLoaderBypassModelOnly().load_lora_model_only(patched, *theirs[1])
     assert relative_error(sample(patched), results[-1]) < loras.ROUNDING
     assert mode == "merged" or f"{lora(0)} is used 2 times; the strengths add up" in report
     assert torch.equal(sample(model), without)

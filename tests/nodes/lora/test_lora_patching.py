@@ -122,25 +122,6 @@ def test_a_merged_stack_is_loaded_once(model, loads):
     assert len(loads) == 1
 
 
-@each_value_once(mode=loras.MODES, order=["before", "after"], loader=["weights", "bypass"])
-def test_loras_of_both_packs_add_up(model, mode, order, loader):
-    """Its bypass loader adds to the output of linear layers, and patches their biases."""
-    from comfy_extras.nodes_lora_debug import LoraLoaderBypassModelOnly
-
-    def theirs(patcher):
-        if loader == "weights":
-            return core(patcher, loras.lora(1), 0.6)
-        bypass = LoraLoaderBypassModelOnly()
-        return bypass.load_lora_model_only(patcher, loras.lora(1), 0.6)[0]
-
-    expected = sample(core(core(model, loras.lora(0), 0.8), loras.lora(1), 0.6))
-    if order == "before":
-        patched = fast(theirs(model), loras.lora(0), 0.8, mode)
-    else:
-        patched = theirs(fast(model, loras.lora(0), 0.8, mode))
-    assert relative_error(sample(patched), expected) < loras.ROUNDING
-
-
 @each_value_once(mode=loras.UNMERGED, first=["theirs", "ours"], what=["hooks", "forward"])
 def test_patches_of_other_nodes_apply_to_layers_with_a_lora(model, mode, first, what):
     """Hooks that double what it is given and halve what it gives; or a forward that adds to it."""
