@@ -134,14 +134,14 @@ def quantised_layers(model):
     }
 
 
-def dequantised(file):
+def dequantised(file, kind=KIND):
     """The model as if its file had the values of the quantised weights in float32."""
     values = {
         f"{name}.weight".removeprefix("diffusion_model."): module.weight.dequantize().clone()
-        for name, module in quantised_layers(load_model(KIND, file)).items()
+        for name, module in quantised_layers(load_model(kind, file)).items()
     }
     assert values
-    return load_model(KIND, random_weights(KIND) | values)
+    return load_model(kind, random_weights(kind) | values)
 
 
 def inputs(kind):

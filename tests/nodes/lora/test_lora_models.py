@@ -67,7 +67,7 @@ def test_stacks_of_two_nodes_between_other_loaders_equal_comfyuis_loaders(mode):
     results = [*map(sample, models)]
     assert min(map(relative_error, results, [without, *results])) > loras.EFFECT
     first = stack(loras.save_lora(tables, "tables.safetensors"), 0.8)
-    first = stack(lora(1), -0.5, "1", before=stack(lora(0), 3.5, before=first))
+    first = stack(lora(1), -1, "1=0.5", before=stack(lora(0), 3.5, before=first))
     second = stack(lora(0), "3;-1")
     patched, report = apply(apply(core(model, *theirs[0]), first, mode)[0], second, mode, "low")
     (patched,) = LoraLoaderBypassModelOnly().load_lora_model_only(patched, *theirs[1])
@@ -117,7 +117,7 @@ def test_the_mode_or_for_auto_the_environment_chooses_the_method(
 @pytest.mark.parametrize(
     ("mode", "strength", "steps"),
     [
-        ("auto", "0.9,0,-0.4", (0.9, 0.0, -0.4)),
+        ("auto", "1;0.9,0,-0.4", (0.9, 0.0, -0.4)),
         ("bypass", "0.8,0.5@0.3-0.6", (0.0, 0.8, 0.0)),  # from 1/3 to 2/3
         ("stream", "0.8@sigma:0.98-0.1", (0.0, 0.8, 0.8)),
     ],
@@ -131,7 +131,8 @@ def test_a_schedule_has_a_strength_for_each_step(mode, strength, steps):
         end = start + 1 if start < 2 else 10000
         with torch.inference_mode():
             latent = advanced(first, model=one, latent=latent, start=start, end=end, **known)
-    result = ksampler(fast(model, lora(0), strength, mode), cfg=4.0, steps=3)
+    patched = apply(model, stack(lora(0), strength), mode, "low")[0]
+    result = ksampler(patched, cfg=4.0, steps=3)
     assert relative_error(result, latent["samples"]) < loras.ROUNDING
 
 

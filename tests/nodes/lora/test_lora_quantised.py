@@ -62,21 +62,6 @@ def products(model):
         yield count
 
 
-def run(model):
-    """A run: the latent, counts of products, of called layers only, and the blocks in each call."""
-    network, blocks = model.model.diffusion_model, []
-    handles = [network.register_forward_pre_hook(lambda *_: blocks.append([]))]
-    for number, block in enumerate(network.blocks):
-        note = lambda *_, number=number: blocks[-1].append(number)  # noqa: E731
-        handles.append(block.register_forward_pre_hook(note))
-    with products(model) as count:
-        latent = sample(model, steps=5)
-    for handle in handles:
-        handle.remove()
-    called = {name: number for name, number in count.items() if not name.endswith(READ)}
-    return latent, dict(count), called, blocks
-
-
 # Caches skip the third and fourth of five steps, EasyCache within the network's forward. Which ones
 # they skip at the default threshold of 0.2 depends on the LoRA. The guidance calls the network once
 # more in each step, without its last block.
@@ -90,12 +75,22 @@ SKIPS = {
 }
 
 
-def skipping(model, name):
-    """A model after the node that skips layers; the model itself without a name."""
-    if name is None:
-        return model
-    file, node, given = SKIPS[name]
-    return v3_node(file, node, model=model, **given)[0]
+def run(model, skip=None, kind=KIND):
+    """A run: the latent, counts of products, of called layers only, and the blocks in each call."""
+    if skip is not None:
+        file, node, given = SKIPS[skip]
+        (model,) = v3_node(file, node, model=model, **given)
+    network, blocks = model.model.diffusion_model, []
+    handles = [network.register_forward_pre_hook(lambda *_: blocks.append([]))]
+    for number, block in enumerate(network.blocks):
+        note = lambda *_, number=number: blocks[-1].append(number)  # noqa: E731
+        handles.append(block.register_forward_pre_hook(note))
+    with products(model) as count:
+        latent = sample(model, kind, steps=5)
+    for handle in handles:
+        handle.remove()
+    called = {name: number for name, number in count.items() if not name.endswith(READ)}
+    return latent, dict(count), called, blocks
 
 
 INT8 = {"format": "int8_tensorwise"}
@@ -107,8 +102,9 @@ FORMS = {
 # In a full precision that is asked for, or on a CPU, ComfyUI dequantises fp8 for each product. It
 # multiplies in int8 in spite of full precision if the weight needs no cast.
 DEQUANTISED = ("full fp8", "fp8 on a CPU")
-# Form; the layers with a LoRA, which are quantised: all of the blocks, or those that are read only;
-# mode; and what skips layers.
+# Form; the layers with a LoRA: all, those of the attention in a model that calls some of them with
+# enough tokens of an image for auto to change plain weights, or those that are read only, which
+# are then the only quantised ones; mode; and what skips layers.
 ROWS = [
     ("int8", "all", "bypass", "EasyCache"),
     ("int8", "all", "auto", "LazyCache"),
@@ -136,23 +132,24 @@ def test_a_quantised_model_gets_the_lora_as_its_plain_one(name, layers, mode, sk
 
     full, form = "full" in name, FORMS[name.removeprefix("full ").removesuffix(" on a CPU")]
     monkeypatch.setattr(comfy.model_management, "SUPPORT_FP8_OPS", name == "fp8")
-    state = loras.random_weights(KIND)
+    kind = "wan21-i2v" if layers == "attention" else KIND
+    state = loras.random_weights(kind)
     part = {"all": "", "attention": "attn", "read": f"{READ}.weight"}[layers]
     lora = {key: value for key, value in state.items() if part in key}
     lora = loras.save_lora(loras.lora_for(lora), f"{layers}.safetensors")
     wanted = part if layers == "read" else ""
     form = form | ({"full_precision_matrix_mult": True} if full else {})
     file = loras.quantised(state, form, lambda key: key.startswith("blocks.") and wanted in key)
-    model, plain = loras.load_model(KIND, file), loras.dequantised(file)
-    without, before = run(skipping(model, skip)), loras.weights(model)
-    alone = run(fast(loras.load_model(KIND, file), lora, 0.8, mode))
-    expected = run(skipping(core(plain, lora, 0.8), skip))
+    model, plain = loras.load_model(kind, file), loras.dequantised(file, kind)
+    without, before = run(model, skip, kind), loras.weights(model)
+    alone = run(fast(loras.load_model(kind, file), lora, 0.8, mode), None, kind)
+    expected = run(core(plain, lora, 0.8), skip, kind)
     # Products stay quantised: twice their error without a LoRA, in the same calls.
     kept = layers != "read" and mode != "stream" and name not in DEQUANTISED
-    error = loras.relative_error(without[0], run(skipping(plain, skip))[0])
+    error = loras.relative_error(without[0], run(plain, skip, kind)[0])
     bound = 2 * error if kept else ROUNDING
     for _ in range(2):
-        latent, count, called, blocks = run(skipping(fast(model, lora, 0.8, mode), skip))
+        latent, count, called, blocks = run(fast(model, lora, 0.8, mode), skip, kind)
         assert blocks == expected[3] == without[3]
         assert loras.relative_error(latent, expected[0]) < bound
         # "auto" may change the weights of larger calls: these are in plain arithmetic by intent.
@@ -162,8 +159,11 @@ def test_a_quantised_model_gets_the_lora_as_its_plain_one(name, layers, mode, sk
         assert layers != "attention" or count == without[1]
     assert loras.relative_error(latent, without[0]) > max(loras.EFFECT, bound)
     assert loras.weights(model) == before
-    for again, first in ((skipping(model, skip), without), (fast(model, lora, 0.8, mode), alone)):
-        latent, *counts = run(again)
+    for again, skips, first in (
+        (model, skip, without),
+        (fast(model, lora, 0.8, mode), None, alone),
+    ):
+        latent, *counts = run(again, skips, kind)
         assert latent.equal(first[0])
         assert counts == list(first[1:])
 
