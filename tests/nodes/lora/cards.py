@@ -18,9 +18,6 @@ from torch import nn
 
 GB = 2**30
 
-# ComfyUI's methods of a patcher that take memory from a model, with the name of the event.
-_TAKING = {"detach": "detached", "partially_unload": "unloaded"}
-
 
 class Cards:
     """The cards of a machine while `patch`, a pytest.MonkeyPatch, is in force.
@@ -63,7 +60,11 @@ class Cards:
         # Memory that is never pinned.
         buffer = lambda size, *_: SimpleNamespace(size=size)  # noqa: E731
         patch.setattr(comfy_aimdo.host_buffer, "HostBuffer", buffer)
-        self._record(patch, management, patchers)
+        self._record(patch, patchers.ModelPatcher, "detach", "detached")
+        for each in (patchers.ModelPatcher, patchers.ModelPatcherDynamic):
+            self._record(patch, each, "partially_unload", "unloaded")
+        self._record(patch, management, "load_models_gpu", "loaded")
+        self._record(patch, management, "ensure_pin_budget", "pinned memory requested")
         # Banks of other tests, if they are in use, have patchers for another machine.
         for file in Path(folder_paths.get_folder_paths("loras")[0]).glob("*.safetensors"):
             file.touch()
@@ -119,36 +120,22 @@ class Cards:
         self._regions.append(weakref.ref(region))
         return region
 
-    def _record(self, patch, management, patchers):
-        def after(owner, method, note):
-            real = getattr(owner, method)
+    def _record(self, patch, owner, method, event):
+        """Add the calls of a function on models with names, or on a number, to `events`."""
+        real = getattr(owner, method)
 
-            def recorded(first, *args, **kwargs):
-                result = real(first, *args, **kwargs)
-                note(first, *args, *kwargs.values())
-                return result
+        def recorded(first, *args, **kwargs):
+            result = real(first, *args, **kwargs)
+            models = first if isinstance(first, list) else [first]
+            models = [getattr(each, "model", None) for each in models]
+            names = [self._names[each] for each in models if each in self._names]
+            # Without unpatch_all nothing is unloaded.
+            nothing = method == "detach" and False in (*args, *kwargs.values())
+            if (names or isinstance(first, int)) and not nothing:
+                self.events.append((event, *names))
+            return result
 
-            patch.setattr(owner, method, recorded)
-
-        def taken(event):
-            def note(patcher, unpatch_all=True, *_):
-                name = self._names.get(patcher.model)
-                if name is not None and unpatch_all is not False:  # otherwise nothing is unloaded
-                    self.events.append((event, name))
-
-            return note
-
-        def loaded(models, *_):
-            names = [self._names.get(each.model) for each in models]
-            self.events.append(("loaded", *filter(None, names)))
-
-        for kind in (patchers.ModelPatcher, patchers.ModelPatcherDynamic):
-            for method, event in _TAKING.items():
-                if method in vars(kind):
-                    after(kind, method, taken(event))
-        after(management, "load_models_gpu", loaded)
-        pins = "pinned memory requested"
-        after(management, "ensure_pin_budget", lambda *_: self.events.append((pins,)))
+        patch.setattr(owner, method, recorded)
 
 
 @contextlib.contextmanager
