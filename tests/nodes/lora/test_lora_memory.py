@@ -132,6 +132,7 @@ def test_comfyui_loads_and_unloads_the_bank(expected, inference, monkeypatch, dy
         assert bank.loaded_size() == 0
         assert relative_error(sample(model), expected) < loras.ROUNDING
         assert bank.loaded_size() == (0 if dynamic else size)  # it is given back after a run
+        assert loras.session_of(model).loader is None  # it would keep the memory
         management.load_models_gpu([model, *model.get_nested_additional_models()])
         cards.call(model.model)
         (entry,) = (each for each in management.current_loaded_models if each.model is bank)
