@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .adapters import Adapter
+from .adapters import WeightFunction
 from .keys import Offset
 
 ApplyMode = Literal["auto", "stream", "bypass"]
@@ -77,30 +77,35 @@ class JoinedPairs:
 
 
 @dataclass(frozen=True)
-class ScaledAdapter:
-    """An adapter that is not a plain pair, on any device, with the user's factor."""
+class ScaledFunction:
+    """A change of a weight that is not a plain pair, on any device, with the user's factor."""
 
-    adapter: Adapter
+    function: WeightFunction
     strength: float
     part: Offset | None = None  # what it changes; None: the whole weight
 
-    def into_weight(self, weight: Tensor, *, owned: bool = False) -> Tensor:
+    def into_weight(self, weight: Tensor, *, owned: bool) -> Tensor:
         """Return `weight` `[out, in, ...]` with the change; a new tensor, whatever `owned` is."""
         del owned
-        adapter = self.adapter.to(weight.device)
         if self.part is None:
-            return adapter.apply(weight, self.strength)
+            return self.function.apply(weight, self.strength)
         result = weight.clone()
-        part = weight.narrow(*self.part)
-        result.narrow(*self.part).copy_(adapter.apply(part, self.strength))
+        part = result.narrow(*self.part)
+        part.copy_(self.function.apply(part, self.strength))
         return result
 
     def bypass(self, y: Tensor, x: Tensor) -> Tensor | None:
-        """Return `y + x @ delta.T`; None: the delta depends on the weight or is only a part."""
-        shape = y.shape[-1], x.shape[-1]
-        if self.part is not None or self.adapter.grown(shape) != shape:
+        """Return `y + x @ delta.T`; None: the change depends on the weight, or is of a part."""
+        if self.part is not None or not self.function.adds:
             return None
-        delta = self.adapter.delta(shape, y.dtype, y.device)
-        if delta is None:
+        zeros = torch.zeros(y.shape[-1], x.shape[-1], dtype=y.dtype, device=y.device)
+        return y + F.linear(x.to(y.dtype), self.function.apply(zeros, self.strength))
+
+    def into_output(self, y: Tensor) -> Tensor | None:
+        """Return the output `y` `[..., out]` with the difference of a bias; None: it is none."""
+        if self.part is not None or not self.function.adds or len(self.function.tensors) != 1:
             return None
-        return y + self.strength * F.linear(x.to(delta.dtype), delta).to(y.dtype)
+        delta = self.function.on(y.device)[0].to(y.dtype)
+        if not y.is_contiguous() or (torch.is_grad_enabled() and y.requires_grad):
+            return y.add(delta, alpha=self.strength)
+        return y.add_(delta, alpha=self.strength)

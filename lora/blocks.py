@@ -51,12 +51,6 @@ class Blocks:
 
         The name is dotted, as in `named_modules`, with or without a prefix:
         `blocks.12.self_attn.q`, `diffusion_model.blocks.12.self_attn.q`.
-
-        Args:
-            module_name: Name of the layer.
-
-        Returns:
-            The factor.
         """
         segments = module_name.split(".")
         names = [factor for _, factor in self.names]
@@ -70,13 +64,7 @@ class Blocks:
 
 
 def parse_blocks(text: str) -> Blocks:
-    """Parse a filter; the syntax is in the module's docstring.
-
-    Args:
-        text: The filter; spaces around its parts are ignored.
-
-    Returns:
-        The filter.
+    """Parse a filter; the syntax is in the module's docstring, spaces around parts are ignored.
 
     Raises:
         ValueError: An item is empty, is neither numbers nor a name, runs backwards, or has a factor

@@ -10,7 +10,8 @@ import os
 import re
 import stat
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -20,15 +21,12 @@ import torch
 from torch import Tensor
 
 from ..kernels import LINE, PICKLE, ZIP, Header, guarded, kind_of, line, read_header, shown
-from .adapters import Adapter, make_adapter, spell
+from .adapters import OtherKinds, WeightFunction, check_values, make_function, misfit, spell
 from .key_report import KeyReport
 from .keys import Target, Targets, is_of_text_encoder, scales_of, split_key, unsupported_kinds
 
-# GPUs read 16 bytes at once.
-_ALIGNMENT = 16
-
-# Parts that are differences of another parameter.
-_DIFFERENCES = ("diff_b", "b_norm", "diff_m")
+# Differences by the parameter that they are of: a weight, a bias, a modulation.
+_DIFFERENCES = ("w_norm", "diff_b", "b_norm", "diff_m")
 
 
 class Identity(NamedTuple):
@@ -41,22 +39,32 @@ class Identity(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """The keys and shapes that a file has for one parameter, by part."""
+    """The keys and shapes that a file has for one parameter of `shape`, by part."""
 
     target: Target
+    shape: tuple[int, ...]
     keys: Mapping[str, str]
     shapes: Mapping[str, tuple[int, ...]]
 
     @property
+    def is_pair(self) -> bool:
+        """Whether it has a pair, possibly with other parts."""
+        return {"up", "down"} <= self.keys.keys()
+
+    @property
     def plain_rank(self) -> int:
-        """The rank of a plain pair, which can be joined with others; 0: another kind of adapter."""
-        if not {"up", "down"} <= self.keys.keys() <= {"up", "down", "alpha"}:
-            return 0
-        return self.shapes["down"][0]
+        """The rank of a plain pair, which can be joined with others; 0: another kind."""
+        plain = self.is_pair and self.keys.keys() <= {"up", "down", "alpha"}
+        return self.shapes["down"][0] if plain else 0
 
 
 class LoraFile:
     """One LoRA file for a model.
+
+    Args:
+        path: The file.
+        targets: The parameters of the model.
+        others: Makes the kinds that are not made here; None: they are reported as not fitting.
 
     Attributes:
         entries: Entries that fit the model.
@@ -66,12 +74,14 @@ class LoraFile:
         ValueError: It is not a complete safetensors file, or nothing in it fits this model.
     """
 
-    def __init__(self, path: str | Path, targets: Targets) -> None:
-        self.path = Path(path)
+    def __init__(
+        self, path: str | Path, targets: Targets, others: OtherKinds | None = None
+    ) -> None:
+        self.path, self._others = Path(path), others
         self.identity = identity(self.path)
         self.report = KeyReport(self.path.name)
         self.entries: list[FileEntry] = []
-        with guarded(self.path.name):
+        with _one_line(self.path):
             header = self._header()
             self._start, self._places = header.start, header.places
             self._scales_of = scales_of(header.places)
@@ -81,52 +91,39 @@ class LoraFile:
             raise ValueError(self._no_match(targets))
         self.report.notes += self._notes()
 
-    def read(self, entry: FileEntry) -> Adapter:
-        """Read the adapter of one parameter.
-
-        Args:
-            entry: One of `entries`.
+    def read(self, entry: FileEntry) -> WeightFunction | None:
+        """Read what the file does to one parameter, one of `entries`.
 
         Returns:
-            The adapter.
+            The function of the weight; None: it does not fit, which the report has then.
 
         Raises:
             ValueError: It is not valid, or the file was replaced meanwhile.
         """
-        with guarded(self.path.name):
+        with _one_line(self.path):
             parts = {part: self._tensor(key) for part, key in entry.keys.items()}
             where = f"{self.path.name}: {shown(next(iter(entry.keys.values())))}"
-            paired = {"up", "down"} <= parts.keys()
-            if paired and "alpha" not in parts:
-                alpha = self._scales.alpha(entry.shapes["down"][0])
-                if alpha is not None:
-                    parts["alpha"] = torch.tensor(alpha)
-            elif "alpha" in parts and self._scales.stabilised and "down" in parts:
-                parts["alpha"] = parts["alpha"].float() * entry.shapes["down"][0] ** 0.5
-            return make_adapter(parts, where)
-
-    def stored_bytes(self, entry: FileEntry) -> int:
-        """Return the bytes that an adapter needs at most, with alignment."""
-        places = {key: self._places[key] for key in entry.keys.values()}
-        sizes = {key: place.offsets[1] - place.offsets[0] for key, place in places.items()}
-        # A scaled matrix is read as float32.
-        sizes |= {key: 4 * prod(places[key].shape) for key in places if key in self._scales_of}
-        return sum(map(aligned, sizes.values()))
+            for name, tensor in parts.items():
+                check_values(name, tensor, where)
+            if parts.keys() & {"up", "down"}:
+                self._scales.complete(parts, where)
+            try:
+                return make_function(parts, entry.shape, self._others)
+            except ValueError as error:
+                self.report.used -= len(entry.keys)
+                self.report.unfit[str(error)] += len(entry.keys)
+                return None
 
     def _header(self) -> Header:
         """Read the header after checks of the kind of the file."""
-        try:
-            mode = self.path.stat().st_mode
-            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-                raise ValueError("it is a device; expected a .safetensors file")
-            with self.path.open("rb") as file:
-                kind = kind_of(file, self.identity.size)
-                if kind in (PICKLE, ZIP):
-                    why = "is a pickle, which can run code; expected a .safetensors file"
-                    raise ValueError(f"{self.path.name} {why}")
-                return read_header(file, self.identity.size)
-        except OSError as error:
-            raise ValueError(f"{self.path.name} cannot be read: {error.strerror}") from None
+        mode = self.path.stat().st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise ValueError("it is a device; expected a .safetensors file")
+        with self.path.open("rb") as file:
+            if kind_of(file, self.identity.size) in (PICKLE, ZIP):
+                why = "is a pickle, which can run code; expected a .safetensors file"
+                raise ValueError(f"{self.path.name} {why}")
+            return read_header(file, self.identity.size)
 
     def _tensor(self, key: str) -> Tensor:
         place = self._places[key]
@@ -147,15 +144,12 @@ class LoraFile:
 
     def _bytes(self, first: int, count: int) -> bytearray:
         data = bytearray(count)
-        try:
-            with self.path.open("rb", buffering=0) as file:
-                stat = os.fstat(file.fileno())
-                file.seek(first)
-                same = (stat.st_size, stat.st_mtime_ns) == self.identity[1:]
-                if same and file.readinto(data) == count:
-                    return data
-        except OSError as error:
-            raise ValueError(f"{self.path.name} cannot be read: {error.strerror}") from None
+        with self.path.open("rb", buffering=0) as file:
+            stat = os.fstat(file.fileno())
+            file.seek(first)
+            same = (stat.st_size, stat.st_mtime_ns) == self.identity[1:]
+            if same and file.readinto(data) == count:
+                return data
         raise ValueError(f"{self.path.name} was replaced while it was read; run again")
 
     def _sort(self, targets: Targets) -> None:
@@ -184,17 +178,15 @@ class LoraFile:
             self._add(target, keys, targets)
 
     def _add(self, target: Target, keys: dict[str, str], targets: Targets) -> None:
-        # A difference of a weight and an adapter of the same weight are both applied.
-        alone = {
-            part: key for part, key in keys.items() if part in ("diff", "w_norm", "set_weight")
-        }
+        # A difference of a weight and another kind for the same weight are both applied.
+        alone = {part: key for part, key in keys.items() if part in ("diff", "set_weight")}
         rest = {part: key for part, key in keys.items() if part not in alone}
         for some in (rest, *({part: key} for part, key in alone.items())):
             if not some or set(some) <= {"alpha", "dora_scale"}:
                 continue
             shapes = {part: self._places[key].shape for part, key in some.items()}
-            entry = FileEntry(target, some, shapes)
-            why = _check_shapes(entry, targets.shape(target))
+            entry = FileEntry(target, targets.shape(target), some, shapes)
+            why = misfit(shapes, entry.shape)
             if why is None:
                 self.entries.append(entry)
                 self.report.used += len(some)
@@ -203,23 +195,17 @@ class LoraFile:
 
     def _notes(self) -> list[str]:
         """Return remarks on what differs from ComfyUI's loader, which users may compare with."""
-        notes = []
-        pairs = [entry for entry in self.entries if {"up", "down"} <= entry.keys.keys()]
+        pairs = [entry for entry in self.entries if entry.is_pair]
+        alpha, notes = self._scales.given_alpha, []
         if self._scales.stabilised and pairs:
-            notes.append(
-                "rank-stabilised by its metadata: alpha / sqrt(rank), in ComfyUI's loader alpha / "
-                "rank"
-            )
-        if self._scales.given_alpha is not None and any("alpha" not in each.keys for each in pairs):
-            notes.append(
-                f"alpha {self._scales.given_alpha:g} by its metadata, in ComfyUI's loader the rank"
-            )
+            ranks = "alpha / sqrt(rank), in ComfyUI's loader alpha / rank"
+            notes.append(f"rank-stabilised by its metadata: {ranks}")
+        if alpha is not None and any("alpha" not in each.keys for each in pairs):
+            notes.append(f"alpha {alpha:g} by its metadata, in ComfyUI's loader the rank")
         counts = Counter(entry.target for entry in self.entries)
         if both := sum(count > 1 for count in counts.values()):
-            notes.append(
-                f"{both} weights have an adapter and a difference: both are applied, in ComfyUI's "
-                "loader the difference alone"
-            )
+            what = f"{both} weights have an adapter and a difference"
+            notes.append(f"{what}: both are applied, in ComfyUI's loader the difference alone")
         return notes
 
     def _no_match(self, targets: Targets) -> str:
@@ -239,47 +225,22 @@ class LoraFile:
         return text if theirs or len(text) <= LINE else f"{text[: LINE - 3]}..."
 
 
-def aligned(count: int) -> int:
-    """Return `count` bytes, rounded up to a place where a tensor of any dtype can start."""
-    return -(-count // _ALIGNMENT) * _ALIGNMENT
-
-
 def identity(path: str | Path) -> Identity:
-    """Return the path, size and modification time of a file.
-
-    Args:
-        path: The file.
-
-    Returns:
-        Its identity, which changes when the file is replaced.
-
-    Raises:
-        ValueError: The file cannot be read.
-    """
+    """Return the identity of a file; a `ValueError` if it cannot be read."""
     path = Path(path).absolute()
-    try:
+    with _one_line(path):
         stat = path.stat()
-    except OSError as error:
-        raise ValueError(line(path.name, f"cannot be read: {error.strerror}")) from None
     return Identity(str(path), stat.st_size, stat.st_mtime_ns)
 
 
-def _check_shapes(entry: FileEntry, shape: tuple[int, ...]) -> str | None:
-    """Return why an entry does not fit its parameter; None: no reason is known yet."""
-    if "diff" in entry.shapes:
-        size = entry.shapes["diff"]
-        if prod(size) == prod(shape):
-            return None
-        return f"a difference of {spell(size)} for a parameter of {spell(shape)}"
-    if not {"up", "down"} <= entry.shapes.keys() or {"mid", "reshape_weight"} & entry.shapes.keys():
-        return None  # checked when it is read
-    up, down = entry.shapes["up"], entry.shapes["down"]
-    if not up or not down:
-        return f"a pair of {spell(up)} and {spell(down)}"
-    size = up[0], prod(down[1:])
-    if len(shape) > 1 and size == (shape[0], prod(shape[1:])):
-        return None
-    return f"a pair for {spell(size)} and a parameter of {spell(shape)}"
+@contextmanager
+def _one_line(path: Path) -> Iterator[None]:
+    """Turn every error of a block that reads a file into a `ValueError` of one line."""
+    try:
+        with guarded(path.name):
+            yield
+    except OSError as error:
+        raise ValueError(line(path.name, f"it cannot be read: {error.strerror}")) from None
 
 
 def _of_other_adapters(keys: list[tuple[Target, str, str, str]]) -> set[str]:
@@ -322,11 +283,24 @@ class _Scales:
         self.stabilised = str(known.get("use_rslora", "")).lower() in ("true", "1")
         self.given_alpha = _number(known.get("lora_alpha"))
 
-    def alpha(self, rank: int) -> float | None:
-        """Return the alpha of a pair of `rank` without an alpha key; the scale is alpha / rank."""
-        if self.given_alpha is None:
-            return None
-        return self.given_alpha * (rank**0.5 if self.stabilised else 1.0)
+    def complete(self, parts: dict[str, Tensor], where: str) -> None:
+        """Give a pair its alpha, for the scale alpha / rank, after a check of its ranks."""
+        for name in ("up", "down"):
+            if name not in parts:
+                raise ValueError(
+                    f"{where}: {', '.join(parts)} without {name}; expected all of them"
+                )
+            if parts[name].ndim < 2:
+                shape = f"{where}: {name} has the shape {list(parts[name].shape)}"
+                raise ValueError(f"{shape}; expected two dimensions")
+        up, down = parts["up"], parts["down"]
+        if (width := prod(up.shape[1:])) != len(down):
+            ranks = f"up has rank {width}, down has rank {len(down)}"
+            raise ValueError(f"{where}: {ranks}; expected the same rank")
+        alpha = parts.get("alpha", self.given_alpha)
+        if alpha is not None:
+            factor = len(down) ** 0.5 if self.stabilised else 1.0
+            parts["alpha"] = torch.as_tensor(alpha).float() * factor
 
 
 def _whole(digits: str) -> int | float:

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from .apply import ApplyMode, JoinedPairs, ScaledAdapter, break_even
-from .precision import LEAST_KEPT, kept, sample_of
+from .apply import ApplyMode, JoinedPairs, ScaledFunction, break_even
+from .precision import is_weak, rms_of
 from .substitution import Changes, is_plain, substitution_of
 
 
@@ -32,10 +32,10 @@ class Counts:
     unserved: set[str] = field(default_factory=set)  # modules whose weights could not be reached
     timed: Callable[[str, torch.device], AbstractContextManager[None]] | None = None
 
-    def add(self, delta: JoinedPairs | ScaledAdapter, way: str) -> None:
+    def add(self, delta: JoinedPairs | ScaledFunction, way: str) -> None:
         """Count `delta`, which was applied by `way`."""
         if not torch.compiler.is_compiling():  # each number would be compiled separately
-            kind = "formula" if isinstance(delta, ScaledAdapter) else way
+            kind = "formula" if isinstance(delta, ScaledFunction) else way
             setattr(self, kind, getattr(self, kind) + 1)
 
     def clear(self) -> None:
@@ -43,7 +43,7 @@ class Counts:
         self.stream = self.bypass = self.formula = 0
 
 
-Deltas = Sequence[JoinedPairs | ScaledAdapter]
+Deltas = Sequence[JoinedPairs | ScaledFunction]
 
 
 @dataclass
@@ -53,33 +53,21 @@ class LayerWork:
     counts: Counts
     mode: ApplyMode
     deltas: Deltas | Callable[[], Deltas] = ()  # a function: returned in the call
-    needs_weight: bool = False  # there are adapters other than pairs among them
-    bias: Sequence[ScaledAdapter] | Callable[[], Sequence[ScaledAdapter]] = ()
+    needs_weight: bool = False  # there are others than pairs among them
+    bias: Sequence[ScaledFunction] = ()
     rms: Callable[[], float] | None = None  # of the smallest delta of pairs; None: any survives
-    _is_precise: bool | None = None
+    _is_weak: bool | None = None
 
     def now(self) -> Deltas:
         """Return the deltas of the weight."""
         return self.deltas() if callable(self.deltas) else self.deltas
 
-    def now_bias(self) -> Sequence[ScaledAdapter]:
-        """Return the adapters of the bias."""
-        return self.bias() if callable(self.bias) else self.bias
-
-    def is_precise(self, sample: Callable[[], Tensor | None], dtype: torch.dtype) -> bool:
-        """Return whether the deltas survive the rounding of the weight to `dtype`."""
-        if self._is_precise is None:
-            self._is_precise = self.rms is None or _survives(self.rms, sample, dtype)
-        return self._is_precise
-
-
-def _survives(
-    rms: Callable[[], float], sample: Callable[[], Tensor | None], dtype: torch.dtype
-) -> bool:
-    if torch.finfo(dtype).bits > 16 or not (size := rms()):
-        return True
-    found = sample()
-    return found is not None and kept(found, size, dtype) >= LEAST_KEPT
+    def is_weak(self, size: Callable[[], float | None], dtype: torch.dtype) -> bool:
+        """Return whether rounding to `dtype` would lose a delta of a weight of `size`."""
+        if self._is_weak is None:
+            rms = 0.0 if self.rms is None else self.rms()
+            self._is_weak = rms > 0 and is_weak(rms, size(), dtype)
+        return self._is_weak
 
 
 class LayerHook:
@@ -98,7 +86,7 @@ class LayerHook:
             (True, False): weight_change,
             (False, True): self._bias_change,
         }
-        self._sample: Tensor | None = None
+        self._size: float | None = None  # of the weight
         weight = _parameter(module, "weight")
         self._linear = weight is not None and _is_linear(module)
         module.register_forward_pre_hook(self._before)
@@ -119,7 +107,7 @@ class LayerHook:
     def _start(self, work: LayerWork | None) -> None:
         self._substitution.detach()
         if work is not None and self._substitution.is_lazy:
-            self._substitution.attach(self._changes_of(work))
+            self._substitution.attach(self._changes[bool(work.deltas), bool(work.bias)])
 
     def _before(self, module: nn.Module, args: tuple) -> None:
         work = self.work
@@ -131,7 +119,7 @@ class LayerHook:
         is_lazy = self._substitution.is_lazy
         if by_weight:
             if not is_lazy:
-                self._substitution.attach(self._changes_of(work))
+                self._substitution.attach(self._changes[bool(work.deltas), bool(work.bias)])
         elif is_lazy:
             self._substitution.detach()
             if work.bias and not self._has_own_product:
@@ -155,10 +143,6 @@ class LayerHook:
         self._start(work)
         return y
 
-    def _changes_of(self, work: LayerWork) -> Changes:
-        """Return the changes of a call that uses a changed weight."""
-        return self._changes[bool(work.deltas), bool(work.bias)]
-
     def _bypassed(self, work: LayerWork, y: Tensor, x: Tensor) -> Tensor:
         with self._timed(work, "bypass", y):
             for delta in work.now():
@@ -172,14 +156,12 @@ class LayerHook:
 
     def _biased(self, work: LayerWork, y: Tensor) -> Tensor:
         """Return the output `y` with the changes of the bias, written into it if possible."""
-        for adapter in work.now_bias():
-            delta = adapter.adapter.delta(y.shape[-1:], y.dtype, y.device)
-            if delta is None:
+        for change in work.bias:
+            added = change.into_output(y)
+            if added is None:
                 work.counts.unserved.add(self.name)
-            elif not y.is_contiguous() or (torch.is_grad_enabled() and y.requires_grad):
-                y = y.add(delta, alpha=adapter.strength)
             else:
-                y = y.add_(delta, alpha=adapter.strength)
+                y = added
         return y
 
     def _streams(self, work: LayerWork, x: Tensor) -> bool:
@@ -197,12 +179,12 @@ class LayerHook:
         # A weight that is cast is copied anyway.
         most = break_even(inner, out) / (1 if weight.dtype == x.dtype else 2)
         is_faster = x.numel() // max(1, inner) > most
-        return is_faster and work.is_precise(self._some_weights, x.dtype)
+        return is_faster and not work.is_weak(self._weight_size, x.dtype)
 
-    def _some_weights(self) -> Tensor | None:
-        if self._sample is None and (weight := _parameter(self.module, "weight")) is not None:
-            self._sample = sample_of(weight)
-        return self._sample
+    def _weight_size(self) -> float | None:
+        if self._size is None and (weight := _parameter(self.module, "weight")) is not None:
+            self._size = rms_of(weight)
+        return self._size
 
     @property
     def _has_own_product(self) -> bool:
@@ -233,8 +215,8 @@ class LayerHook:
         if self.work is None:
             return bias
         self._bias_changed = True
-        for adapter in self.work.now_bias():
-            bias = adapter.into_weight(bias)
+        for change in self.work.bias:
+            bias = change.into_weight(bias, owned=False)
         return bias
 
     def _is_own(self, weight: Tensor) -> bool:
@@ -264,7 +246,9 @@ class LayerHook:
 def replace_parameter(module: nn.Module, name: str, value: Tensor) -> Callable[[], None]:
     """Replace a parameter of a module, and return a function that restores it."""
     own = module._parameters[name]
-    module._parameters[name] = nn.Parameter(value, requires_grad=False)
+    module._parameters[name] = changed = nn.Parameter(value, requires_grad=False)
+    # For a call within a call.
+    changed.unchanged = getattr(own, "unchanged", own)  # type: ignore[attr-defined]
     return lambda: module._parameters.__setitem__(name, own)
 
 

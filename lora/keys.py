@@ -16,6 +16,9 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+# Prefix of the names of the network's modules.
+NETWORK = "diffusion_model."
+
 # Axis, start and length of a part of a weight.
 Offset = tuple[int, int, int]
 
@@ -35,7 +38,7 @@ _OTHER = re.compile(
 )
 _SCALE = re.compile(r"(.+?)(?:\.weight)?[._]scale(?:_weight|_inv)?$")
 
-# Endings of keys and the parts that they name, `adapters.PARTS`.
+# Endings of keys and the parts that they name.
 _ENDINGS = [
     (rf"(?:[._]lora[._]up|\.lora_up|\.lora_linear_layer\.up|\.lora_B){_MATRIX}", "up"),
     (rf"(?:[._]lora[._]down|\.lora_down|\.lora_linear_layer\.down|\.lora_A){_MATRIX}", "down"),
@@ -159,17 +162,13 @@ class Targets:
     Args:
         parameters: Shapes by key, as in the state dict.
         more: Further names of weights, without ".weight".
-        prefix: Prefix of the names of the network's modules.
     """
 
     def __init__(
-        self,
-        parameters: Mapping[str, tuple[int, ...]],
-        more: Mapping[str, Target] | None = None,
-        prefix: str = "diffusion_model.",
+        self, parameters: Mapping[str, tuple[int, ...]], more: Mapping[str, Target] | None = None
     ) -> None:
-        self.shapes = {key: shape for key, shape in parameters.items() if key.startswith(prefix)}
-        names = {_WRAPPERS.sub("", key.removeprefix(prefix)): key for key in self.shapes}
+        self.shapes = {key: shape for key, shape in parameters.items() if key.startswith(NETWORK)}
+        names = {_WRAPPERS.sub("", key.removeprefix(NETWORK)): key for key in self.shapes}
         wan = "blocks.0.self_attn.q.weight" in names
         self._exact: dict[str, Target | None] = {}
         self._flat: dict[str, Target | None] = {}

@@ -84,15 +84,11 @@ class Schedule:
             step: Step of the run, from 0; for a call between two steps the current one: `step_of`.
             steps: Steps of the run. If each expert has its own sampler, steps of that sampler.
             sigma: Noise level of the call.
-            phase: The expert that is called, from 0, the one for high noise; ignored by a schedule
-                without phases.
+            phase: The expert that is called, from 0, the one for high noise.
             phases: Number of phases of the run. 1: unknown, and `phase` is used as it is.
             phase_step: Step within the phase, from 0.
             phase_steps: Steps of the phase. None (or no `phase_step`): unknown, and a list is
                 spread over the steps of the run, as in a sampler for one expert.
-
-        Returns:
-            The factor of the LoRA, in addition to the file's own scale.
 
         Raises:
             ValueError: A step is out of range, or the schedule has another number of phases than
@@ -113,16 +109,8 @@ class Schedule:
     def values(self, phase: int | None = None) -> tuple[float, ...]:
         """Return the different strengths of a phase, or (None) of all, in the order of the text.
 
-        With a window, 0 is added at the end if it is missing.
-
-        Args:
-            phase: The phase, or None.
-
-        Returns:
-            The strengths.
-
-        Raises:
-            ValueError: The schedule has phases, but not this one.
+        With a window, 0 is added at the end if it is missing. A `ValueError`: the schedule has
+        phases, but not this one.
         """
         lists = self.phases if phase is None else (self._of_phase(phase, 1),)
         outside = () if self.window is None else (0.0,)
@@ -149,13 +137,7 @@ class Schedule:
 def parse_schedule(text: str | float) -> Schedule:
     """Parse a schedule; the syntax is in the module's docstring.
 
-    Any finite strength is allowed, also negative and large ones.
-
-    Args:
-        text: The schedule; spaces around its parts are ignored.
-
-    Returns:
-        The schedule.
+    Any finite strength is allowed, also negative and large ones. Spaces around parts are ignored.
 
     Raises:
         ValueError: A value is empty or not finite, there are more than three phases, or the window

@@ -4,38 +4,21 @@ import functools
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .adapters import Adapter
-from .apply import ApplyMode, JoinedPairs, ScaledAdapter
+from .apply import ApplyMode, JoinedPairs, ScaledFunction
 from .bank import Bank, BankLayer
 from .hooks import Counts, Deltas, LayerHook, LayerWork, replace_parameter
 from .offload import BankLoader
 from .strengths import Amounts
 from .substitution import is_seen_by_compiled_code
 
-
-class _Rows(NamedTuple):
-    """Rows of the joined pairs of a layer: first, last + 1."""
-
-    first: int
-    last: int
-
-
-class _Other(NamedTuple):
-    """Another adapter of a layer, by its place among them, and its strength."""
-
-    place: int
-    strength: float
-
-
-# What changes a parameter: a layer of the bank, and its active parts in order.
-_Plan = list[tuple[BankLayer, list[_Rows | _Other]]]
+# A delta, or what gives it in the call.
+_Part = ScaledFunction | Callable[[], JoinedPairs]
 
 # The modules of a model by name, and the hooks that some of them have.
 _models: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, nn.Module], dict[str, LayerHook]]] = (
@@ -73,8 +56,11 @@ class Session:
         self._mode: ApplyMode = mode
         self._staged = staged
         self._flat: Tensor | None = None
+        self._layers: dict[str, list[BankLayer]] = {}  # by key of the parameter
+        for layer in bank.layers.values():
+            self._layers.setdefault(layer.target.key, []).append(layer)
         self._works: dict[str, LayerWork] = {}
-        self._values: dict[str, _Plan] = {}
+        self._values: dict[str, list[_Part]] = {}
         self._known: tuple[object, ...] = ()
         self._is_new = True  # a run starts
 
@@ -86,7 +72,7 @@ class Session:
             model: A model with the parameter names that the bank was made for.
             device: Device of its computation.
         """
-        loader = self._prepare(device)
+        self._prepare(device)
         modules, hooks = _known(model, anew=self._is_new)
         self._is_new = False
         foreign = False
@@ -100,13 +86,13 @@ class Session:
                     foreign = foreign or not is_seen_by_compiled_code(module)
                 hooks[name].begin(work)
                 stack.callback(hooks[name].end)
-            for key, plan in self._values.items():
+            for key, parts in self._values.items():
                 name, _, leaf = key.rpartition(".")
                 module = self._module(model, modules, name, key)
                 own = None if module is None else module._parameters.get(leaf)
                 if module is not None and own is not None:
-                    value = own.detach()
-                    for delta in self._value_deltas(loader, plan):
+                    value = getattr(own, "unchanged", own).detach()
+                    for delta in _deltas(parts):
                         self.counts.add(delta, "stream")
                         value = delta.into_weight(value, owned=False)
                     stack.callback(replace_parameter(module, leaf, value))
@@ -128,13 +114,13 @@ class Session:
             self.counts.unserved.add(key)
         return module
 
-    def _prepare(self, device: torch.device) -> BankLoader:
-        """Prepare the work of the layers, unless it is unchanged; return the loader."""
-        if self.loader is None or self._known[:-1] != (*self._place(), device):
+    def _prepare(self, device: torch.device) -> None:
+        """Prepare the work of the layers, unless it is unchanged."""
+        if self.loader is None or self._known[:-1] != (*self.bank.place, device):
             self.loader = BankLoader(self.bank, device, staged=self._staged)  # may move the bank
-        known = *self._place(), device, self.amounts.version
+        known = *self.bank.place, device, self.amounts.version
         if known == self._known:
-            return self.loader
+            return
         # The memory of the amounts stays the same, because compiled or captured code refers to it.
         if self._flat is None or self._flat.device != device:
             with torch.inference_mode(False):  # another thread can write it without that mode
@@ -142,86 +128,62 @@ class Session:
         else:
             self._flat.copy_(self.amounts.flat)
         self._works, self._values = {}, {}
-        plans: dict[tuple[str, str], _Plan] = {}
-        for layer in self.bank.layers.values():
-            if parts := self._parts(layer):
-                name, _, leaf = layer.target.key.rpartition(".")
-                if leaf not in ("weight", "bias"):
-                    self._values.setdefault(layer.target.key, []).append((layer, parts))
-                    continue
-                plans.setdefault((name, leaf), []).append((layer, parts))
-        for (name, leaf), plan in plans.items():
-            work = self._works.setdefault(name, LayerWork(self.counts, self._mode))
-            if leaf == "bias":
-                adapters = functools.partial(_scaled, self.loader.adapters, plan)
-                work.bias = adapters() if self.loader.is_here else adapters
-                continue
-            deltas = functools.partial(_deltas, self.loader, self._flat, plan)
-            work.deltas = deltas() if self.loader.is_here else deltas
-            work.needs_weight = any(isinstance(part, _Other) for _, parts in plan for part in parts)
-            if self._mode == "auto":
-                work.rms = functools.partial(_least_rms, self.amounts, plan)
+        for key, some in self._layers.items():
+            parts = [part for each in some for part in self._parts(each, self.loader, self._flat)]
+            if parts:
+                self._assign(key, parts, some, self.loader)
         self._known = known
-        return self.loader
 
-    def _value_deltas(self, loader: BankLoader, plan: _Plan) -> Deltas:
-        """Return the deltas of a parameter that is neither a weight nor a bias."""
-        if self._flat is None or not any(layer.rank for layer, _ in plan):
-            return _scaled(loader.kept_adapters, plan)
-        return _deltas(loader, self._flat, plan)
+    def _assign(
+        self, key: str, parts: list[_Part], layers: list[BankLayer], loader: BankLoader
+    ) -> None:
+        """Give the module of the parameter `key` its work."""
+        name, _, leaf = key.rpartition(".")
+        if leaf not in ("weight", "bias"):
+            self._values[key] = parts
+            return
+        work = self._works.setdefault(name, LayerWork(self.counts, self._mode))
+        if leaf == "bias":
+            # There are no pairs of a bias.
+            work.bias = [part for part in parts if isinstance(part, ScaledFunction)]
+            return
+        work.deltas = _deltas(parts) if loader.is_here else functools.partial(_deltas, parts)
+        work.needs_weight = any(isinstance(part, ScaledFunction) for part in parts)
+        if self._mode == "auto":
+            rms = self.amounts.rms  # without this session, which has the work
+            work.rms = lambda: min(filter(None, map(rms, layers)), default=0.0)
 
-    def _place(self) -> tuple[object, ...]:
-        """Return the place of the bank's memory."""
-        bank = self.bank
-        both = bank.flat, bank.others
-        return *(each.device for each in both), *(each.data_ptr() for each in both)
-
-    def _parts(self, layer: BankLayer) -> list[_Rows | _Other]:
+    def _parts(self, layer: BankLayer, loader: BankLoader, flat: Tensor) -> list[_Part]:
         """Return the active parts of a layer, in the order of the files where it matters."""
-        rows = self.amounts.rows(layer)
+        functions = self.bank.functions(layer) if layer.others else []
         others = [
-            (stored.file, _Other(place, strength))
-            for place, stored in enumerate(layer.others)
+            (stored.file, ScaledFunction(function, strength, layer.target.offset))
+            for stored, function in zip(layer.others, functions, strict=True)
             if (strength := self.amounts.of(layer, stored.file))
         ]
         if not others:
-            return [_Rows(*rows)] if rows[1] > rows[0] else []
-        parts: list[_Rows | _Other] = []
+            first, last = self.amounts.rows(layer)
+            joined = functools.partial(_pairs, loader, layer, flat, first, last)
+            return [joined] if last > first else []
+        parts: list[_Part] = []
         for file in sorted({file for file, _ in others} | layer.rows.keys()):
             if file in layer.rows and self.amounts.of(layer, file):
-                parts.append(_Rows(*layer.rows[file]))
+                parts.append(functools.partial(_pairs, loader, layer, flat, *layer.rows[file]))
             parts += [other for number, other in others if number == file]
         return parts
 
 
-def _deltas(loader: BankLoader, amounts: Tensor, plan: _Plan) -> Deltas:
-    deltas: list[JoinedPairs | ScaledAdapter] = []
-    for layer, parts in plan:
-        adapters = loader.adapters(layer) if layer.others else []
-        for part in parts:
-            if isinstance(part, _Other):
-                adapter = adapters[part.place]
-                deltas.append(ScaledAdapter(adapter, part.strength, layer.target.offset))
-                continue
-            down, up = loader.pairs(layer)
-            rows = amounts[layer.row + part.first : layer.row + part.last]
-            pairs = down[part.first : part.last], up[:, part.first : part.last]
-            deltas.append(JoinedPairs(*pairs, rows, layer.target.offset))
-    return deltas
+def _pairs(
+    loader: BankLoader, layer: BankLayer, amounts: Tensor, first: int, last: int
+) -> JoinedPairs:
+    """Return the rows `first` to `last` of the joined pairs of a layer."""
+    down, up = loader.pairs(layer)
+    rows = amounts[layer.row + first : layer.row + last]
+    return JoinedPairs(down[first:last], up[:, first:last], rows, layer.target.offset)
 
 
-def _least_rms(amounts: Amounts, plan: _Plan) -> float:
-    return min(amounts.rms(layer) for layer, _ in plan)
-
-
-def _scaled(adapters_of: Callable[[BankLayer], list[Adapter]], plan: _Plan) -> list[ScaledAdapter]:
-    """Return the adapters of a parameter that has no pairs."""
-    return [
-        ScaledAdapter(adapters_of(layer)[part.place], part.strength, layer.target.offset)
-        for layer, parts in plan
-        for part in parts
-        if isinstance(part, _Other)
-    ]
+def _deltas(parts: Sequence[_Part]) -> Deltas:
+    return [part if isinstance(part, ScaledFunction) else part() for part in parts]
 
 
 def _known(model: nn.Module, *, anew: bool) -> tuple[dict[str, nn.Module], dict[str, LayerHook]]:

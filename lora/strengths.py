@@ -9,6 +9,7 @@ import torch
 
 from .bank import Bank, BankLayer
 from .blocks import Blocks
+from .keys import NETWORK
 from .schedule import Schedule
 
 
@@ -27,16 +28,13 @@ class Amounts:
     Args:
         bank: A bank with the files of all entries.
         stack: The entries.
-        prefix: Prefix of parameter names that block filters do not see.
 
     Attributes:
         flat: `[rows]` in float32: alpha / rank, times strength, times the factor of the block.
         version: Increases with every change.
     """
 
-    def __init__(
-        self, bank: Bank, stack: Sequence[StackEntry], prefix: str = "diffusion_model."
-    ) -> None:
+    def __init__(self, bank: Bank, stack: Sequence[StackEntry]) -> None:
         self._bank = bank
         numbers = {file.path: number for number, file in enumerate(bank.files)}
         self._files = [numbers[str(Path(entry.path).absolute())] for entry in stack]
@@ -45,7 +43,7 @@ class Amounts:
         for row, file, entry in zip(self._factors, self._files, stack, strict=True):
             blocks: dict[str, float] = {}
             for layer in bank.layers.values():
-                name = layer_name(layer.target.key, prefix)
+                name = layer_name(layer.target.key)
                 factor = blocks[layer.target.key] = entry.blocks.factor(name)
                 if file in layer.rows:
                     first, last = layer.rows[file]
@@ -85,10 +83,10 @@ class Amounts:
         )
 
     def rms(self, layer: BankLayer) -> float:
-        """Return the root mean square of the delta of the pairs of `layer`, as `Bank.rms`."""
-        return self._bank.rms(layer, {file: self.of(layer, file) for file in layer.rows})
+        """Return the root mean square of the delta of the pairs of `layer`, as if independent."""
+        return sum((self.of(layer, file) * size) ** 2 for file, size in layer.sizes.items()) ** 0.5
 
 
-def layer_name(key: str, prefix: str) -> str:
-    """Return the layer's name of a parameter `key`, without `prefix`, for block filters."""
-    return key.removeprefix(prefix).removesuffix(".weight").removesuffix(".bias")
+def layer_name(key: str) -> str:
+    """Return the layer's name of a parameter `key`, for block filters."""
+    return key.removeprefix(NETWORK).removesuffix(".weight").removesuffix(".bias")

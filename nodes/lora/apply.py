@@ -11,7 +11,7 @@ import logging
 import os
 import time
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,13 +23,23 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 from torch import Tensor, nn
 
-from ...lora import Amounts, ApplyMode, Bank, Session, StackEntry, load_bank, step_of
+from ...lora import (
+    Amounts,
+    ApplyMode,
+    Bank,
+    Session,
+    StackEntry,
+    load_bank,
+    rms_of,
+    small_deltas,
+    step_of,
+)
 from ..host import run_phase, timing
-from .effect import effect_lines
 from .holder import KEY, follow, give_back, holder_of, holders
+from .kinds import function_of
 from .merged import merge
 from .saving import save_with_loras, save_without_loras
-from .targets import NETWORK, targets_of
+from .targets import targets_of
 
 _logger = logging.getLogger(__name__)
 
@@ -62,9 +72,9 @@ def apply_lora(
     if not parts:
         return clone, "nothing to apply: every strength is 0"
     paths = list(dict.fromkeys(entry.path for entry, _ in parts))
-    bank = load_bank(paths, targets_of(model), _compute_dtype(model))
+    bank = load_bank(paths, targets_of(model), _compute_dtype(model), function_of)
     loras = AttachedLoras(parts, bank, mode, model.model)
-    report = loras.report()
+    report = loras.report(model)
     _logger.info("Fast Video VAE: %s", report)
     clone.set_attachments(KEY, loras)
     clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, loras)
@@ -89,7 +99,7 @@ class AttachedLoras:
         self._base = weakref.ref(base)
         self.parts, self.bank = tuple(parts), bank
         self._mode = _mode_of(mode)
-        self._amounts = Amounts(bank, [entry for entry, _ in parts], NETWORK)
+        self._amounts = Amounts(bank, [entry for entry, _ in parts])
         values = [entry.schedule.values(phase) for entry, phase in parts]
         alone = all(len(each) == 1 for each in values)
         self._constants = [each[0] for each in values] if alone else None
@@ -100,8 +110,8 @@ class AttachedLoras:
         self._timed_run = False
         self._pieces: list[tuple[str, timing.Instant, timing.Instant]] = []
 
-    def report(self) -> str:
-        """Return the key reports of the files, and the size of the bank."""
+    def report(self, model: ModelPatcher) -> str:
+        """Return the key reports for a model, and the size of the bank."""
         lines = [line for report in self.bank.reports for line in report.lines()]
         names = Counter(Path(entry.path).name for entry, _ in self.parts)
         lines += [
@@ -109,11 +119,24 @@ class AttachedLoras:
             for name, count in names.items()
             if count > 1
         ]
-        if (base := self._base()) is not None:
-            parameters = dict(base.named_parameters())
-            lines += effect_lines(self.bank, self.parts, parameters, self._mode)
+        lines += self._small_deltas(model)
         bank = f"{len(self.bank.layers)} parameters, {self.bank.nbytes / 2**20:.1f} MiB"
         return "\n".join([*lines, f"{bank}, {self._mode}"])
+
+    def _small_deltas(self, model: ModelPatcher) -> list[str]:
+        """Return a line about weak LoRAs in a mode that adds them to weights, or none."""
+        dtype = self.bank.flat.dtype
+        if self._mode == "bypass" or dtype == torch.float32:
+            return []
+        amounts = Amounts(self.bank, [entry for entry, _ in self.parts])
+        amounts.set([max(entry.schedule.values(phase), key=abs) for entry, phase in self.parts])
+        layers = self.bank.layers.values()
+        if self._mode == "auto":  # which bypasses nothing else
+            layers = [layer for layer in layers if len(layer.shape) == 2 and not layer.others]
+        # By attributes: compiled blocks have other names.
+        found = ((each, model.get_model_object(each.target.key)) for each in layers if each.rank)
+        deltas = ((amounts.rms(each), rms_of(weight), dtype) for each, weight in found)
+        return small_deltas(deltas, self._mode)
 
     def __call__(self, executor: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
         """Wrap a call of the model: `apply_model(x, t, ..., transformer_options)`."""
@@ -151,6 +174,8 @@ class AttachedLoras:
         """Run a sampler, given by `executor`, `args` and `kwargs`; log the times if requested."""
         follow(getattr(executor.class_obj, "model_patcher", None))  # type: ignore[attr-defined]
         timed = self._timed_run = _is_set("WAN_LORA_TIMING")
+        for session in self.sessions.values():
+            session.counts.clear()
         start = time.perf_counter()
         try:
             return executor(*args, **kwargs)
@@ -159,7 +184,6 @@ class AttachedLoras:
             for session in self.sessions.values():
                 if timed:
                     _logger.info("%s", self._table(session, run_s))
-                    session.counts.clear()
                 session.release()
             for holder in self._holders:
                 give_back(holder)
@@ -175,15 +199,12 @@ class AttachedLoras:
     def _table(self, session: Session, run_s: float) -> str:
         """Return the counts and seconds of a run as a table."""
         counts, loader = session.counts, session.loader
-        seconds: dict[str, float] = defaultdict(float)
-        for kind, first, last in self._pieces:
-            seconds[kind] += first.until(last, wait=True)[0]
-        self._pieces.clear()
         lines = [f"Fast Video VAE: LoRA in a run of {run_s:.2f} s"]
-        lines += [
-            f"  {kind:<8} {getattr(counts, kind):7d} times {seconds[kind]:8.3f} s"
-            for kind in ("stream", "bypass", "formula")
-        ]
+        for kind in ("stream", "bypass", "formula"):
+            pieces = [(first, last) for each, first, last in self._pieces if each == kind]
+            seconds = sum(first.until(last, wait=True)[0] for first, last in pieces)
+            lines.append(f"  {kind:<8} {getattr(counts, kind):7d} times {seconds:8.3f} s")
+        self._pieces.clear()
         lines.append(f"  held     {self.bank.nbytes / 2**20:7.1f} MiB")
         if loader is not None and loader.fetched_bytes:
             in_time = f"{loader.hits} of {loader.hits + loader.misses} blocks in time"
@@ -233,12 +254,8 @@ class AttachedLoras:
         if session.counts.unserved and not self._warned:
             self._warned = True
             names = sorted(session.counts.unserved)
-            _logger.warning(
-                "Fast Video VAE: a LoRA has no effect on %d layers with inaccessible weights, "
-                "for example %s",
-                len(names),
-                names[0],
-            )
+            layers = f"{len(names)} layers with inaccessible weights, for example {names[0]}"
+            _logger.warning("Fast Video VAE: a LoRA has no effect on %s", layers)
 
 
 def _compute_dtype(model: ModelPatcher) -> torch.dtype:

@@ -3,24 +3,26 @@
 import uuid
 from collections.abc import Callable, Sequence
 
-import comfy.weight_adapter.base
 import torch
 from comfy.model_patcher import ModelPatcher
+from comfy.weight_adapter.base import WeightAdapterBase
 from torch import Tensor, nn
 
 from ...lora import (
-    Adapter,
     LoraFile,
     Pair,
-    ScaledAdapter,
+    ScaledFunction,
     StackEntry,
     Target,
+    WeightFunction,
     is_plain,
     layer_name,
+    rms_of,
     rms_of_pair,
+    small_deltas,
 )
-from .effect import Survival
-from .targets import NETWORK, targets_of
+from .kinds import function_of
+from .targets import targets_of
 
 
 def merge(model: ModelPatcher, stack: Sequence[StackEntry], phase: int) -> tuple[ModelPatcher, str]:
@@ -28,46 +30,43 @@ def merge(model: ModelPatcher, stack: Sequence[StackEntry], phase: int) -> tuple
     clone = model.clone()
     targets = targets_of(model)
     reports: list[str] = []
-    parameters = dict(model.model.named_parameters())
-    dtypes = {value.dtype for value in parameters.values() if value.ndim > 1}
-    survival = {dtype: Survival(dtype, "merged") for dtype in dtypes}
+    deltas: list[tuple[float, float | None, torch.dtype]] = []
     known = [str(model.patches_uuid)]
     for entry in stack:
         strength = _constant(entry, phase)
         if not strength:
             continue
-        file = LoraFile(entry.path, targets)
-        names = [layer_name(part.target.key, NETWORK) for part in file.entries]
+        file = LoraFile(entry.path, targets, function_of)
+        names = [layer_name(part.target.key) for part in file.entries]
         parts = [*zip(file.entries, map(entry.blocks.factor, names), strict=True)]
         for part, factor in parts:
             if factor:
-                _check_mergeable(part.target.key, parameters[part.target.key])
+                _check_mergeable(part.target.key, model.get_model_object(part.target.key))
         for part, factor in parts:
-            adapter = file.read(part)
-            if not factor:
+            change, amount = file.read(part), strength * factor
+            if change is None or not factor:
                 continue
-            _patch(clone, part.target, adapter, strength * factor)
-            if isinstance(adapter, Pair) and part.plain_rank:
-                weight = parameters[part.target.key]
-                rms = abs(strength * factor * adapter.scale)
-                rms *= rms_of_pair(adapter.down.flatten(1), adapter.up)
-                survival[weight.dtype].add(weight, rms, weight.numel())
+            if isinstance(change, Pair):
+                rms = abs(amount * change.scale) * rms_of_pair(change.down, change.up)
+                weight = model.get_model_object(part.target.key)
+                deltas.append((rms, rms_of(weight), weight.dtype))
+            _patch(clone, part.target, change, amount)
         reports += file.report.lines()
         known += [*map(str, file.identity), str(strength), str(entry.blocks)]
     # The same LoRAs on the same model are the same weights.
     clone.patches_uuid = uuid.uuid5(uuid.NAMESPACE_OID, "\n".join(known))
-    lost = [line for each in survival.values() for line in each.lines()]
-    return clone, "\n".join([*reports, *lost, "merged"])
+    return clone, "\n".join([*reports, *small_deltas(deltas, "merged"), "merged"])
 
 
-def _patch(model: ModelPatcher, target: Target, adapter: Adapter, strength: float) -> None:
+def _patch(model: ModelPatcher, target: Target, change: WeightFunction, strength: float) -> None:
     if target.key.endswith((".weight", ".bias")):
         key = target.key if target.offset is None else target
-        model.add_patches({key: MergedAdapter(set(), (adapter,))}, strength)
+        model.add_patches({key: MergedFunction(set(), (change,))}, strength)
         return
     # ComfyUI ignores patches of parameters of modules that have submodules.
     value = model.get_model_object(target.key)
-    changed = ScaledAdapter(adapter, strength, target.offset).into_weight(value.detach())
+    scaled = ScaledFunction(change, strength, target.offset)
+    changed = scaled.into_weight(value.detach(), owned=False)
     model.add_object_patch(target.key, nn.Parameter(changed, requires_grad=False))
 
 
@@ -94,12 +93,12 @@ def _check_mergeable(key: str, weight: Tensor) -> None:
         )
 
 
-class MergedAdapter(comfy.weight_adapter.base.WeightAdapterBase):
-    """An adapter of this pack, in `weights`, as one of ComfyUI's, for merged weights."""
+class MergedFunction(WeightAdapterBase):
+    """A function of this pack, in `weights`, as one of ComfyUI's adapters."""
 
     name = "fast_video_vae"
 
-    def __init__(self, loaded_keys: set[str], weights: tuple[Adapter]) -> None:
+    def __init__(self, loaded_keys: set[str], weights: tuple[WeightFunction]) -> None:
         self.loaded_keys, self.weights = loaded_keys, weights
 
     def calculate_weight(
@@ -113,8 +112,8 @@ class MergedAdapter(comfy.weight_adapter.base.WeightAdapterBase):
         intermediate_dtype: torch.dtype = torch.float32,
         original_weight: object = None,
     ) -> Tensor:
-        """Apply the adapter in the memory of `weight`, unless its shape changes."""
-        changed = self.weights[0].to(weight.device).apply(weight, strength)
+        """Apply the function in the memory of `weight`, unless its shape changes."""
+        changed = self.weights[0].apply(weight, strength)
         if changed.shape != weight.shape:
             return changed
         return weight.copy_(changed)

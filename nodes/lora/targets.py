@@ -6,9 +6,7 @@ import comfy.lora
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 
-from ...lora import Target, Targets
-
-NETWORK = "diffusion_model."
+from ...lora import NETWORK, Target, Targets
 
 _targets: weakref.WeakKeyDictionary[nn.Module, Targets] = weakref.WeakKeyDictionary()
 
@@ -18,7 +16,7 @@ def targets_of(model: ModelPatcher) -> Targets:
     base = model.model
     if base not in _targets:
         shapes = {name: _shape(base, name, value) for name, value in base.named_parameters()}
-        _targets[base] = Targets(shapes, _names_of_comfyui(base), NETWORK)
+        _targets[base] = Targets(shapes, _names_of_comfyui(base))
     return _targets[base]
 
 

@@ -2,7 +2,8 @@
 
 `python tests/benchmarks/bench_lora.py --width 5120 --rank 64 --tokens 4096 512` times them in turn
 and appends a JSON row per case to `results.jsonl`. ComfyUI's own bypass is timed where ComfyUI is
-installed. `--memory` measures the peak of reading three LoRAs for Wan 14B instead, `--errors` the
+installed. `--layers 402 --loras 3 --width 32 --tokens 8` shows what the layers of Wan 14B cost in
+Python. `--memory` measures the peak of reading three LoRAs for Wan 14B instead, `--errors` the
 error of a LoRA's effect on fp8 weights, with this pack and with ComfyUI's loader, and `--weak` the
 shares of small deltas that bf16 weights keep.
 """
@@ -30,10 +31,8 @@ from fast_video_vae.lora.keys import Targets  # noqa: E402
 from fast_video_vae.lora.schedule import parse_schedule  # noqa: E402
 from fast_video_vae.lora.session import Session  # noqa: E402
 from fast_video_vae.lora.strengths import Amounts, StackEntry  # noqa: E402
-from fast_video_vae.tests.benchmarks import record, timing  # noqa: E402
-from fast_video_vae.tests.lora import loading  # noqa: E402
+from fast_video_vae.tests.benchmarks import lora_errors, lora_loading, record, timing  # noqa: E402
 from fast_video_vae.tests.nodes import checkout  # noqa: E402
-from fast_video_vae.tests.nodes.lora import lora_errors  # noqa: E402
 
 # Deltas as parts of the weights.
 _WEAK = (0.01, 0.003, 0.001, 0.0003)
@@ -63,30 +62,30 @@ class Layers(nn.Module):
         return x
 
 
-def bank_of(model: Layers, rank: int, folder: Path) -> Bank:
-    """Return a bank with a random LoRA for all layers of `model`, written to `folder`."""
+def bank_of(model: Layers, rank: int, folder: Path, loras: int) -> Bank:
+    """Return a bank with random LoRAs for all layers of `model`, written to `folder`."""
     generator = torch.Generator().manual_seed(0)
-    tensors = {}
-    for name, weight in model.named_parameters():
-        if weight.ndim == 2:
-            out, inner = weight.shape
-            stem = name.removesuffix(".weight")
-            down = torch.randn(rank, inner, generator=generator) / inner**0.5
-            tensors[f"{stem}.lora_down.weight"] = down.bfloat16()
-            tensors[f"{stem}.lora_up.weight"] = torch.randn(out, rank).bfloat16() * 0.01
-    path = folder / "random.safetensors"
-    save_file(tensors, path)
+    paths = [folder / f"{number}.safetensors" for number in range(loras)]
+    for path in paths:
+        tensors = {}
+        for name, weight in model.named_parameters():
+            if weight.ndim == 2:
+                out, inner = weight.shape
+                stem = name.removesuffix(".weight")
+                down = torch.randn(rank, inner, generator=generator) / inner**0.5
+                tensors[f"{stem}.lora_down.weight"] = down.bfloat16()
+                tensors[f"{stem}.lora_up.weight"] = torch.randn(out, rank).bfloat16() * 0.01
+        save_file(tensors, path)
     shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
     dtype = next(model.parameters()).dtype
-    return load_bank([path], Targets(shapes), dtype).to(next(model.parameters()).device)
+    return load_bank(paths, Targets(shapes), dtype).to(next(model.parameters()).device)
 
 
-def ways(model: Layers, x: Tensor, rank: int, folder: Path) -> dict[str, Callable[[], Tensor]]:
+def ways(model: Layers, x: Tensor, bank: Bank) -> dict[str, Callable[[], Tensor]]:
     """Return calls on `x` `[1, tokens, in]` by name: without a LoRA, and with each method."""
-    bank = bank_of(model, rank, folder)
-    entry = StackEntry(bank.files[0].path, parse_schedule("1"), parse_blocks(""))
-    amounts = Amounts(bank, [entry])
-    amounts.set([0.8])
+    every = parse_schedule("1"), parse_blocks("")
+    amounts = Amounts(bank, [StackEntry(file.path, *every) for file in bank.files])
+    amounts.set([0.8] * len(bank.files))
 
     def session(mode: str) -> Callable[[], Tensor]:
         ours = Session(bank, amounts, mode)  # type: ignore[arg-type]
@@ -121,6 +120,8 @@ def main() -> None:
     parser = record.parser(__doc__)
     parser.add_argument("--width", type=int, default=5120)
     parser.add_argument("--leave", type=int, help="output features of the layer (default: --width)")
+    parser.add_argument("--layers", type=int, default=1)
+    parser.add_argument("--loras", type=int, default=1)
     parser.add_argument("--rank", type=int, default=64)
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 512])
     parser.add_argument("--rounds", type=int, default=9)
@@ -145,15 +146,18 @@ def main() -> None:
         return
     dtype, out = getattr(torch, args.dtype), args.leave or args.width
     device = timing.best_device()
-    model = Layers([(args.width, out)], device, dtype)
+    model = Layers([(args.width, out)] * args.layers, device, dtype)
     for tokens in args.tokens:
         x = torch.randn(1, tokens, args.width, device=device).to(dtype)
         with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
-            runs = ways(model, x, args.rank, Path(folder))
-            runs |= _bypass_of_comfyui(model, x, args.rank, Path(folder))
+            bank = bank_of(model, args.rank, Path(folder), args.loras)
+            runs = ways(model, x, bank) | _bypass_of_comfyui(model, x, bank)
             taken = timing.in_turn(runs, args.rounds)
         seconds = {name: statistics.median(each[1:]) for name, each in taken.items()}
         case = f"{args.width}x{out}, rank {args.rank}, {tokens} tokens, {args.dtype}"
+        if args.layers > 1:
+            sizes = f"{args.width}x{out}, {args.dtype}, an input of {tokens} x {args.width}"
+            case = f"a call of {args.layers} layers with {args.loras} LoRAs, {sizes}"
         base = seconds["no LoRA"]
         logging.info("%s", case)
         for name, taken in seconds.items():
@@ -164,7 +168,7 @@ def main() -> None:
 
 def _memory() -> tuple[str, dict[str, object]]:
     with tempfile.TemporaryDirectory() as folder:
-        measured = loading.measure(folder, 40)
+        measured = lora_loading.measure(folder, 40)
     values = {f"{name}_mb": round(nbytes / 1e6, 2) for name, nbytes in measured.items()}
     return "three LoRAs of rank 64, linear layers of Wan 14B, bf16", values
 
@@ -192,9 +196,7 @@ def _errors() -> tuple[str, dict[str, object]]:
     return "effect of a LoRA of 1 % of fp8 weights, 20 layers, bf16: error", values
 
 
-def _bypass_of_comfyui(
-    model: Layers, x: Tensor, rank: int, folder: Path
-) -> dict[str, Callable[[], Tensor]]:
+def _bypass_of_comfyui(model: Layers, x: Tensor, bank: Bank) -> dict[str, Callable[[], Tensor]]:
     """Return a call of ComfyUI's own bypass by name; without ComfyUI an empty dict."""
     if checkout.why_unavailable() is not None:
         return {}
@@ -204,7 +206,6 @@ def _bypass_of_comfyui(
     from comfy.weight_adapter import bypass
     from comfy.weight_adapter.lora import LoRAAdapter
 
-    bank = bank_of(model, rank, folder)
     manager = bypass.BypassInjectionManager()
     for layer in bank.layers.values():
         down, up = layer.pairs(bank.flat)

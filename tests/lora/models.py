@@ -1,8 +1,7 @@
-"""Parameter names of small Wan and Qwen-Image models, and their spellings in LoRA files.
+"""Parameter names of small Wan models, and their spellings in LoRA files.
 
-The names are those of the published checkpoints. The table of diffusers' names is independent of
-the library's: it is from diffusers' converter (`convert_wan_to_diffusers.py`), and maps in the
-opposite direction.
+The table of diffusers' names is independent of the library's: it is from diffusers' converter
+(`convert_wan_to_diffusers.py`), and maps in the opposite direction.
 """
 
 import re
@@ -40,18 +39,13 @@ _TOP |= {"proj_out": "head.head", "scale_shift_table": "head.modulation"}
 
 
 def wan(blocks=2, d=16, f=24, *, i2v=True, vace=0):
-    """Return `{key: shape}` of a Wan 2.1 of width `d`, and `f` in the feed forward.
-
-    Without `i2v` it has no image branch, as in Wan 2.2.
-    """
+    """Return `{key: shape}` of a Wan 2.1; without `i2v` without image branch, as Wan 2.2."""
     inside = [name for name in _BLOCK.values() if not name.endswith("_proj")]
     names = [*_TOP.values(), *(f"blocks.{n}.{name}" for n in range(blocks) for name in inside)]
     for n in range(vace):
-        first = ["before_proj"] if n == 0 else []
-        names += [f"vace_blocks.{n}.{name}" for name in (*first, *inside, "after_proj")]
+        names += [f"vace_blocks.{n}.{name}" for name in (*inside, "after_proj")]
+    names += ["vace_blocks.0.before_proj"] if vace else []
     layers, others = {"patch_embedding": (d, 6, 1, 2, 2)}, {}
-    if vace:
-        layers["vace_patch_embedding"] = d, 10, 1, 2, 2
     for name in (name for name in names if i2v or "img" not in name):
         if name.endswith(("norm3", "proj.0", "proj.4")):
             others |= {f"{name}.weight": (d,), f"{name}.bias": (d,)}
@@ -64,32 +58,11 @@ def wan(blocks=2, d=16, f=24, *, i2v=True, vace=0):
     return _shapes(layers, others)
 
 
-def qwen(blocks=2, d=16):
-    """Return `{key: shape}` of a Qwen-Image with square layers."""
-    layers = ["img_in", "txt_in", "norm_out.linear", "proj_out"]
-    layers += [f"time_text_embed.timestep_embedder.linear_{number}" for number in (1, 2)]
-    norms = ["txt_norm"]
-    for block in (f"transformer_blocks.{number}" for number in range(blocks)):
-        layers += [f"{block}.{name}" for name in (
-            "img_mod.1", "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mod.1", "txt_mlp.net.0.proj",
-            "txt_mlp.net.2", "attn.to_q", "attn.to_k", "attn.to_v", "attn.add_q_proj",
-            "attn.add_k_proj", "attn.add_v_proj", "attn.to_out.0", "attn.to_add_out",
-        )]  # fmt: skip
-        norms += [f"{block}.attn.norm_{name}" for name in ("q", "k", "added_q", "added_k")]
-    return _shapes(dict.fromkeys(layers, (d, d)), {f"{name}.weight": (d,) for name in norms})
-
-
 def _shapes(layers, others):
     """Return `{key: shape}` of layers with a bias, and of other parameters."""
     shapes = {f"{name}.weight": shape for name, shape in layers.items()}
     shapes |= {f"{name}.bias": shape[:1] for name, shape in layers.items()} | others
     return {f"{PREFIX}{key}": shape for key, shape in shapes.items()}
-
-
-def modules(shapes):
-    """Names of all modules with a matrix, without the prefix."""
-    weights = (key for key, shape in shapes.items() if key.endswith(".weight") and len(shape) > 1)
-    return [key.removeprefix(PREFIX).removesuffix(".weight") for key in weights]
 
 
 def own_names(shapes):
@@ -98,12 +71,17 @@ def own_names(shapes):
     return {name: key for name, key in names.items() if not name.endswith(".bias")}
 
 
+def modules(shapes):
+    """Names of all modules with a matrix, without the prefix."""
+    names = own_names(shapes).items()
+    return [name for name, key in names if key.endswith(".weight") and len(shapes[key]) > 1]
+
+
 def diffusers_of_wan(shapes):
     """Return `{diffusers' name: Wan's name}` of modules and tables."""
-    names = dict(_TOP)
-    for block in dict.fromkeys(re.findall(r"(?<=\.)(?:vace_)?blocks\.\d+", " ".join(shapes))):
+    names, own = dict(_TOP), own_names(shapes)
+    for block in re.findall(r"(?:vace_)?blocks\.\d+(?=\.ffn\.0)", " ".join(own)):
         names |= {f"{block}.{theirs}": f"{block}.{ours}" for theirs, ours in _BLOCK.items()}
-    own = own_names(shapes)
     return {theirs: ours for theirs, ours in names.items() if ours in own}
 
 
@@ -148,7 +126,7 @@ def endings_of(ending):
     return ending.format(up="up", B="B"), ending.format(up="down", B="A")
 
 
-def random_pairs(shapes, names, rank=4, seed=0, dtype=torch.float32):
+def random_pairs(shapes, names, rank=4, seed=0):
     """Return `{name: (up, down)}`, random: `up` `[out, rank, ...]`, `down` `[rank, in, ...]`."""
     generator = torch.Generator().manual_seed(seed)
     pairs = {}
@@ -156,7 +134,7 @@ def random_pairs(shapes, names, rank=4, seed=0, dtype=torch.float32):
         out, *inner = shapes[f"{PREFIX}{name}.weight"]
         up = torch.randn(out, rank, *(1 for _ in inner[1:]), generator=generator)
         down = torch.randn(rank, *inner, generator=generator)
-        pairs[name] = up.to(dtype), down.to(dtype)
+        pairs[name] = up, down
     return pairs
 
 

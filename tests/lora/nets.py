@@ -1,10 +1,6 @@
-"""Small networks with Wan's parameter names, and LoRA files for them with their float64 deltas.
-
-Their linear layers are plain, or cast their weights as ComfyUI's layers do.
-"""
+"""Small networks with Wan's parameter names, and LoRA files for them with their float64 deltas."""
 
 import copy
-from collections import Counter
 
 import torch
 from safetensors.torch import save_file
@@ -12,13 +8,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from fast_video_vae.lora.bank import load_bank
-from fast_video_vae.lora.keys import Targets
+from fast_video_vae.lora.keys import Target, Targets
 from fast_video_vae.lora.session import Session
-from fast_video_vae.tests.lora.models import PREFIX, amounts_of, modules, random_pairs, spelled
+from fast_video_vae.tests.lora.models import PREFIX, amounts_of, modules
 from fast_video_vae.tests.products import each_value_once
 
-WIDTH, FFN, HEAD = 16, 24, 8
-CPU = torch.device("cpu")
+WIDTH, FFN = 16, 24
 Q = f"{PREFIX}blocks.1.self_attn.q"
 
 
@@ -45,6 +40,11 @@ class Ignoring(Casting):
         return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
 
 
+class ByKeyword(nn.Linear):
+    def __call__(self, x):
+        return super().__call__(input=x)
+
+
 class Block(nn.Module):
     def __init__(self, linear):
         super().__init__()
@@ -61,31 +61,21 @@ class Block(nn.Module):
         return x + gain * self.ffn(self.norm3(x) + shift)
 
 
-class Network(nn.Module):
-    def __init__(self, linear=nn.Linear, blocks=3):
-        super().__init__()
-        self.patch_embedding = nn.Conv3d(4, WIDTH, (1, 2, 2), stride=(1, 2, 2))
-        self.blocks = nn.ModuleList([Block(linear) for _ in range(blocks)])
-        self.head = linear(WIDTH, HEAD)
-
-    def forward(self, video):
-        x = self.patch_embedding(video).flatten(2).mT
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
 class Model(nn.Module):
     """A network in the attribute `diffusion_model`, as in ComfyUI's models."""
 
     def __init__(self, linear=nn.Linear, blocks=3, seed=0):
         torch.manual_seed(seed)
         super().__init__()
-        self.diffusion_model = Network(linear, blocks)
+        self.diffusion_model = network = nn.Module()
+        network.patch_embedding = nn.Conv3d(4, WIDTH, (1, 2, 2), stride=(1, 2, 2))
+        network.blocks = nn.Sequential(*(Block(linear) for _ in range(blocks)))
+        network.head = linear(WIDTH, 8)
         self.requires_grad_(False)
 
     def forward(self, video):
-        return self.diffusion_model(video)
+        network = self.diffusion_model
+        return network.head(network.blocks(network.patch_embedding(video).flatten(2).mT))
 
     def shapes(self):
         return {key: tuple(value.shape) for key, value in self.state_dict().items()}
@@ -101,79 +91,78 @@ def dense(model, changes):
     """Return a copy of the model in float64 with `changes`, `{key: delta}`, added."""
     other = copy.deepcopy(model).double()
     for key, change in changes.items():
-        value = other.get_parameter(key)
-        value += change.view(value.shape)
+        other.get_parameter(key).add_(change)
     return other
 
 
 # Kinds of layers, and modes of applying a delta.
-LINEARS = {"plain": nn.Linear, "casting": Casting, "ignoring": Ignoring}
-MODES = ("stream", "auto", "bypass")
+LINEARS = {
+    "plain": nn.Linear, "casting": Casting, "ignoring": Ignoring, "by keyword": ByKeyword,
+}  # fmt: skip
+MODES = ("bypass", "auto", "stream")
 each_way = each_value_once(linear=LINEARS, mode=MODES)
+
+# Further names of the tests: parts of a weight, a modulation as a whole, and a part of it.
+PARTS = {
+    "rows": Target(f"{Q}.weight", (0, 4, 8)),
+    "columns": Target(f"{Q}.weight", (1, 2, 6)),
+    "table": Target(f"{PREFIX}blocks.0.modulation"),
+    "some": Target(f"{PREFIX}blocks.0.modulation", (1, 2, 3)),
+}
+# Differences in a file, and the parameters that they are of.
+DIFFERENCES = {
+    "blocks.0.self_attn.o.diff": "blocks.0.self_attn.o.weight",
+    "blocks.0.norm3.diff": "blocks.0.norm3.weight",
+    "blocks.0.norm3.diff_b": "blocks.0.norm3.bias",
+    "blocks.1.self_attn.q.diff_b": "blocks.1.self_attn.q.bias",
+    "blocks.2.diff_m": "blocks.2.modulation",
+    "patch_embedding.diff": "patch_embedding.weight",
+    "patch_embedding.diff_b": "patch_embedding.bias",
+}
 
 
 class Stack:
-    """LoRA files for a model, and their deltas in float64.
+    """Three LoRA files with pairs of all modules; the second has `PARTS` and `DIFFERENCES` too.
 
-    `only`: part of the names of the modules; `whole`: the second file also has whole differences.
+    With `only`, a part of the names of modules, they are pairs of these modules.
     """
 
-    def __init__(self, folder, model, ranks=(4, 3, 16), whole=True, only=""):
-        self.shapes, self.folder = model.shapes(), folder
-        self.paths, self.deltas = [], []
-        names = [name for name in modules(self.shapes) if only in name]
-        for number, rank in enumerate(ranks):
-            pairs = random_pairs(self.shapes, names, rank, seed=number)
-            pairs = {name: (0.2 * up, 0.2 * down) for name, (up, down) in pairs.items()}
-            tensors = spelled(pairs, alpha=2)
-            exact = {name: [part.double().flatten(1) for part in pairs[name]] for name in pairs}
-            deltas = {
-                f"{PREFIX}{name}.weight": 2 / rank * up @ down for name, (up, down) in exact.items()
-            }
-            if whole and number == 1:
-                self._kronecker(tensors, deltas)
-                for key, delta in self._differences(tensors).items():
-                    both = key in deltas
-                    deltas[key] = deltas[key] + delta.flatten(1) if both else delta
+    def __init__(self, folder, model, only=""):
+        self.model, self.paths, self.deltas = model, [], []
+        shapes = model.shapes()
+        self.targets = Targets(shapes, PARTS)
+        names = [name for name in modules(shapes) if only in name]
+        ranks = {4: torch.float32, 3: torch.float16, 16: torch.bfloat16}
+        for number, (rank, dtype) in enumerate(ranks.items()):
+            pairs, others = {name: Target(f"{PREFIX}{name}.weight") for name in names}, {}
+            if number == 1 and not only:
+                pairs, others = pairs | PARTS, DIFFERENCES
+            tensors, deltas = {}, {key: torch.zeros(shapes[key]).double() for key in shapes}
+            for name, target in pairs.items():
+                out, *inner = self.targets.shape(target)
+                sizes = (out, rank), (rank, *inner)
+                up, down = (0.2 * torch.randn(size).to(dtype) for size in sizes)
+                tensors |= {f"{name}.lora_B": up, f"{name}.lora_A": down}
+                tensors[f"{name}.alpha"] = torch.tensor(2.0)
+                delta = deltas[target.key]
+                part = delta.narrow(*(target.offset or (0, 0, out)))
+                part += (2 / rank * up.double() @ down.double().flatten(1)).view(part.shape)
+            for name, key in others.items():
+                tensors[name] = 0.3 * torch.randn(shapes[PREFIX + key])
+                deltas[PREFIX + key] += tensors[name]
             self.paths.append(folder / f"{number}.safetensors")
             save_file(tensors, self.paths[-1])
             self.deltas.append(deltas)
-        self.targets = Targets(self.shapes)
 
-    def _kronecker(self, tensors, deltas):
-        """Put a LoKr in the place of the pair of a layer."""
-        stem, generator = f"{PREFIX}blocks.0.self_attn.o", torch.Generator().manual_seed(8)
-        for key in [key for key in tensors if key.startswith(f"{stem}.")]:
-            del tensors[key]
-        factors = [0.3 * torch.randn(4, 4, generator=generator) for _ in range(2)]
-        tensors[f"{stem}.lokr_w1"], tensors[f"{stem}.lokr_w2"] = factors[0], factors[1].half()
-        deltas[f"{stem}.weight"] = torch.kron(factors[0].double(), factors[1].half().double())
-
-    def _differences(self, tensors):
-        """Add differences of norms, biases, a modulation and a weight with a pair; return them."""
-        generator = torch.Generator().manual_seed(9)
-        keys = {
-            f"{PREFIX}blocks.0.norm3.diff": f"{PREFIX}blocks.0.norm3.weight",
-            f"{PREFIX}blocks.0.norm3.diff_b": f"{PREFIX}blocks.0.norm3.bias",
-            f"{Q}.diff_b": f"{Q}.bias",
-            f"{PREFIX}blocks.2.diff_m": f"{PREFIX}blocks.2.modulation",
-            f"{PREFIX}patch_embedding.diff": f"{PREFIX}patch_embedding.weight",
-            f"{PREFIX}patch_embedding.diff_b": f"{PREFIX}patch_embedding.bias",
-        }
-        for name, key in keys.items():
-            tensors[name] = 0.3 * torch.randn(self.shapes[key], generator=generator)
-        return {key: tensors[name].double() for name, key in keys.items()}
-
-    def session(self, strengths, mode="auto", blocks="", **more):
+    def session(self, strengths=(1, 1, 1), mode="auto", blocks="", **more):
         bank = load_bank(self.paths, self.targets)
         return session_of(bank, strengths, mode, blocks, **more)
 
-    def oracle(self, model, strengths):
-        total = Counter()
-        for strength, deltas in zip(strengths, self.deltas, strict=True):
-            for key, delta in deltas.items():
-                total[key] = total[key] + strength * delta
-        return dense(model, total)
+    def expected(self, x, strengths=(1, 1, 1)):
+        """Return the output of the dense model for `x`."""
+        files = list(zip(strengths, self.deltas, strict=True))
+        changes = {key: sum(each * deltas[key] for each, deltas in files) for key in files[0][1]}
+        return dense(self.model, changes)(x.double())
 
 
 def session_of(bank, strengths, mode="auto", blocks="", **more):
@@ -184,7 +173,7 @@ def session_of(bank, strengths, mode="auto", blocks="", **more):
 
 
 def called(session, model, x):
-    with session.call(model, CPU):
+    with session.call(model, torch.device("cpu")):
         return model(x)
 
 

@@ -14,9 +14,9 @@ from safetensors.torch import save
 from fast_video_vae.lora.bank import load_bank
 from fast_video_vae.lora.file import LoraFile
 from fast_video_vae.lora.keys import Targets
-from fast_video_vae.tests.lora import models
+from fast_video_vae.tests import builders
+from fast_video_vae.tests.lora import models, nets
 from fast_video_vae.tests.lora.models import PREFIX, modules, random_pairs, spelled, wan
-from fast_video_vae.tests.lora.nets import Model, called, session_of, video
 from fast_video_vae.tests.products import each_value_once
 
 WAN, T2V = wan(), wan(i2v=False)
@@ -24,13 +24,11 @@ TARGETS = Targets(T2V)
 Q = f"{PREFIX}blocks.0.self_attn.q"
 DOWN, UP = f"{Q}.lora_A.weight", f"{Q}.lora_B.weight"
 FP8 = torch.float8_e4m3fn
+DIFFUSERS, PEFT = "lora_adapter_metadata", "adapter_config"
 
 
 def pair(up=(16, 4), down=(4, 16), dtype=torch.float32):
     return {DOWN: torch.ones(down, dtype=dtype), UP: torch.ones(up, dtype=dtype)}
-
-
-DIFFUSERS, PEFT = "lora_adapter_metadata", "adapter_config"
 
 
 @pytest.mark.parametrize(
@@ -41,7 +39,6 @@ DIFFUSERS, PEFT = "lora_adapter_metadata", "adapter_config"
         (None, {"lora_alpha": "8"}, 8 / 4),
         (None, {"use_rslora": "True"}, 1),
         (2, {PEFT: '{"use_rslora": true}'}, 2 / math.sqrt(4)),
-        (2, {"use_rslora": "False"}, 2 / 4),
         (2, {DIFFUSERS: '{"transformer.use_rslora": false}'}, 2 / 4),
         (None, {DIFFUSERS: '{"unet.use_rslora": true, "unet.lora_alpha": 8}'}, 8 / math.sqrt(4)),
         # Invalid metadata is ignored.
@@ -60,7 +57,6 @@ def test_alpha_and_metadata_set_the_scale_of_a_pair(write, alpha, metadata, scal
 # Keys of scales, and of the matrices that they belong to.
 SCALES = {
     "lora_A.weight_scale": "lora_A.weight", "lora_A.weight.scale": "lora_A.weight",
-    "lora_A.scale": "lora_A.weight", "lora_A.weight.weight_scale": "lora_A.weight",
     "lora_A.weight_scale_inv": "lora_A.weight", "lora_down.scale_weight": "lora_down.weight",
     "lora_A.my-style.v2.weight_scale": "lora_A.my-style.v2.weight",
     "lora_A.v2.weight_scale": "lora_A.v2", "diff.weight_scale": "diff",
@@ -68,24 +64,21 @@ SCALES = {
 FORMS = [(FP8, ()), (torch.float8_e5m2, (1,)), (FP8, (16,)), (FP8, (16, 1)), (torch.int8, (1, 1))]
 
 
-@each_value_once(scale=SCALES, form=FORMS, magnitudes=[False, True])
-def test_a_scaled_matrix_is_that_of_the_numbers_it_stands_for(write, scale, form, magnitudes):
-    """It needs more memory than in the file."""
-    generator = torch.Generator().manual_seed(0)
-    dtype, shape = form
-    factors = torch.rand(shape, generator=generator) / 30 + 0.01
-    codes = torch.randint(-100, 100, (16, 16), generator=generator).to(dtype)
+@each_value_once(scale=SCALES, form=FORMS)
+def test_a_scaled_matrix_is_that_of_the_numbers_it_stands_for(write, scale, form):
+    (dtype, shape), model, x = form, nets.Model(), nets.video()
+    factors = torch.rand(shape) / 30 + 0.01
+    codes = torch.randint(-100, 100, (16, 16)).to(dtype)
     values = codes.float() * factors.reshape(-1, 1)
     down = f"{Q}.{SCALES[scale]}"
     up = down.replace("lora_A", "lora_B").replace("down", "up")
     tensors = {up: torch.rand(16, 16)}
-    if magnitudes and "lora" in scale:
+    if "v2" in scale:
         tensors[f"{Q}.lora_magnitude_vector"] = torch.rand(16) + 1
-    model = Model()
-    results = [model(video())]
+    results = [model(x)]
     for each in ({down: values}, {down: codes, f"{Q}.{scale}": factors}):
         bank = load_bank([write(tensors | each)], Targets(model.shapes()))
-        results.append(called(session_of(bank, [0.7]), model, video()))
+        results.append(nets.called(nets.session_of(bank, [0.7]), model, x))
         assert len(bank.reports[0].lines()) == 1
     assert torch.equal(*results[1:])
     assert not torch.equal(*results[:2])
@@ -100,23 +93,16 @@ IMAGE = random_pairs(WAN, [name for name in modules(WAN) if name.endswith("_img"
 OTHER = random_pairs(WAN, [f"blocks.0.self_attn.{name}" for name in "qkv"], rank=8)
 THEIRS = {ours: theirs for theirs, ours in models.diffusers_of_wan(WAN).items()}
 UNFIT = {
-    f"blocks.0.{name}": (torch.ones(17 + number, 4), torch.ones(4, 16))
-    for number, name in enumerate([*(f"cross_attn.{each}" for each in "koqv"), "ffn.0"])
+    f"blocks.0.cross_attn.{name}": (torch.ones(17 + number, 4), torch.ones(4, 16))
+    for number, name in enumerate("koqv")
 }
 UNSUPPORTED = {
     "VeRA": ("{}.vera_lambda_b.my-style", "base_model.vera_A"),
-    "IA3": ("{}.ia3_l", "{}.on_input", "{}.weight"),
     "AdaLoRA": ("{}.lora_A.default", "{}.lora_B.default", "{}.lora_E.default"),
-    "VB-LoRA": ("{}.vblora_logits_B_topk_indices", "base_model.vblora_vector_bank"),
     "LoRA-XS": ("{}.lora_A", "{}.lora_B", "{}.default_lora_latent_mapping.weight"),
-    "PEFT's BOFT": ("{}.boft_R", "{}.boft_s"),
     "Stand-In": ("{}.q_loras.down.weight", "lora_unet_blocks_0_self_attn_q_loras.lora_up.weight"),
-    "SVDQuant": ("{}.qweight", "{}.wscales"),
 }
-TEXT_ENCODER = (
-    "lora_te_text_model_layers_0_mlp_fc1", "lora_te1_text_model", "te1.layers", "clip_l.layers",
-    "text_encoder.layers.0", "text_encoders.umt5xxl.encoder", "text_encoder_2.layers.0",
-)  # fmt: skip
+TEXT_ENCODER = "lora_te_text_model", "te1.a", "clip_l.a", "text_encoders.umt5.a", "text_encoder_2.a"
 
 # Tensors next to `SOME`, by the lines about them.
 REPORT = {
@@ -128,7 +114,7 @@ REPORT = {
         {f"{name}.diff": torch.ones(1) for name in (
             "blocks.0.norm_k_img", "blocks.0.other", "text_embedding.9", "temporal.0", "txt_out",
         )},
-    "14 keys for a text encoder: not applied to a model":
+    "10 keys for a text encoder: not applied to a model":
         {f"{name}.{end}": torch.ones(2) for name in TEXT_ENCODER for end in ("weight", "alpha")},
     f"4 keys of an unknown form: A\\nB, {'A' * 51}...{'A' * 26}, A\\u202e, ...":
         {key: torch.ones(1) for key in ("A\nB", "A" * 999, "A\u202e", "dwpose.0.weight")},
@@ -137,9 +123,9 @@ REPORT = {
          "base_model.model.patch_embedding.lora_B": torch.ones(16, 4)},
     **{f"2 keys do not fit: a pair for {rows}x16 and a parameter of 16x16": spelled(UNFIT)
        for rows in range(17, 21)},
-    "5 more keys do not fit": {  # of `UNFIT`, and what is found on reading
-        f"{PREFIX}blocks.0.self_attn.o.{part}": torch.ones(shape) for part, shape in
-        {"lora_A": (4, 16), "lora_B": (16, 4), "lora_magnitude_vector": (3,)}.items()
+    "3 more keys do not fit": {  # after five lines
+        f"{PREFIX}blocks.0.self_attn.o.lokr_{part}": torch.ones(4, 4)
+        for part in ("w1", "w2_a", "w2_b")
     },
     # Mixing the parts of two adapters or dialects would be wrong.
     "15 keys are ignored: earlier keys or adapters have their weights":
@@ -148,7 +134,7 @@ REPORT = {
         | spelled({THEIRS[name]: each for name, each in OTHER.items()}, "transformer.{name}"),
     **{f"{len(keys)} keys of an unsupported kind ({kind})":
        {key.format(f"{PREFIX}{name}"): torch.ones(16, 16) for key in keys}
-       for name, (kind, keys) in zip(modules(T2V)[-8:], UNSUPPORTED.items(), strict=True)},
+       for name, (kind, keys) in zip(modules(T2V)[-4:], UNSUPPORTED.items(), strict=True)},
 }  # fmt: skip
 
 
@@ -162,15 +148,9 @@ def test_a_report_has_a_line_for_each_reason(write):
     assert rows == [{0: (0, 4)}] * 3
 
 
-def refused(path, match):
-    with pytest.raises(ValueError, match=match) as caught:
+def refuse(path, match):
+    with builders.refused(match, path.name):
         load_bank([path], TARGETS)
-    text = str(caught.value)
-    assert text.isprintable()
-    # The module names of a LoRA show which model it is for, so this error may be longer.
-    assert len(text) <= (700 if text.startswith("nothing in ") and "lora_" in text else 160)
-    assert path.name in text
-    return text
 
 
 LARGER = wan(d=32, f=48, i2v=False)
@@ -181,7 +161,7 @@ LARGER = wan(d=32, f=48, i2v=False)
     [
         ({}, "it has no keys"),
         ({"conv.weight": torch.ones(2)}, "it has conv.weight; the model has"),
-        ({"a\n\u202e" + "b" * 900: torch.ones(1)}, r"it has a\\n\\u202eb"),
+        ({"a\n\u202e" + "b" * 900: torch.ones(1)}, r"^(?=.{,160}$).*it has a\\n\\u202eb"),
         ({f"{Q}.hra_u": torch.ones(2)}, r"is an unsupported kind \(HRA\); expected LoRA"),
         (spelled(random_pairs(LARGER, modules(LARGER))),
          r"for another model: a pair for \d+x\d+ and a parameter of"),
@@ -189,58 +169,59 @@ LARGER = wan(d=32, f=48, i2v=False)
         ({f"transformer_blocks.{n}.attn.to_q.lora_A.weight": torch.ones(4, 4) for n in range(6)},
          r"nothing in some.safetensors is for this model: it has (transformer_\S+[,;] ){5}"
          r"the model has diffusion_model.patch_embedding, (diffusion_model.\S+, ){3}\S+$"),
-        ({f"{Q}.diff": torch.ones(4, 4)}, "a difference of 4x4 for a parameter of 16x16"),
+        ({f"{Q}.diff": torch.ones(8, 32)}, "a difference of 8x32 for a parameter of 16x16"),
+        ({f"{Q}.diff": torch.tensor(1.0)}, "a difference of a scalar for a parameter of 16x16"),
+        (pair((8, 4), (4, 32)), "a pair for 8x32 and a parameter of 16x16"),
+        ({key.replace("self_attn.q", "norm3"): part for key, part in pair().items()},
+         "a pair for 16x16 and a parameter of 16$"),
+        (pair() | {f"{Q}.lora_magnitude_vector": torch.ones(3)},
+         "magnitudes of 3 for a parameter of 16x16"),
         (pair((16, 4), (5, 16)), "up has rank 4, down has rank 5; expected the same rank"),
         *((pair(up, down), "some") for up, down in (
             ((), (2, 16)), ((16, 2), ()), ((16,), (16,)), ((16, 0), (0, 16)), ((0, 2), (2, 16)),
         )),
         ({DOWN: torch.ones(2, 16)}, "expected all of them"),
-        ({UP: torch.ones(16, 2)}, "expected all of them"),
         (pair(dtype=torch.int64), "expected floating point"),
-        (pair(dtype=torch.complex64), "expected floating point"),
-        (pair() | {UP: torch.full((16, 4), math.nan)}, "self_attn.q.* expected finite numbers"),
+        *((pair(dtype=dtype) | {UP: torch.full((16, 4), math.nan).to(dtype)},
+           "self_attn.q.* up holds nan; expected finite numbers")
+          for dtype in (torch.float32, torch.float16, FP8)),
         (pair() | {f"{Q}.alpha": torch.tensor(math.nan)}, "alpha is nan"),
+        (pair() | {f"{Q}.alpha": torch.ones(2)}, r"alpha is \[2\]; expected one finite number"),
         *((pair() | {f"{UP}_scale": torch.ones(shape)}, "one number or one per row")
           for shape in ((4,), (4, 4), (16, 4), (0,))),
     ],
 )  # fmt: skip
 def test_an_unusable_file_is_refused(write, tensors, match):
     # Metadata do not make up for half a pair.
-    refused(write(tensors, metadata={"lora_alpha": "8"}), match)
+    refuse(write(tensors, metadata={"lora_alpha": "8"}), match)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="the system has no named pipes")
 def test_what_is_no_file_is_refused_at_once(tmp_path):
     path = tmp_path / "some.safetensors"
-    refused(path, "cannot be read: No such file")
+    refuse(path, "cannot be read: No such file")
     os.mkfifo(path)
-    refused(path, "is a device; expected a .safetensors file")
-    path.unlink()
-    path.mkdir()
-    refused(path, "cannot be read: Is a directory")
+    refuse(path, "is a device; expected a .safetensors file")
 
 
-# As of a pickle of protocol 2 to 5.
-@pytest.mark.parametrize("size", [0x280, 0x380, 0x480, 0x580])
-def test_a_header_length_like_a_pickle_is_read_as_safetensors(tmp_path, size):
-    data = save(pair())
+def test_a_header_length_like_a_pickle_is_read_as_safetensors(tmp_path):
+    data, path = save(pair()), tmp_path / "some.safetensors"
     header = 8 + int.from_bytes(data[:8], "little")
-    path = tmp_path / "some.safetensors"
-    path.write_bytes(size.to_bytes(8, "little") + data[8:header].ljust(size) + data[header:])
-    assert len(load_bank([path], TARGETS).layers) == 1
+    for size in (0x280, 0x380, 0x480, 0x580):  # as of protocol 2 to 5
+        path.write_bytes(size.to_bytes(8, "little") + data[8:header].ljust(size) + data[header:])
+        assert len(load_bank([path], TARGETS).layers) == 1
 
 
-def overwrite(path):
-    path.write_bytes(save(SOME))
-    os.utime(path, ns=(1, 1))
+def test_a_file_that_changes_between_its_header_and_a_pair_is_refused(write):
+    def overwrite(path):
+        path.write_bytes(save(SOME))
+        os.utime(path, ns=(1, 1))
 
-
-@pytest.mark.parametrize("change", [overwrite, Path.unlink, lambda path: os.truncate(path, 100)])
-def test_a_file_that_changes_between_its_header_and_a_pair_is_refused(write, change):
-    path = write(SOME)
-    fresh, used = (LoraFile(path, TARGETS) for _ in range(2))
-    used.read(used.entries[0])
-    change(path)
-    for file in (fresh, used):
-        with pytest.raises(ValueError, match=r"some\.safetensors (was replaced|cannot be read)"):
-            file.read(file.entries[1])
+    for change in (overwrite, lambda path: os.truncate(path, 100), Path.unlink):
+        path = write(SOME)
+        fresh, used = (LoraFile(path, TARGETS) for _ in range(2))
+        used.read(used.entries[0])
+        change(path)
+        for file in (fresh, used):
+            with builders.refused("(was replaced|cannot be read)", "some.safetensors"):
+                file.read(file.entries[1])

@@ -1,180 +1,251 @@
-"""The results of a bank on a model, for all methods of applying a delta."""
+"""A bank on a model: the results of all ways to apply a delta, and the model afterwards."""
+
+import contextlib
+import functools
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from torch import nn
 
 from fast_video_vae.lora.bank import load_bank
-from fast_video_vae.lora.keys import Target, Targets
-from fast_video_vae.tests.lora.models import PREFIX, random_pairs, spelled
-from fast_video_vae.tests.lora.nets import (
-    LINEARS,
-    MODES,
-    Casting,
-    Ignoring,
-    Model,
-    Q,
-    assert_close,
-    called,
-    dense,
-    each_way,
-    session_of,
-    video,
-)
+from fast_video_vae.lora.keys import Targets
+from fast_video_vae.tests.lora import nets
+from fast_video_vae.tests.lora.models import random_pairs, spelled
+from fast_video_vae.tests.lora.nets import LINEARS, MODES, Model, Q, assert_close, called, video
+from fast_video_vae.tests.products import each_value_once
 
 
-@each_way
+@nets.each_way
 def test_every_mode_equals_the_dense_model_in_float64(stack, linear, mode):
-    """With strengths that change between calls, and several numbers of tokens and batches."""
+    """With strengths that change between calls, any numbers of tokens, and a layer in bfloat16."""
     model = Model(LINEARS[linear])
+    if issubclass(LINEARS[linear], nets.Casting):
+        model.diffusion_model.blocks[2].self_attn.q.bfloat16()
     made = stack(model)
-    session = made.session((0, 0, 0), mode)
+    called(session := made.session((0, 0, 0), mode), model, video())
+    assert not any(module._forward_hooks for module in model.modules())  # nothing to do
     for strengths in ((1, 1, 1), (0.5, -1.3, 2), (0, 1, 0), (0, 0, 0), (1, 0, 0.1), (1, 1, 1)):
         session.amounts.set(strengths)
-        oracle = made.oracle(model, strengths)
         for x in (video(), video(2, 1), video(4, 1, 3), video(6, 3), video(2, 5, 3)):
             plain = model(x)
-            assert_close(called(session, model, x), oracle(x.double()))
+            assert_close(called(session, model, x), made.expected(x, strengths))
             assert torch.equal(model(x), plain)
     assert not session.counts.unserved
-    for report in session.bank.reports:  # no key is left out
-        assert not any((report.absent, report.unfit, report.unknown))
-
-
-def test_a_layer_stored_in_lower_precision_gets_the_lora_after_its_cast(stack):
-    """For example a model stored in bfloat16 that computes in float32."""
-    model = Model(Casting)
-    for block in model.diffusion_model.blocks:
-        block.self_attn.q.bfloat16()
-    made = stack(model)
-    for mode in MODES:
-        expected = made.oracle(model, (1, 1, 1))(video().double())
-        assert_close(called(made.session((1, 1, 1), mode), model, video()), expected)
-
-
-# Rows and columns.
-
-PARTS = {"rows": (0, 4, 8), "last": (0, 12, 4), "columns": (1, 2, 6), "all": (0, 0, 16)}
-
-
-@each_way
-def test_pairs_change_rows_or_columns_of_a_weight(tmp_path, linear, mode):
-    model = Model(LINEARS[linear])
-    more = {f"parts.{name}": Target(f"{Q}.weight", part) for name, part in PARTS.items()}
-    targets = Targets(model.shapes(), more)
-    shapes = model.shapes() | {
-        f"{PREFIX}{name}.weight": targets.shape(target) for name, target in more.items()
-    }
-    pairs = random_pairs(shapes, [*more, "blocks.1.self_attn.q"])
-    save_file(spelled(pairs), tmp_path / "parts.safetensors")
-    bank = load_bank([tmp_path / "parts.safetensors"], targets)
-    delta = torch.zeros(16, 16, dtype=torch.float64)
-    for name, (up, down) in pairs.items():
-        part = more[name].offset if name in more else (0, 0, 16)
-        delta.narrow(*part).add_(0.5 * up.double() @ down.double())
-    expected = dense(model, {f"{Q}.weight": delta})(video().double())
-    for staged in (False, True):
-        session = session_of(bank, [0.5], mode, staged=staged)
-        assert_close(called(session, model, video()), expected)
+    assert all(len(report.lines()) <= 2 for report in session.bank.reports)  # no key is left out
 
 
 # For layers of 16 x 16, the break-even is 21.3 tokens of all batches together, or 10.7 for a weight
 # that is cast.
-
-
 @pytest.mark.parametrize(
-    ("dtype", "batch", "ways"),
-    [
-        (torch.float32, 1, {1: "bypass", 21: "bypass", 22: "stream", 500: "stream"}),
-        (torch.float32, 3, {7: "bypass", 8: "stream"}),
-        (torch.bfloat16, 1, {10: "bypass", 11: "stream"}),
-    ],
+    ("dtype", "batch", "tokens"),
+    [(torch.float32, 1, 22), (torch.float32, 3, 8), (torch.bfloat16, 1, 11)],
 )
-def test_auto_streams_above_the_break_even_and_not_below(stack, dtype, batch, ways):
-    model = Model(Casting)
+def test_auto_streams_above_the_break_even_and_not_below(stack, dtype, batch, tokens):
+    model = Model(nets.Casting)
     for block in model.diffusion_model.blocks:
         block.self_attn.to(dtype)
-    session = stack(model, whole=False, ranks=(4,), only="self_attn").session((1,), "auto")
-    for tokens, way in ways.items():
+    session = stack(model, "self_attn").session()
+    for count, ways in {1: (0, 6), tokens - 1: (0, 6), tokens: (6, 0), 500: (6, 0)}.items():
         session.counts.clear()
-        called(session, model, torch.randn(batch, 4, tokens, 2, 2))
-        assert getattr(session.counts, way) == 6, tokens
-        assert session.counts.stream + session.counts.bypass == 6
+        called(session, model, torch.randn(batch, 4, count, 2, 2))
+        assert (session.counts.stream, session.counts.bypass) == ways
 
 
-@pytest.mark.parametrize("mode", ["stream", "auto"])
-def test_a_layer_that_ignores_weight_functions_falls_back_to_bypass(stack, mode):
-    seen = []
-
-    class Watched(Ignoring):
-        def forward(self, x):
-            seen.append(len(self.weight_function))
-            return super().forward(x)
-
-    model = Model(Watched)
-    made = stack(model, whole=False, only="self_attn")
-    session = made.session((1, 1, 1), mode)
-    expected = made.oracle(model, (1, 1, 1))(video(16).double())
-    for _ in range(3):
-        assert_close(called(session, model, video(16)), expected)
-        assert session.counts.stream == 0
-    assert session.counts.bypass == sum(seen) == 3 * 6
-    assert not session.counts.unserved
-
-
-def test_a_layer_called_by_keyword_gets_a_changed_weight(stack):
-    class ByKeyword(nn.Linear):
-        def __call__(self, x):
-            return super().__call__(input=x)
-
-    model = Model(ByKeyword)
-    made = stack(model)
-    session = made.session((1, 1, 1), "auto")
-    assert_close(called(session, model, video()), made.oracle(model, (1, 1, 1))(video().double()))
-    assert not session.counts.unserved
-
-
-@each_way
-def test_dora_between_pairs_is_applied_in_file_order(tmp_path, linear, mode):
+@nets.each_way
+def test_dora_between_pairs_is_applied_in_file_order(write, linear, mode):
     """DoRA is skipped for a layer with an inaccessible weight, and the layer is recorded."""
     model = Model(LINEARS[linear])
-    magnitudes = torch.rand(16, 1) + 0.5
-    paths, pairs, name = [], [], "blocks.1.self_attn.q"
+    magnitudes, paths, pairs = torch.rand(16) + 0.5, [], []
     for number in range(3):
-        up, down = random_pairs(model.shapes(), [name], seed=number)[name]
-        pairs.append((0.2 * up.double()) @ (0.2 * down.double()))
-        tensors = spelled({name: (0.2 * up, 0.2 * down)})
-        paths.append(tmp_path / f"{number}.safetensors")
-        save_file(tensors | ({f"{Q}.dora_scale": magnitudes} if number == 1 else {}), paths[-1])
+        tensors = spelled(random_pairs(model.shapes(), ["blocks.1.self_attn.q"], seed=number))
+        up, down = (tensors[f"{Q}.lora_{part}.weight"].mul_(0.2).double() for part in "BA")
+        pairs.append(up @ down)
+        dora = {f"{Q}.lora_magnitude_vector": magnitudes} if number == 1 else {}
+        paths.append(write(tensors | dora, f"{number}.safetensors"))
     bank = load_bank(paths, Targets(model.shapes()))
-    sessions = [session_of(bank, (0, 0, 0), mode, staged=staged) for staged in (False, True)]
+    sessions = [nets.session_of(bank, (0, 0, 0), mode, staged=staged) for staged in (False, True)]
     own = model.get_parameter(f"{Q}.weight").double()
     for first, second, third in ((0.7, 1.0, -0.5), (0.0, 0.5, 1.0), (1.0, 0.0, 0.0)):
         weight = own + first * pairs[0]
         if second and linear != "ignoring":
-            norms = weight.norm(dim=1, keepdim=True)
-            turned = (weight + pairs[1]) * magnitudes.double() / norms
+            norms = (weight + pairs[1]).norm(dim=1)
+            turned = (weight + pairs[1]) * (magnitudes.double() / norms)[:, None]
             weight = weight + second * (turned - weight)
         weight = weight + third * pairs[2]
-        expected = dense(model, {f"{Q}.weight": weight - own})(video().double())
+        expected = nets.dense(model, {f"{Q}.weight": weight - own})(video().double())
         for session in sessions:
             session.amounts.set((first, second, third))
             assert_close(called(session, model, video()), expected)
     assert session.counts.unserved == ({Q} if linear == "ignoring" else set())
 
 
-@each_way
-def test_gradients_flow_through_a_call(stack, linear, mode):
+class StopError(Exception):
+    pass
+
+
+def stop(*_, **__):
+    raise StopError
+
+
+def state_of(model):
+    """Return the parameters of the modules, and the functions on them."""
+    return [
+        [*map(id, module._parameters.values())]
+        + [len(getattr(module, f"{name}_function", ())) for name in ("weight", "bias")]
+        for module in model.modules()
+    ]
+
+
+@nets.each_way
+def test_a_call_that_fails_restores_every_parameter(stack, linear, mode):
+    """It fails before or after the forward of a layer, or in it and is called again by a pack."""
     model = Model(LINEARS[linear])
+    made, layer = stack(model), model.get_submodule(Q)
+    session, state, plain = made.session(mode=mode), state_of(model), model(video())
+    expected, forward, failures = made.expected(video()), layer.forward, iter([True])
+
+    def failing_once(*args, **kwargs):
+        y = forward(*args, **kwargs)
+        return stop() if next(failures, False) else y
+
+    def again(x):
+        with contextlib.suppress(StopError):
+            return layer(x)
+        return layer(x)
+
+    after = functools.partial(layer.register_forward_hook, prepend=True)
+    for register in (layer.register_forward_pre_hook, after):
+        with register(stop), pytest.raises(StopError):
+            called(session, model, video())
+        assert state_of(model) == state
+        assert torch.equal(model(video()), plain)
+        assert_close(called(session, model, video()), expected)
+        assert state_of(model) == state
+    layer.forward = failing_once
+    model.diffusion_model.blocks[1].self_attn.__dict__["q"] = again  # the module stays below it
+    assert_close(called(session, model, video()), expected)
+    assert state_of(model) == state
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_functions_of_other_packs_stay_and_what_they_keep_is_not_written(stack, mode):
+    """Those that were there, those that are added in a call, and a list in the place of ours."""
+    model = Model(nets.Casting)
+    session, layer = stack(model, "blocks").session(mode=mode), model.get_submodule(Q)
+    kept = layer.weight.detach().clone()
+    theirs, added, before = (lambda _: kept), (lambda weight: weight), kept.clone()
+    layer.weight_function = own = [theirs]
+
+    def call_with(change):
+        with model.diffusion_model.blocks[0].register_forward_hook(lambda *_: change()):
+            y = called(session, model, video(16))
+        assert torch.equal(kept, before)
+        return y
+
+    first = call_with(lambda: None)
+    assert layer.weight_function is own
+    assert torch.equal(call_with(lambda: layer.weight_function.append(added)), first)
+    assert layer.weight_function == [theirs, added]
+    other = [theirs]
+    call_with(lambda: setattr(layer, "weight_function", other))
+    assert layer.weight_function is other
+    assert own == other == [theirs]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_call_within_a_call_keeps_both_right(stack, mode):
+    model = Model(nets.Casting)
+    made, strengths = stack(model), ((1, 0.5, 1), (0, 1, -1))
+    outer, inner = (made.session(each, mode) for each in strengths)
+    expected = [made.expected(video(), each) for each in strengths]
+    plain, found = model(video()), []
+
+    def within(*_):
+        if not found:
+            found.append(None)
+            found[0] = called(inner, model, video())
+
+    with model.diffusion_model.blocks[1].register_forward_hook(within):
+        assert_close(called(outer, model, video()), expected[0])
+    assert_close(found[0], expected[1])
+    assert torch.equal(model(video()), plain)
+    assert_close(called(outer, model, video()), expected[0])
+
+
+def test_modules_that_are_replaced_between_runs_get_the_lora_and_missing_ones_are_named(stack):
+    model = Model(nets.Casting)
     made = stack(model)
-    session = made.session((1, 1, 1), mode)
-    x = video().requires_grad_()
-    called(session, model, x).square().sum().backward()
-    other = video().double().requires_grad_()
-    made.oracle(model, (1, 1, 1))(other).square().sum().backward()
-    assert_close(x.grad, other.grad)
-    for without in (torch.no_grad, torch.inference_mode):
-        with without():
-            y = called(made.session((1, 1, 1), mode), model, video())
-        assert_close(y, made.oracle(model, (1, 1, 1))(video().double()))
+    session, first = made.session(), model.diffusion_model.blocks[1]
+    called(session, model, video())
+    other = Model(nets.Casting, seed=4).diffusion_model.blocks[1]
+    for block in (other, first, other):
+        session.release()
+        assert session.loader is None  # it would keep the memory of the bank
+        model.diffusion_model.blocks[1] = block
+        assert_close(called(session, model, video()), made.expected(video()))
+    assert not session.counts.unserved
+    del model.diffusion_model.blocks[2]
+    session.release()
+    called(session, model, video())
+    assert {name.split(".")[2] for name in session.counts.unserved} == {"2"}
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 12])
+def test_staged_pairs_are_copied_ahead(stack, blocks):
+    model, calls = Model(nets.Casting, blocks=blocks), 3
+    session = stack(model, "blocks").session(staged=True)
+    for _ in range(calls):
+        called(session, model, video())
+    loader = session.loader
+    assert (loader.misses, loader.hits) == (1, calls * blocks - 1 if blocks > 1 else 0)
+    copies = calls * blocks + 1 if blocks > 1 else 1
+    assert loader.fetched_bytes == copies * session.bank.nbytes // blocks
+
+
+@each_value_once(text=["", "!1", "2", "0-,1=0.5"], mode=MODES)
+def test_staged_pairs_of_any_layers_match_direct_ones(stack, text, mode):
+    """With layers outside of blocks and other kinds, and after a call that failed in a block."""
+    model = Model(nets.Casting, blocks=4)
+    strengths, made = (1, 0.5, -1), stack(model)
+    direct, staged = (made.session(strengths, mode, text, staged=each) for each in (False, True))
+    expected = called(direct, model, video())
+    for block in model.diffusion_model.blocks:
+        assert torch.equal(called(staged, model, video()), expected)
+        with block.register_forward_pre_hook(stop), pytest.raises(StopError):
+            called(staged, model, video())
+        assert torch.equal(called(staged, model, video()), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("mode", MODES)
+def test_pairs_reach_a_gpu_before_their_use(stack, mode):
+    model = Model(nets.Casting, blocks=8)
+    made, device = stack(model), torch.device("cuda", torch.cuda.current_device())
+    expected = made.expected(video())
+    model.to(device)
+    for device_of_bank in ("cpu", device):
+        session = made.session(mode=mode)
+        session.bank.to(device_of_bank)
+        for _ in range(4):
+            with torch.backends.cudnn.flags(allow_tf32=False), session.call(model, device):
+                assert_close(model(video().to(device)).cpu(), expected)
+        assert session.loader.is_here == (device_of_bank == device)
+
+
+@pytest.mark.parametrize("linear", ["plain", "casting", "ignoring"])
+def test_a_model_of_compiled_blocks_gets_the_lora(stack, linear, request):
+    """Also if its layers do not read the functions on their weights."""
+    torch.compiler.reset()
+    request.addfinalizer(torch.compiler.reset)
+    model, x = Model(LINEARS[linear], blocks=2), video()
+    made, strengths = stack(model, "self_attn"), ((1, 1, 1), (0.5, -1, 1))
+    expected = [made.expected(x, each) for each in strengths]
+    for number, block in enumerate(model.diffusion_model.blocks):
+        model.diffusion_model.blocks[number] = torch.compile(block, backend="eager")
+    with torch.no_grad():
+        plain = model(x)
+        for each, y in zip(strengths, expected, strict=True):
+            session = made.session(each)
+            assert_close(called(session, model, x), y)
+            assert torch.equal(model(x), plain)
+            assert not session.counts.unserved

@@ -2,12 +2,9 @@
 
 import math
 import re
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fast_video_vae.lora.blocks import parse_blocks
 from fast_video_vae.lora.schedule import parse_schedule, step_of
@@ -27,30 +24,25 @@ FILTERS = {
     "0,1,4": (0, 0, 0, 0, 0, 1, 0, 0),
     # An exclusion holds at any position.
     "!5,5-9=2": (0, 2, 0, 0, 2, 0, 0, 0),
-    "!0-9,!30-": (0, 0, 1, 0, 0, 0, 1, 1),
     # A factor chooses, too, and the last item that fits gives it.
     "9=-1.5,5=0": (0, -1.5, 0, 0, 0, 0, 0, 0),
     "9-12=0.5,0-,12=0.5": (1, 1, 0.5, 1, 1, 1, 0, 0),
     # Names choose layers, by whole segments in a row; case matters.
-    "self_attn": (1, 0, 0, 0, 0, 0, 0, 0),
     "self_attn.q": (1, 0, 0, 0, 0, 0, 0, 0),
     "blocks.q,attn,Self_Attn": (0, 0, 0, 0, 0, 0, 0, 0),
     "attn*,ffn.[01]": (0, 0, 1, 0, 1, 1, 0, 0),
     "blocks.?,img*": (1, 1, 0, 0, 0, 0, 0, 1),
     "*attn,!*_img": (1, 0, 0, 0, 0, 0, 0, 0),
-    "*,cross_attn=0.5": (1, 0.5, 1, 1, 1, 1, 1, 1),
     # A layer has to pass the numbers and the names; only numbers exclude what is outside.
-    "0-9,self_attn,ffn": (1, 0, 0, 0, 0, 0, 0, 0),
-    "0-9,!cross_attn": (1, 0, 0, 0, 1, 1, 0, 0),
     "!5,!cross_attn": (0, 0, 1, 1, 1, 1, 1, 1),
     "0-,9-12=0.5,*,ffn=0.5": (1, 0.5, 0.25, 0.5, 1, 1, 1, 1),
     " 0 - 12 , ! cross_attn , ffn = .5 ": (0, 0, 0.5, 0, 0, 0, 0, 0),
 }
 
 
-@pytest.mark.parametrize("text", FILTERS)
-def test_a_filter_gives_a_factor_per_layer(text):
-    assert tuple(map(parse_blocks(text).factor, LAYERS)) == FILTERS[text]
+def test_a_filter_gives_a_factor_per_layer():
+    found = {text: tuple(map(parse_blocks(text).factor, LAYERS)) for text in FILTERS}
+    assert found == FILTERS
 
 
 def run(steps, *phase):
@@ -75,26 +67,21 @@ def strengths(text, calls):
         # A list spreads evenly over the run.
         (0.8, run(2), [0.8, 0.8]),  # from a FLOAT input
         ("0.8, -.5 , +1e1 ", run(6), [0.8, 0.8, -0.5, -0.5, 10, 10]),
-        ("1,2,3", run(4), [1, 1, 2, 3]),  # floor(i * 3 / 4)
         ("1,2,3,4", run(2), [1, 3]),  # more values than steps: 2 and 4 are left out
         # A phase spreads over its own steps.
         ("1,2,3", two(2, 4), [1, 1, 2, 2, 3, 3]),  # without phases: over the run
         ("0.9,0.8;1.2,1.1,1", two(5, 4), [0.9] * 3 + [0.8] * 2 + [1.2, 1.2, 1.1, 1]),
-        ("1;0", two(0, 2), [0, 0]),  # a run that starts below the boundary
         # The length of the phase is unknown: its values spread over the run.
         ("0.9,0.8;1.2,1.1,1", run(6, 1, 2), [1.2, 1.2, 1.1, 1.1, 1, 1]),
-        ("0.9,0.8;1", run(4, 0, 2, 1), [0.9, 0.9, 0.8, 0.8]),
         # The number of phases is unknown, or three.
         ("1;0", run(2) + run(2, 1), [1, 1, 0, 0]),
-        ("0;1;0", run(2, 1, 3), [1, 1]),
         ("1;1", run(2, 2, 3), [1, 1]),  # equal values fit any run
         # A strength is 0 outside its window, in which a step begins.
-        ("1 @ .5 - 1", run(4), [0, 0, 1, 1]),
         ("1@0.1-0.2", run(4), [0, 0, 0, 0]),
+        ("1@0-0.3", run(30), [1] * 9 + [0] * 21),  # 0.3 is 9 / 30, in floating point too
+        ("1@0.3-1", run(30), [0] * 9 + [1] * 21),
         ("1,2@0.25-0.75", run(4), [0, 1, 2, 0]),  # the list spreads over the run
         ("1@sigma:0.75-0.5", run(4), [0, 1, 0, 0]),
-        ("1@sigma:100-0.9", run(4), [1, 0, 0, 0]),
-        ("1;0@0-0.5", run(4), [1, 1, 0, 0]),
         # Sigmas are in float32.
         ("1@sigma:0.1-0", [(0, 1, 0.10000000149011612)], [1]),
         ("1@sigma:1-0.1", [(0, 1, 0.10000000149011612)], [0]),
@@ -104,96 +91,67 @@ def test_a_schedule_gives_a_strength_per_call(text, calls, expected):
     assert strengths(text, calls) == expected
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
-@given(st.integers(1, 120), st.integers(1, 99), st.booleans())
-def test_adjacent_windows_cover_the_run_once(steps, percent, by_sigma):
-    cut = percent / 100
-    texts = (f"1@sigma:1-{cut}", f"1@sigma:{cut}-0") if by_sigma else (f"1@0-{cut}", f"1@{cut}-1")
-    before, after = (strengths(text, run(steps)) for text in texts)
-    assert [a + b for a, b in zip(before, after, strict=True)] == [1] * steps
-    if not by_sigma:
-        assert before.count(1) == math.ceil(Fraction(percent, 100) * steps)
-
-
-@pytest.mark.parametrize(
-    ("text", "call", "said"),
-    [
+def test_a_wrong_phase_or_step_is_an_error():
+    for text, call, said in (
         ("0;1;0", (0, 4, 1.0, 0, 2), "'0;1;0' has 3 phases, but the run has 2"),
         ("1;0", (0, 4, 1.0, 2, 1), "'1;0' has no phase 2; expected 0 to 1"),
-        ("1;0", (0, 4, 1.0, 0, 2, 2, 2), "step is 2; expected 0 to 1"),
-        ("1", (4, 4, 1.0), "step is 4; expected 0 to 3"),
         ("1", (-1, 4, 1.0), "step is -1; expected 0 to 3"),
-    ],
-)
-def test_a_wrong_phase_or_step_is_an_error(text, call, said):
-    with pytest.raises(ValueError, match=said):
-        parse_schedule(text).strength(*call)
+    ):
+        with pytest.raises(ValueError, match=said):
+            parse_schedule(text).strength(*call)
 
 
-@pytest.mark.parametrize(
-    ("text", "shown", "values"),
-    [
+def test_a_schedule_has_a_text_and_lists_its_strengths():
+    for text, shown, values in (
         (" -1,1e-07 ;1234567.5;0", "-1,1e-07;1234567.5;0", (-1, 1e-7, 1234567.5, 0)),
         ("-0,0;0", "0,0;0", (0,)),
-        ("0@0-0.5", "0@0-0.5", (0,)),
         ("1;2@0-0.123456789", "1;2@0-0.123456789", (1, 2, 0)),
         ("1@0-1", "1", (1,)),  # the window is the whole run
         ("1@sigma:1-0", "1@sigma:1-0", (1, 0)),  # sigmas can be above 1
-    ],
-)
-def test_a_schedule_has_a_text_and_lists_its_strengths(text, shown, values):
-    schedule = parse_schedule(text)
-    assert (str(schedule), schedule.values()) == (shown, values)
-    assert hash(parse_schedule(shown)) == hash(schedule)
+    ):
+        schedule = parse_schedule(text)
+        assert (str(schedule), schedule.values()) == (shown, values)
+        assert hash(parse_schedule(shown)) == hash(schedule)
     assert [parse_schedule("0;1,2").values(phase) for phase in (0, 1)] == [(0,), (1, 2)]
-    assert parse_schedule("1,2").values(7) == (1, 2)  # the same for all phases
 
 
 INVALID = {
     parse_schedule: (
-        "", "1,", "1,,2", "1;", ";1", "1;,2",  # empty pieces
-        "one", "1 2", "1..2", "0x10", "1_0", "\u0661", "nan", "-inf", "1e999", math.nan,
-        "1;0;1;0",  # too many phases
-        "1@", "@0-1", "1@0-", "1@0-1@0-1", "1@0,1", "1@step:0-1", "1@0%-50%",
-        "1@0-1.1", "1@-0.1-1", "1@0-nan", "1@sigma:0.9", "1@sigma:1e999-0", "1@sigma:1--1",
-        "1@0.5-0.5", "1@0.5-0.2", "1@sigma:0.9-1", "1@sigma:0.9-0.9",  # reversed or empty
+        "", "1,,2", ";1", "1;,2",  # empty pieces
+        "one", "1 2", "0x10", "1_0", "\u0661", "1e999", math.nan, "1;0;1;0",
+        "1@", "@0-1", "1@0-1@0-1", "1@step:0-1", "1@0%-50%",
+        "1@0-1.1", "1@-0.1-1", "1@0-nan", "1@sigma:0.9", "1@sigma:1e999-0",
+        "1@0.5-0.5", "1@sigma:0.9-1", "1@sigma:0.9-0.9",  # reversed or empty
     ),
     parse_blocks: (
-        ",", ",ffn", "ffn,,5", "ffn.", ".ffn", "ffn..0",  # empty items or segments
-        "!", "!!5", "5!", "=0.5", "-5", "5--7", "5-7-9", "1.5", "5 7", "self attn", "19-0",
+        ",", "ffn,,5", "ffn.", ".ffn",  # empty items or segments
+        "!", "!!5", "5!", "=0.5", "-5", "5-7-9", "1.5", "5 7", "self attn", "19-0",
         "9" * 5000,  # more digits than Python converts to an int
-        "5=", "5=half", "5=nan", "5=inf", "5=1=2", "!5=0.5",
+        "5=", "5=half", "5=inf", "5=1=2", "!5=0.5",
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("parse", "text"), [(parse, text) for parse, texts in INVALID.items() for text in texts]
-)
-def test_an_invalid_text_is_a_one_line_error(parse, text):
-    with pytest.raises(ValueError, match="expected") as error:
-        parse(text)
-    assert re.match(f"(strength|blocks) {re.escape(repr(str(text)))}", str(error.value))
-    assert "\n" not in str(error.value)
+def test_an_invalid_text_is_a_one_line_error():
+    for parse, text in ((parse, text) for parse, texts in INVALID.items() for text in texts):
+        said = rf"^(strength|blocks) {re.escape(repr(str(text)))}.*expected.*\Z"  # in one line
+        with pytest.raises(ValueError, match=said):
+            parse(text)
 
 
 FALLING, RISING = [1.0, 0.9375, 0.8333, 0.625, 0.0], [0.0, 0.5, 1.0]
 
 
-@pytest.mark.parametrize(
-    ("sigmas", "steps"),
-    [
+def test_the_sigma_of_a_call_determines_its_step():
+    for sigmas, steps in (
         # A solver of two stages calls within a step; the end of the run belongs to the last one.
         (FALLING, {14.6: 0, 1.0: 0, 0.9375: 1, 0.9: 1, 0.625: 3, 0.01: 3, 0.0: 3}),
         (FALLING, {0.8333000001: 2, 0.83329999: 2}),  # through float32 and back
         ([1.0, 0.9, 0.9, 0.5], {0.9: 2, 0.5: 2}),  # the first 0.9 is a step of no length
-        ([0.5, 0.5], {0.5: 0}),
         ([1.0], {1.0: 0}),
         (RISING, {0.0: 0, 0.3: 0, 0.5: 1, 1.0: 1}),  # a run that adds noise
-    ],
-)
-def test_the_sigma_of_a_call_determines_its_step(sigmas, steps):
-    assert {sigma: step_of(sigma, sigmas) for sigma in steps} == steps
+    ):
+        assert {sigma: step_of(sigma, sigmas) for sigma in steps} == steps
     with pytest.raises(ValueError, match="sigmas is empty"):
         step_of(1.0, [])
 

@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 from fast_video_vae.kernels import errors
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.nodes.checkout import import_comfyui, why_unavailable
-from fast_video_vae.tests.nodes.lora.lora_models import lora_for, random_weights
+from fast_video_vae.tests.nodes.diffusion import random_weights
+from fast_video_vae.tests.nodes.lora.lora_models import lora_for
 from fast_video_vae.tests.nodes.server import VAE_FILE, Server
 from fast_video_vae.tests.nodes.vae.pairs import fast_vae, stock_vae
 from fast_video_vae.tests.wan22 import random_qwen21

@@ -6,7 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
-from fast_video_vae.tests.nodes.lora.lora_models import KIND, MODES, lora_for, random_weights
+from fast_video_vae.tests.nodes.diffusion import KIND, random_weights
+from fast_video_vae.tests.nodes.lora.lora_models import MODES, lora_for
 from fast_video_vae.tests.nodes.server import PromptError, Workflow
 from fast_video_vae.tests.products import each_value_once
 

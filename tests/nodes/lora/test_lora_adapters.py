@@ -1,49 +1,206 @@
-"""Our adapters against ComfyUI's own, from the same file, by the patched weight."""
+"""Kinds and dialects of LoRA files against ComfyUI's loader: bits of a weight, and whole runs."""
 
+import itertools
 import logging
+import zlib
 
 import pytest
 import torch
 
-from fast_video_vae.lora.adapters import make_adapter
-from fast_video_vae.tests.lora.modules import ROWS, STRENGTHS, relative_error
+from fast_video_vae.lora.adapters import make_function
+from fast_video_vae.tests.lora.models import ENDINGS, SPELLINGS, diffusers_of_wan, spelled
+from fast_video_vae.tests.nodes.diffusion import KIND, load_model, random_weights, sample
+from fast_video_vae.tests.nodes.lora import lora_models as loras
+from fast_video_vae.tests.nodes.lora.lora_models import MODES, apply, core, save_lora, stack
 
-pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("comfyui")]
+pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("comfyui", "inference")]
 
-SPELLED = {
-    "up": "lora_up.weight", "down": "lora_down.weight", "mid": "lora_mid.weight",
-    "a1": "a1.weight", "a2": "a2.weight", "b1": "b1.weight", "b2": "b2.weight",
-}  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _kron_of_any_strides(monkeypatch):
-    """The result of einsum is not contiguous, which `torch.kron` in ComfyUI's LoKr rejects."""
-    kron = torch.kron
-    monkeypatch.setattr(torch, "kron", lambda a, b: kron(a.contiguous(), b.contiguous()))
+# ComfyUI's endings of keys that differ from the names of parts.
+ENDS = {"up": "lora_up.weight", "down": "lora_down.weight", "mid": "lora_mid.weight"}
+ENDS |= {part: f"{part}.weight" for part in ("a1", "a2", "b1", "b2")}
+LINEAR, SQUARE, KERNEL = (12, 10), (9, 9), (8, 6, 3, 3)
+PAIR = {"up": (12, 4), "down": (4, 10)}
+MID = {"up": (8, 4, 1, 1), "down": (4, 6, 1, 1), "mid": (4, 4, 3, 3)}
+OUT, IN = {"dora_scale": (12, 1)}, {"dora_scale": (1, 10)}
+CORES = {"hada_t1": (3, 3, 3, 3), "hada_t2": (3, 3, 3, 3)}
+CONSTRAINT, WHOLE_LOKR = {"oft_blocks": (3, 4, 4)}, {"lokr_w1": (3, 2), "lokr_w2": (4, 5)}
 
 
-def patched_by_comfyui(parts, weight, strength):
+def loha(a, b, **more):
+    return {"hada_w1_a": a, "hada_w1_b": b, "hada_w2_a": a, "hada_w2_b": b, **more}
+
+
+def glora(*shapes, **more):
+    return dict(zip(("a1", "a2", "b1", "b2"), shapes, strict=True)) | more
+
+
+# Shape of the weight, shapes of the parts, and alpha.
+ROWS = {
+    "dora-out": (LINEAR, PAIR | OUT, 2.0),
+    "dora-in": (LINEAR, PAIR | IN, 2.0),
+    "dora-one-output": ((1, 7), {"up": (1, 2), "down": (2, 7), "dora_scale": (1, 7)}, None),
+    "conv-mid": (KERNEL, MID, 2.0),
+    "grows": ((11, 8), PAIR | {"reshape_weight": LINEAR}, 2.0),
+    "loha": (LINEAR, loha((12, 3), (3, 10)), 2.0),
+    "loha-tucker": (KERNEL, loha((3, 8), (3, 6), **CORES), 2.0),
+    "loha-dora": (LINEAR, loha((12, 3), (3, 10), **IN), None),
+    "lokr": (LINEAR, WHOLE_LOKR, 7.0),
+    "lokr-factors": (
+        LINEAR,
+        {"lokr_w1_a": (3, 2), "lokr_w1_b": (2, 2), "lokr_w2_a": (4, 3), "lokr_w2_b": (3, 5)},
+        7.0,
+    ),
+    "lokr-conv": (KERNEL, {"lokr_w1": (2, 3), "lokr_w2": (4, 2, 3, 3)}, None),
+    "glora": (LINEAR, glora((10, 3), (3, 10), (12, 3), (3, 10)), 2.0),
+    "glora-conv": (KERNEL, glora((6, 3), (3, 6), (8, 3), (3, 54)), 2.0),
+    "glora-older": (SQUARE, glora((3, 9), (9, 3), (3, 9), (9, 3), dora_scale=(1, 9)), 2.0),
+    "oft": (LINEAR, CONSTRAINT | {"rescale": (12, 1)}, None),
+    "oft-constraint": (LINEAR, CONSTRAINT, 0.5),
+    "boft": ((16, 10), {"oft_blocks": (3, 4, 4, 4), "rescale": (16, 1)}, 0.5),
+    "difference": (KERNEL, {"diff": KERNEL}, None),
+    "norm": ((12,), {"w_norm": (12,)}, None),
+    "replacement": (LINEAR, {"set_weight": LINEAR}, None),
+}
+
+
+def made(name, shapes, alpha):
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    parts = {part: 0.7 * torch.randn(shape, generator=generator) for part, shape in shapes.items()}
+    for part in parts.keys() & {"dora_scale", "rescale"}:
+        parts[part] = parts[part].abs() + 0.5
+    if "reshape_weight" in parts:
+        parts["reshape_weight"] = torch.tensor(shapes["reshape_weight"])
+    return parts if alpha is None else parts | {"alpha": torch.tensor(alpha)}
+
+
+def function(parts, shape):
+    from fast_video_vae.nodes.lora.kinds import function_of
+
+    parts = {("diff" if name == "w_norm" else name): part for name, part in parts.items()}
+    return make_function(parts, shape, function_of)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_weight_gets_the_bits_of_comfyuis_merge(row, caplog):
     import comfy.lora
 
-    file = {f"m.{SPELLED.get(name, name)}": part.clone() for name, part in parts.items()}
+    shape, shapes, alpha = ROWS[row]
+    parts, weight = made(row, shapes, alpha), torch.randn(shape)
+    ours, before = function(parts, shape), weight.clone()
+    file = {f"m.{ENDS.get(name, name)}": part for name, part in parts.items()}
     (patch,) = comfy.lora.load_lora(file, {"m": "m.weight"}).values()
-    return comfy.lora.calculate_weight(
-        [(strength, patch, 1.0, None, None)], weight.clone(), "m.weight"
-    )
+    for strength in (-1.0, 0.5, 1.0, 4.0):
+        patches = [(strength, patch, 1.0, None, None)]
+        expected = comfy.lora.calculate_weight(patches, weight.clone(), "m.weight")
+        result = ours.apply(weight, strength)
+        assert torch.equal(result, expected)
+        assert not torch.equal(result, before)
+    assert torch.equal(weight, before)
+    assert not caplog.messages
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.core], ids=lambda row: row.name)
-def test_a_weight_is_changed_as_in_comfyui(row, caplog):
-    weight, parts = row.tensors()
-    adapter = make_adapter(parts, "here")
-    for strength in STRENGTHS:
-        with caplog.at_level(logging.WARNING):
-            expected = patched_by_comfyui(parts, weight, strength)
-        assert not caplog.messages, "ComfyUI could not read it"
-        result = adapter.apply(weight, strength)
-        assert result.shape == expected.shape
-        assert relative_error(result, expected) < 1e-5
-    # ComfyUI's loader does not even begin to replace a weight with a strength of 0.
-    if row.name != "set":
-        assert torch.equal(adapter.apply(weight, 0.0), patched_by_comfyui(parts, weight, 0.0))
+@pytest.mark.parametrize(
+    ("shapes", "shape"),
+    [
+        (WHOLE_LOKR, (12, 11)),
+        ({"lokr_w1": (3, 2)}, LINEAR),  # without the second factor
+        (loha((12, 3), (4, 10)), LINEAR),  # ranks differ
+        *((PAIR | {"dora_scale": size}, LINEAR) for size in ((1, 12), (1, 1), (12, 10))),
+        (PAIR | WHOLE_LOKR, LINEAR),  # two kinds
+        (PAIR | {"rescale": (12, 1)}, LINEAR),  # a part that is not used
+        (CONSTRAINT, (16, 10)),
+        ({"up": (8, 4, 1, 1, 1), "down": (4, 6, 1, 1, 1), "mid": (4, 4, 1, 2, 2)}, (8, 6, 1, 2, 2)),
+    ],
+)
+@pytest.mark.parametrize("alpha", [None, 2.0])
+def test_what_comfyui_cannot_apply_has_a_reason_before_the_run(shapes, shape, alpha, caplog):
+    parts = made("misfit", shapes, alpha)
+    with pytest.raises(ValueError, match=r"for a parameter of \d+x\d+") as caught:
+        function(parts, shape)
+    assert all(name in str(caught.value) for name in shapes)
+    assert not caplog.messages
+    assert not logging.getLogger().filters
+
+
+@pytest.mark.parametrize("row", ["lokr", "dora-out"])
+def test_an_error_in_a_run_is_raised(row, monkeypatch):
+    """ComfyUI logs it and goes on without the LoRA, for example when memory is missing."""
+    ours = function(made(row, *ROWS[row][1:]), LINEAR)
+
+    def fail(*_, **__):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch, "kron", fail)
+    monkeypatch.setattr(torch.Tensor, "norm", fail)  # after the delta
+    with pytest.raises(torch.OutOfMemoryError):
+        ours.apply(torch.randn(LINEAR), 1.0)
+    assert not logging.getLogger().filters
+
+
+def file_of(state, parts_of):
+    """Return a file with a kind for each linear layer of the blocks."""
+    file = {}
+    for key, value in state.items():
+        if key.startswith("blocks.") and key.endswith(".weight") and value.ndim == 2:
+            name = f"diffusion_model.{key.removesuffix('.weight')}"
+            for part, tensor in parts_of(name, *value.shape).items():
+                file[f"{name}.{ENDS.get(part, part)}"] = tensor
+    return file
+
+
+# Parts of a kind for a layer with these outputs and inputs.
+KINDS = {
+    "loha": lambda name, out, inner: made(name, loha((out, 3), (3, inner)), 0.3),
+    "lokr": lambda name, out, inner: made(
+        name, {"lokr_w1": (4, 4), "lokr_w2": (out // 4, inner // 4)}, None
+    ),
+    "glora": lambda name, out, inner: made(
+        name, glora((inner, 3), (3, inner), (out, 3), (3, inner)), 0.02
+    ),
+    "oft": lambda name, out, _: made(name, {"oft_blocks": (out // 8, 8, 8)}, 3.0),
+    "boft": lambda name, out, _: made(name, {"oft_blocks": (2, out // 8, 8, 8)}, 3.0),
+    "dora": lambda name, out, inner: made(
+        name, {"up": (out, 4), "down": (4, inner), "dora_scale": (out, 1)}, 0.1
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_with_a_kind_has_the_bits_of_comfyuis_merge_in_each_mode(kind):
+    model, name = load_model(KIND), f"{kind}.safetensors"
+    before, without = loras.bits(model), sample(model)
+    save_lora(file_of(random_weights(KIND), KINDS[kind]), name)
+    expected = sample(core(load_model(KIND), name, 0.8))
+    assert loras.relative_error(expected, without) > loras.EFFECT
+    for mode in MODES:
+        patched, report = apply(model, stack(name, 0.8), mode)
+        assert "do not fit" not in report
+        assert torch.equal(sample(patched), expected), mode
+    assert torch.equal(sample(model), without)
+    assert loras.bits(model) == before
+
+
+# Each spelling of the modules, the endings in turn, and diffusers' names of Wan in some.
+DIALECTS = list(zip(SPELLINGS, itertools.cycle(ENDINGS), itertools.cycle(MODES), strict=False))
+
+
+def test_a_run_with_each_dialect_equals_that_of_comfyuis_own():
+    """From the pairs of one file, which ComfyUI reads in its own dialect."""
+    state = random_weights(KIND)
+    plain = loras.lora_for(state, parts=("pairs",))
+    model, expected = load_model(KIND), sample(core(load_model(KIND), save_lora(plain), 0.8))
+    stems = [key.removesuffix(".alpha") for key in plain if key.endswith(".alpha")]
+    names = {stem: stem.removeprefix("diffusion_model.") for stem in stems}
+    shapes = {f"diffusion_model.{key}": value.shape for key, value in state.items()}
+    theirs = {ours: name for name, ours in diffusers_of_wan(shapes).items()}
+    for number, (spelling, ending, mode) in enumerate(DIALECTS):
+        pairs = {
+            theirs.get(name, name) if number % 2 else name: [
+                plain[f"{stem}.lora_{part}.weight"] for part in ("up", "down")
+            ]
+            for stem, name in names.items()
+        }
+        save_lora(spelled(pairs, spelling, ending, alpha=2), "dialect.safetensors")
+        patched, report = apply(model, stack("dialect.safetensors", 0.8), mode)
+        assert report.splitlines()[0] == f"dialect.safetensors: {3 * len(pairs)} keys applied"
+        assert loras.relative_error(sample(patched), expected) < 1e-5, (spelling, ending, mode)

@@ -5,8 +5,10 @@ import dataclasses
 import pytest
 import torch
 
+from fast_video_vae.tests.nodes import diffusion
+from fast_video_vae.tests.nodes.diffusion import KIND, sample
 from fast_video_vae.tests.nodes.lora import lora_models as loras
-from fast_video_vae.tests.nodes.lora.lora_models import KIND, ROUNDING, core, fast, sample
+from fast_video_vae.tests.nodes.lora.lora_models import ROUNDING, core, fast
 from fast_video_vae.tests.nodes.vae.pairs import relative_error
 
 pytestmark = [
@@ -23,13 +25,13 @@ def model(monkeypatch):
     import torch._dynamo
     from comfy.ldm.modules.attention import attention_pytorch
 
-    known = loras.KINDS[KIND]
+    known = diffusion.KINDS[KIND]
     small = dataclasses.replace(known, settings=known.settings | {"num_layers": 1})
-    monkeypatch.setitem(loras.KINDS, KIND, small)
+    monkeypatch.setitem(diffusion.KINDS, KIND, small)
     monkeypatch.setattr(comfy.ldm.wan.model, "optimized_attention", attention_pytorch)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    yield loras.load_model(KIND)
+    yield diffusion.load_model(KIND)
     torch._dynamo.reset()
 
 
@@ -63,7 +65,7 @@ def made():
     ],
 )
 def test_a_new_strength_does_not_recompile(model, mode, backend):
-    state = {key: value for key, value in loras.random_weights(KIND).items() if value.ndim < 3}
+    state = {key: value for key, value in diffusion.random_weights(KIND).items() if value.ndim < 3}
     lora = loras.save_lora(loras.lora_for(state, parts=("pairs",)), "linear.safetensors")
     without, before = sample(model), compiled(model, backend)
     expected = {strength: sample(core(model, lora, strength)) for strength in (0.8, -1.0)}

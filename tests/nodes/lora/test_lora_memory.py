@@ -13,9 +13,11 @@ import pytest
 import torch
 from torch import nn
 
+from fast_video_vae.tests.nodes import diffusion
+from fast_video_vae.tests.nodes.cards import GB, Cards, a_prompt
+from fast_video_vae.tests.nodes.diffusion import KIND, sample
 from fast_video_vae.tests.nodes.lora import lora_models as loras
-from fast_video_vae.tests.nodes.lora.cards import GB, Cards, a_prompt
-from fast_video_vae.tests.nodes.lora.lora_models import KIND, core, fast, lora, sample, stack
+from fast_video_vae.tests.nodes.lora.lora_models import core, fast, lora, stack
 from fast_video_vae.tests.nodes.sampling.sampler_models import experts, in_two, samples
 from fast_video_vae.tests.nodes.vae.pairs import relative_error, v3_node
 from fast_video_vae.tests.products import each_value_once
@@ -33,13 +35,13 @@ def expected(comfyui):
         state(number), lora(number)
     experts()  # the defaults of `samples`
     with torch.inference_mode():
-        yield sample(core(loras.load_model(KIND, state(0)), lora(0), 0.8))
+        yield sample(core(diffusion.load_model(KIND, state(0)), lora(0), 0.8))
     state.cache_clear()
 
 
 @functools.cache
 def state(number):
-    return loras.random_weights(KIND, number)
+    return diffusion.random_weights(KIND, number)
 
 
 def load(number=0, **options):

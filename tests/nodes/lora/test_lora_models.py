@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from fast_video_vae.tests.builders import refused
+from fast_video_vae.tests.nodes import diffusion
+from fast_video_vae.tests.nodes.diffusion import KIND, sample
 from fast_video_vae.tests.nodes.lora import lora_models as loras
-from fast_video_vae.tests.nodes.lora.lora_models import KIND, apply, core, fast, lora, sample, stack
+from fast_video_vae.tests.nodes.lora.lora_models import apply, core, fast, lora, stack
 from fast_video_vae.tests.nodes.sampling.sampler_models import advanced, empty, ksampler, prompts
 from fast_video_vae.tests.nodes.vae.pairs import relative_error
 from fast_video_vae.tests.products import each_value_once
@@ -26,12 +28,12 @@ def _models_go_with_the_module():
 @functools.cache
 def plain(kind=KIND):
     """A model, its weights and what it gives without a LoRA."""
-    state = loras.random_weights(kind)
-    model = loras.load_model(kind, state)
+    state = diffusion.random_weights(kind)
+    model = diffusion.load_model(kind, state)
     return model, state, sample(model, kind)
 
 
-@each_value_once(kind=loras.KINDS, mode=loras.MODES)
+@each_value_once(kind=diffusion.KINDS, mode=loras.MODES)
 def test_a_run_of_every_kind_equals_that_of_comfyuis_loader(kind, mode):
     model, _, without = plain(kind)
     expected = sample(core(model, lora(0, kind), 0.8), kind)
@@ -59,7 +61,7 @@ def test_stacks_of_two_nodes_between_other_loaders_equal_comfyuis_loaders(mode):
         key: value + 0.8 * tables.get(f"diffusion_model.{key}.diff", torch.tensor(0.0))
         for key, value in state.items()
     }
-    models = [loras.load_model(KIND, edited)]
+    models = [diffusion.load_model(KIND, edited)]
     block = loras.save_lora(block, "block.safetensors")
     theirs = (lora(2), 0.5), (lora(3), 0.6)
     for name, strength in (*theirs, (lora(0), 3.5), (block, -0.5), (lora(0), -1.0)):
@@ -142,7 +144,7 @@ def dual(one, other):
     import comfy.samplers
     from comfy_extras.nodes_custom_sampler import DualModelGuider
 
-    noise, positive, negative = loras.inputs(KIND)
+    noise, positive, negative = diffusion.inputs(KIND)
     (guider,) = DualModelGuider.execute(one, positive, 4.0, other, negative).args
     sampling = one.get_model_object("model_sampling")
     sigmas = comfy.samplers.calculate_sigmas(sampling, "simple", 2)
@@ -155,7 +157,7 @@ def test_a_guider_of_two_models_applies_the_loras_of_each(mode, second):
     """It calls the second model with the options of the first; their LoRAs differ."""
 
     def pair(apply):
-        one, other = (loras.load_model(KIND, plain()[1]) for _ in range(2))
+        one, other = (diffusion.load_model(KIND, plain()[1]) for _ in range(2))
         one = apply(one, lora(0), 0.8)
         return one, {"another": apply(other, lora(1), 0.6), "none": other, "the same": one}[second]
 
@@ -187,7 +189,7 @@ def test_auto_bypasses_weak_loras_and_reports_name_them(dtype, amount, strength,
     kind, compute = "wan21-i2v", torch.float32 if dtype == torch.float32 else BF16
     state = plain(kind)[1]
     file = {key: value.to(compute) for key, value in state.items()}
-    model = loras.load_model(kind, file, dtype=dtype)
+    model = diffusion.load_model(kind, file, dtype=dtype)
     model.model.manual_cast_dtype = compute  # as on a GPU
     linear = {key: value for key, value in state.items() if key.startswith("blocks.")}
     tensors = loras.lora_for(linear, parts=("pairs",), amount=amount)
@@ -221,7 +223,7 @@ def saved(model, output):
 
 def test_a_saved_model_has_its_loras(output):
     """Of all nodes before, also of other packs, in their phase; the model is unchanged."""
-    model = loras.load_model(KIND)
+    model = diffusion.load_model(KIND)
     theirs = core(model, lora(2), 0.5)
     first = fast(theirs, lora(0, parts=loras.ALL), 0.8)
     second = apply(first, stack(lora(1), "1;-0.5"), phase="low")[0]
@@ -242,11 +244,11 @@ def test_a_saved_model_has_its_loras(output):
 def test_what_cannot_be_merged_is_not_saved(strength, inference, output):
     """A strength that changes during a run, and with a constant one a quantised weight."""
     why = f"strength {strength} changes during a run; set one number"
-    file = loras.random_weights(KIND)
+    file = diffusion.random_weights(KIND)
     if strength == "1":
-        file = loras.quantised(file, loras.FP8, lambda key: key.startswith("blocks."))
+        file = diffusion.quantised(file, diffusion.FP8, lambda key: key.startswith("blocks."))
         why = r"\S+ is QuantizedTensor"
-    patched = fast(loras.load_model(KIND, file), lora(0), strength)
+    patched = fast(diffusion.load_model(KIND, file), lora(0), strength)
     with refused(f"cannot be saved with the model: {why}"):
         saved(patched, output)
     assert not list(Path(output).rglob("*.safetensors"))

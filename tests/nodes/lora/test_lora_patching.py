@@ -7,8 +7,10 @@ import itertools
 import pytest
 import torch
 
+from fast_video_vae.tests.nodes import diffusion
+from fast_video_vae.tests.nodes.diffusion import KIND, sample
 from fast_video_vae.tests.nodes.lora import lora_models as loras
-from fast_video_vae.tests.nodes.lora.lora_models import KIND, apply, core, fast, sample, stack
+from fast_video_vae.tests.nodes.lora.lora_models import apply, core, fast, stack
 from fast_video_vae.tests.nodes.vae.pairs import relative_error
 from fast_video_vae.tests.products import each_value_once
 
@@ -22,7 +24,7 @@ lora = functools.partial(loras.lora, parts=loras.ALL)
 @pytest.fixture
 def model():
     """A separate model for each test, which can change it."""
-    return loras.load_model(KIND)
+    return diffusion.load_model(KIND)
 
 
 class _FailureError(Exception):
@@ -137,5 +139,5 @@ def test_patches_of_other_nodes_apply_to_layers_with_a_lora(model, mode, first, 
     result, expected = sample(patched), sample(core(model, loras.lora(0), 0.8))
     assert what == "hooks" or module.forward is theirs
     assert relative_error(result, expected) < loras.ROUNDING
-    without = sample(core(loras.load_model(KIND), loras.lora(0), 0.8))
+    without = sample(core(diffusion.load_model(KIND), loras.lora(0), 0.8))
     assert relative_error(expected, without) > loras.EFFECT

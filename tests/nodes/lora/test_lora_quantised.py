@@ -13,8 +13,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fast_video_vae.tests.nodes import diffusion
+from fast_video_vae.tests.nodes.diffusion import KIND, sample
 from fast_video_vae.tests.nodes.lora import lora_models as loras
-from fast_video_vae.tests.nodes.lora.lora_models import KIND, ROUNDING, core, fast, sample
+from fast_video_vae.tests.nodes.lora.lora_models import ROUNDING, core, fast
 from fast_video_vae.tests.nodes.vae.pairs import v3_node
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
@@ -34,7 +36,7 @@ def products(model):
     count = Counter()
     owners = {
         module.weight._qdata.untyped_storage().data_ptr(): name
-        for name, module in loras.quantised_layers(model).items()
+        for name, module in diffusion.quantised_layers(model).items()
     }
 
     def add(tensors):
@@ -97,7 +99,7 @@ INT8 = {"format": "int8_tensorwise"}
 FORMS = {
     "int8": INT8,
     "rotated": INT8 | {"convrot": True, "convrot_groupsize": 64},
-    "fp8": loras.FP8,
+    "fp8": diffusion.FP8,
 }
 # In a full precision that is asked for, or on a CPU, ComfyUI dequantises fp8 for each product. It
 # multiplies in int8 in spite of full precision if the weight needs no cast.
@@ -133,16 +135,16 @@ def test_a_quantised_model_gets_the_lora_as_its_plain_one(name, layers, mode, sk
     full, form = "full" in name, FORMS[name.removeprefix("full ").removesuffix(" on a CPU")]
     monkeypatch.setattr(comfy.model_management, "SUPPORT_FP8_OPS", name == "fp8")
     kind = "wan21-i2v" if layers == "attention" else KIND
-    state = loras.random_weights(kind)
+    state = diffusion.random_weights(kind)
     part = {"all": "", "attention": "attn", "read": f"{READ}.weight"}[layers]
     lora = {key: value for key, value in state.items() if part in key}
     lora = loras.save_lora(loras.lora_for(lora), f"{layers}.safetensors")
     wanted = part if layers == "read" else ""
     form = form | ({"full_precision_matrix_mult": True} if full else {})
-    file = loras.quantised(state, form, lambda key: key.startswith("blocks.") and wanted in key)
-    model, plain = loras.load_model(kind, file), loras.dequantised(file, kind)
+    file = diffusion.quantised(state, form, lambda key: key.startswith("blocks.") and wanted in key)
+    model, plain = diffusion.load_model(kind, file), diffusion.dequantised(file, kind)
     without, before = run(model, skip, kind), loras.weights(model)
-    alone = run(fast(loras.load_model(kind, file), lora, 0.8, mode), None, kind)
+    alone = run(fast(diffusion.load_model(kind, file), lora, 0.8, mode), None, kind)
     expected = run(core(plain, lora, 0.8), skip, kind)
     # Products stay quantised: twice their error without a LoRA, in the same calls.
     kept = layers != "read" and mode != "stream" and name not in DEQUANTISED
@@ -202,14 +204,14 @@ class UnpackingLinear(PackedLinear):
 
 def packed(state, linear):
     """Return a model with such layers in its blocks, and one with the unpacked weights."""
-    model, values = loras.load_model(KIND, state), dict(state)
+    model, values = diffusion.load_model(KIND, state), dict(state)
     for name, layer in model.model.named_modules():
         if ".blocks." in name and type(layer).__name__ == "Linear":
             data = layer.weight.detach().half().view(torch.uint8).as_subclass(Packed)
             layer.weight, layer.__class__ = nn.Parameter(data, requires_grad=False), linear
             key = f"{name}.weight".removeprefix("diffusion_model.")
             values[key] = Packed.unpacked(layer.weight)
-    return model, loras.load_model(KIND, values)
+    return model, diffusion.load_model(KIND, values)
 
 
 def lora_of(form, state):
@@ -234,7 +236,7 @@ def lora_of(form, state):
 )
 def test_layers_that_unpack_their_own_weights_get_the_lora(linear, form, mode, caplog):
     """DoRA scales the sum of weight and delta: without the weight it has no effect at all."""
-    state = loras.random_weights(KIND)
+    state = diffusion.random_weights(KIND)
     model, plain = packed(state, linear)
     lora = loras.save_lora(lora_of(form, state), f"{form}.safetensors")
     without, before = sample(model), loras.weights(model)
@@ -256,8 +258,8 @@ def test_layers_that_unpack_their_own_weights_get_the_lora(linear, form, mode, c
 
 
 def test_a_quantised_model_is_not_merged():
-    state = loras.random_weights(KIND)
-    file = loras.quantised(state, loras.FP8, lambda key: key.startswith("blocks."))
+    state = diffusion.random_weights(KIND)
+    file = diffusion.quantised(state, diffusion.FP8, lambda key: key.startswith("blocks."))
     lora = loras.save_lora(loras.lora_for(state))
     with pytest.raises(ValueError, match=r"^stack: \S+ is QuantizedTensor; merged needs"):
-        fast(loras.load_model(KIND, file), lora, 0.8, "merged")
+        fast(diffusion.load_model(KIND, file), lora, 0.8, "merged")

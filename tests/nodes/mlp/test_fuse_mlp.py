@@ -15,7 +15,7 @@ from torch import nn
 
 from fast_video_vae.tests.kernels import formulas
 from fast_video_vae.tests.kernels.cases import missing
-from fast_video_vae.tests.nodes.lora.dits import MLPS, model_of, output, patcher
+from fast_video_vae.tests.nodes.dits import MLPS, model_of, output, patcher
 from fast_video_vae.tests.nodes.mlp.mlps import (
     GATED,
     MLP,

@@ -5,11 +5,7 @@ import functools
 import pytest
 import torch
 
-from fast_video_vae.tests.nodes.lora.lora_models import (
-    inputs,
-    load_model,
-    random_weights,
-)
+from fast_video_vae.tests.nodes.diffusion import inputs, load_model, random_weights
 from fast_video_vae.tests.nodes.vae.pairs import node
 
 DEFAULTS = {

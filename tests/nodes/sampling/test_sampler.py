@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from fast_video_vae.tests.nodes.diffusion import KINDS
 from fast_video_vae.tests.nodes.lora.lora_models import (
-    KINDS,
     ROUNDING,
     apply,
     core,

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fast_video_vae.tests.builders import refused
-from fast_video_vae.tests.nodes.lora.cards import GB, Cards
+from fast_video_vae.tests.nodes.cards import GB, Cards
 from fast_video_vae.tests.nodes.server import AUTO, Workflow
 from fast_video_vae.tests.nodes.vae.machines import known, machine
 from fast_video_vae.tests.nodes.vae.pairs import (

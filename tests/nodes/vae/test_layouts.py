@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from fast_video_vae.tests.builders import refused
-from fast_video_vae.tests.nodes.lora.lora_models import random_weights
+from fast_video_vae.tests.nodes.diffusion import random_weights
 from fast_video_vae.tests.nodes.vae.pairs import accelerated, clip, latents, node, ours
 from fast_video_vae.tests.vae.checkpoint_io.test_layouts import flat, put
 
