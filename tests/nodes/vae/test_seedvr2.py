@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from fast_video_vae.tests.builders import refused
-from fast_video_vae.tests.nodes.lora import dits
+from fast_video_vae.tests.nodes import dits
 from fast_video_vae.tests.nodes.vae.pairs import (
     clip,
     frames,
