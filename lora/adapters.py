@@ -147,7 +147,7 @@ def describe(parts: Mapping[str, Tensor]) -> str:
 
 def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
     """Return `shape` as outputs and the product of all other dimensions."""
-    return (shape[0], math.prod(shape[1:])) if len(shape) else (1, 1)
+    return shape[0], math.prod(shape[1:])
 
 
 def spell(shape: Sequence[int]) -> str:

@@ -12,14 +12,13 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .adapters import OtherKinds, Pair, WeightFunction
+from .adapters import OtherKinds, Pair, WeightFunction, as_matrix
 from .file import FileEntry, Identity, KeyReport, LoraFile, identity
 from .keys import Target, Targets
 from .precision import rms_of_pair
@@ -61,7 +60,7 @@ class BankLayer:
     @property
     def size(self) -> tuple[int, int]:
         """Outputs and inputs of the layer."""
-        return self.shape[0], prod(self.shape[1:])
+        return as_matrix(self.shape)
 
     @property
     def numel(self) -> int:

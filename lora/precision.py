@@ -38,8 +38,9 @@ def is_weak(rms: float, size: float | None, dtype: torch.dtype) -> bool:
 
 
 def small_deltas(deltas: Iterable[tuple[float, float | None, torch.dtype]], mode: str) -> list[str]:
-    """Return a line about the deltas that are weak, or none; arguments as those of `is_weak`."""
-    weak = [dtype for rms, size, dtype in deltas if is_weak(rms, size, dtype)]
+    """Return a line about the deltas that are weak for weights of known size, or none."""
+    known = [each for each in deltas if each[1] is not None]
+    weak = [dtype for rms, size, dtype in known if is_weak(rms, size, dtype)]
     if not weak:
         return []
     name = str(weak[0]).removeprefix("torch.")

@@ -52,6 +52,7 @@ def test_sizes_are_estimated_from_a_part():
 def test_one_line_says_what_is_lost():
     deltas = [(rms, 1.0, torch.bfloat16) for rms in (1e-2, 1e-3, 1e-4)]
     assert small_deltas(deltas[:1], "stream") == []
+    assert small_deltas([(1e-9, None, deltas[0][2])], "stream") == []  # of a packed weight
     auto = "small deltas: bypass for 2 layers, which bfloat16 weights would lose"
     assert small_deltas(deltas, "auto") == [auto]
     for mode in ("stream", "merged"):
