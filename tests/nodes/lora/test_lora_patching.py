@@ -55,7 +55,8 @@ def held(model):
         len(module._forward_hooks) + len(module._forward_pre_hooks)
         for module in model.model.modules()
     )
-    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    plain = torch.Tensor, torch.nn.Parameter  # those of traces have no sizes
+    tensors = [each for each in gc.get_objects() if type(each) in plain]
     return hooks, len(tensors), sum(each.nbytes for each in tensors)
 
 
