@@ -1,8 +1,7 @@
 """The nodes of the pack; the only folder that imports ComfyUI."""
 
-from comfy_api.latest import ComfyExtension, io
-
 from .benchmark.nodes import Benchmark
+from .host.api import ComfyExtension, io
 from .lora.nodes import ApplyLora, LoraStack
 from .mlp.nodes import FuseMLP
 from .preview.nodes import PreviewLatent

@@ -2,8 +2,8 @@
 
 import numpy
 import torch
-from comfy_api.latest import io, ui
 
+from ..host.api import io, ui
 from ..host.input_checks import checked
 from ..host.lazy import Later
 from ..host.widgets import AUTO, CATEGORY, DTYPES, PRECISIONS, dtype_input

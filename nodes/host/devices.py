@@ -14,8 +14,8 @@ from typing import TypeGuard
 import comfy.model_management
 import torch
 from comfy.cli_args import args
-from comfy_api.latest import io
 
+from .api import io
 from .error_text import described
 
 _logger = logging.getLogger(__name__)

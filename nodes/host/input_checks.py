@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from numbers import Real
 
 from comfy.model_management import get_torch_device
-from comfy_api.latest import io
 
+from .api import io
 from .devices import DevicesInput, check_selection
 from .error_text import LARGEST, about, described, one_line
 from .input_types import TYPES

@@ -11,9 +11,9 @@ from typing import Any
 import comfy.sd
 import torch
 from comfy.model_patcher import ModelPatcher
-from comfy_api.latest import Input, InputImpl
 from torch import Tensor
 
+from .api import Input, InputImpl
 from .error_text import about, described
 from .lazy import Later
 

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import folder_paths
-from comfy_api.latest import io, ui
+
+from .api import io, ui
 
 
 def unused_names(

@@ -3,8 +3,8 @@
 import logging
 
 import torch
-from comfy_api.latest import io
 
+from .api import io
 from .devices import is_selection
 from .error_text import described
 

@@ -2,8 +2,8 @@
 
 import folder_paths
 from comfy.model_patcher import ModelPatcher
-from comfy_api.latest import io
 
+from ..host.api import io
 from ..host.error_text import about
 from ..host.input_checks import check_text, checked
 from ..host.lazy import Later

@@ -1,8 +1,8 @@
 """Fuse SwiGLU MLPs: the node."""
 
 from comfy.model_patcher import ModelPatcher
-from comfy_api.latest import io
 
+from ..host.api import io
 from ..host.input_checks import checked
 from ..host.lazy import Later
 

@@ -7,11 +7,11 @@ most that of 320 pictures of 512 x 512, 240 MiB.
 import itertools
 
 import comfy.model_management
-from comfy_api.latest import io, ui
 from PIL import Image
 from torch import Tensor
 
 from ...vae.media import whole_file
+from ..host.api import io, ui
 from ..host.numbering import saved, unused_names
 
 SIDE = 512

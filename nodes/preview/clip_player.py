@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 import latent_preview
 import numpy
-from comfy_api import feature_flags
 from comfy_execution import progress
 from comfy_execution.utils import get_executing_context
 from PIL import Image
 from protocol import BinaryEventTypes
+
+from ..host.api import feature_flags
 
 THREAD_NAME = "fast-vae-preview"
 

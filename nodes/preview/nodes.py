@@ -1,9 +1,9 @@
 """The node that shows a latent: quickly, without its VAE."""
 
 import torch.nn.functional as F
-from comfy_api.latest import io
 from torch import Tensor
 
+from ..host.api import io
 from ..host.error_text import about
 from ..host.input_checks import checked
 from ..host.lazy import Later

@@ -4,8 +4,8 @@ from typing import Any
 
 import comfy.samplers
 from comfy.model_patcher import ModelPatcher
-from comfy_api.latest import io
 
+from ..host.api import io
 from ..host.input_checks import check_text, checked
 from ..host.lazy import Later
 from ..host.widgets import AUTO, CATEGORY, timing_output

@@ -3,8 +3,8 @@
 import re
 
 from comfy.sd import CLIP
-from comfy_api.latest import io
 
+from ..host.api import io
 from ..host.input_checks import checked
 from ..host.lazy import Later
 from ..host.widgets import AUTO, CATEGORY, DTYPES

@@ -5,13 +5,13 @@ import logging
 import comfy.sd
 import folder_paths
 import torch
-from comfy_api.latest import InputImpl, io
 
 import nodes as core_nodes
 
 from ... import vae as library
 from ...vae import media
 from ..host import devices as machine
+from ..host.api import InputImpl, io
 from ..host.error_text import about
 from ..host.input_checks import check_text, checked
 from ..host.lazy import Later

@@ -1,8 +1,7 @@
 """The inputs of the nodes between video files and latents."""
 
-from comfy_api.latest import io
-
 from ...vae import media
+from ..host.api import io
 from ..host.widgets import AUTO, fps_input
 from .target import FOLDERS
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import folder_paths
 import torch
-from comfy_api.latest import Input, InputImpl, io, ui
 from torch import Tensor
 
 from ... import vae as library
 from ...vae import media
+from ..host.api import Input, InputImpl, io, ui
 from ..host.error_text import described
 from ..host.input_checks import checked
 from ..host.lazy import Later

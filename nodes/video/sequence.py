@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comfy_api.latest import Input, InputImpl, Types
 from torch import Tensor
 
 from ...vae.media import VideoFile, convert_pictures, read_video
+from ..host.api import Input, InputImpl, Types
 
 
 class ImageSequence(Input.Video):

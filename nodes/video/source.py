@@ -15,10 +15,10 @@ from typing import Any, BinaryIO
 import av
 import comfy.utils
 import torch
-from comfy_api.latest import Input
 from torch import Tensor
 
 from ...vae.media import VideoFile, open_media, read_video
+from ..host.api import Input
 from .sequence import ImageSequence
 
 _logger = logging.getLogger(__name__)

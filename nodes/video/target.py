@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from comfy.cli_args import args
 from comfy.model_management import throw_exception_if_processing_interrupted
-from comfy_api.latest import io, ui
 from torch import Tensor
 
 # The writer is imported on first use, so that ComfyUI starts without it.
 from ... import vae as library
 from ...vae import media
+from ..host.api import io, ui
 from ..host.error_text import about
 from ..host.numbering import saved, unused_names
 

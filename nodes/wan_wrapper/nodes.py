@@ -1,8 +1,8 @@
 """The node between a VAE and the nodes of ComfyUI-WanVideoWrapper."""
 
 import comfy.sd
-from comfy_api.latest import io
 
+from ..host.api import io
 from ..host.error_text import about
 from ..host.input_checks import checked
 from ..host.lazy import Later
