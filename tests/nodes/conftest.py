@@ -1,8 +1,6 @@
 """ComfyUI for the tests of the nodes: in this process, and as a server. Skips where it is not."""
 
-import shutil
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +9,7 @@ from safetensors.torch import save_file
 from fast_video_vae.kernels import errors
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.nodes.checkout import import_comfyui, why_unavailable
-from fast_video_vae.tests.nodes.diffusion import random_weights
-from fast_video_vae.tests.nodes.lora.lora_models import lora_for
+from fast_video_vae.tests.nodes.prompts import give_models, give_nodes
 from fast_video_vae.tests.nodes.server import VAE_FILE, Server
 from fast_video_vae.tests.nodes.vae.pairs import fast_vae, stock_vae
 from fast_video_vae.tests.wan22 import random_qwen21
@@ -126,9 +123,7 @@ def start_server(tmp_path_factory):
 
     def start(*flags, **options):
         base = tmp_path_factory.mktemp("server")
-        (base / "custom_nodes").mkdir()
-        extra = Path(__file__).with_name("extra_nodes.py")
-        shutil.copy(extra, base / "custom_nodes" / extra.name)
+        give_nodes(base)
         server = Server(base, *flags, threads=1, **options)  # the tensors of the tests are tiny
         save_file(random_state_dict(8), server.models("vae") / VAE_FILE)
         return server
@@ -160,12 +155,8 @@ def device_server(request, start_server):
 
 @pytest.fixture(scope="session")
 def expert_server(server, comfyui):
-    """The same server, with the models `expert-0` and `expert-1` and a LoRA for each."""
-    for seed in (0, 1):
-        state = random_weights("wan21-t2v", seed)
-        save_file(state, server.models("diffusion_models") / f"expert-{seed}.safetensors")
-        lora = {key: value.contiguous() for key, value in lora_for(state, seed=seed).items()}
-        save_file(lora, server.models("loras") / f"lora-{seed}.safetensors")
+    """The same server, with the models `expert-0` and `expert-1`, a LoRA for each, and others."""
+    give_models(server)
     return server
 
 

@@ -6,7 +6,9 @@ and one patches a VAE.
 
 import copy
 import fractions
+import runpy
 import threading
+from pathlib import Path
 
 import torch
 
@@ -58,6 +60,13 @@ def value(name):
 @node("Test_Threads", "STRING", run=("INT", {}))
 def threads(run):
     return ", ".join(thread.name for thread in threading.enumerate())
+
+
+@node("Test_Clip", "CLIP")
+def tiny_clip():
+    """umT5 with the channels that Wan takes, and random weights."""
+    encoders = runpy.run_path(str(Path(__file__).parents[1] / "encoders.py"))
+    return encoders["encoder"]("wan", d_model=4096)
 
 
 class Encoder:

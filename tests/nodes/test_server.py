@@ -1,16 +1,19 @@
 """The pack in a running ComfyUI, over HTTP: its start, menu, errors, interrupts, templates."""
 
+import asyncio
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import quote
 
 import pytest
 
 from fast_video_vae.tests.nodes import boot
 from fast_video_vae.tests.nodes.checkout import PACK, find_comfyui, why_unavailable
+from fast_video_vae.tests.nodes.prompts import KINDS, RUNS, give_models, mixed
 from fast_video_vae.tests.nodes.server import NODES, VAE_FILE, VIDEO, Workflow
 
 pytestmark = pytest.mark.comfyui
@@ -37,6 +40,12 @@ modules = sorted(set(sys.modules) - before)
 print(json.dumps({"loaded": loaded, "seconds": seconds, "modules": modules}))
 """
 
+# Puts the newest interface in the place of the version that the pack asks for.
+LATEST = """
+from comfy_api import latest, v0_0_2
+vars(v0_0_2).update({name: getattr(latest, name) for name in latest.__all__})
+"""
+
 
 def test_comfyui_starts_without_import_errors(server):
     assert "IMPORT FAILED" not in server.boot_log
@@ -60,6 +69,42 @@ def test_the_import_is_fast_and_loads_no_compiler(tmp_path):
     compilers = re.compile(r"triton|ninja|setuptools|torch\._inductor|torch\.utils\.cpp_extension")
     assert not [name for name in result["modules"] if compilers.match(name)]
     assert min(seconds) < 0.1
+
+
+@pytest.mark.slow
+def test_every_node_runs_with_the_latest_interface_of_comfyui(start_server, comfyui):
+    server = start_server("--fp32-vae")
+    other = server.base / "custom_nodes" / "latest"
+    other.mkdir()
+    (other / "prestartup_script.py").write_text(LATEST)
+    (other / "__init__.py").write_text("NODE_CLASS_MAPPINGS = {}")
+    give_models(server)
+    with server:
+        for prompt in mixed(0)[: len(KINDS)]:  # one of each kind
+            if prompt.ends == RUNS:
+                server.run(prompt)
+
+
+def test_a_workflow_with_an_older_id_of_a_node_gets_the_node(comfyui, monkeypatch):
+    from app.node_replace_manager import NodeReplaceManager
+
+    import nodes as core_nodes
+    from fast_video_vae import nodes
+    from fast_video_vae.nodes.host.api import io
+
+    manager = NodeReplaceManager()
+    instance = SimpleNamespace(node_replace_manager=manager)
+    host = SimpleNamespace(PromptServer=SimpleNamespace(instance=instance))
+    monkeypatch.setitem(sys.modules, "server", host)
+    monkeypatch.setitem(core_nodes.NODE_CLASS_MAPPINGS, "FastVAE_Decode", nodes.Decode)
+    kept = [{"new_id": name, "old_id": name} for name in ("samples", "vae")]
+    older = io.NodeReplace("FastVAE_Decode", "FastVAE_Older", input_mapping=kept)
+    monkeypatch.setattr(nodes, "REPLACED", [older])
+    asyncio.run(nodes.FastVideoVAEExtension().on_load())
+    inputs = {"samples": ["1", 0], "vae": ["2", 0]}
+    prompt = {"3": {"class_type": "FastVAE_Older", "inputs": dict(inputs), "_meta": {}}}
+    manager.apply_replacements(prompt)
+    assert prompt["3"] == {"class_type": "FastVAE_Decode", "inputs": inputs, "_meta": {}}
 
 
 @pytest.mark.parametrize("decoder", ["FastVAE_Decode", "VAEDecode", "FastVAE_DecodeVideo"])

@@ -7,8 +7,6 @@ from types import SimpleNamespace
 
 import torch
 
-from fast_video_vae.tests.nodes.vae.pairs import node
-
 # A larger batch is summed in another order: float32 rounding through a few layers.
 ROUNDING = 2e-6
 
@@ -141,5 +139,7 @@ def listed(value):
 
 
 def by_core(clip, prompt):
+    from fast_video_vae.tests.nodes.vae.pairs import node
+
     (conditioning,) = node("CLIPTextEncode", clip, prompt)
     return conditioning
