@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -32,6 +33,7 @@ RANKS = {each: rank for rank, line in enumerate(FLOORS.splitlines()) for each in
 DOORS = {"kernels", "lora", "vae", "vae/media", "vae/preview", "vae/bench"}  # seen from above
 LONGEST_FILE, LONGEST_FUNCTION, MOST_FILES = 400, 60, 16
 CONTRACT = "kernels/__init__.py"  # of any length
+INTERFACE = "nodes/host/api.py"  # imports ComfyUI's interface for packs
 
 
 def sources():
@@ -101,6 +103,11 @@ def too_large(tree):
                     yield f"{path}: {node.name}"
 
 
+def other_interfaces(tree):
+    wanted = re.compile(r"^ *(from|import) comfy_api\b", re.MULTILINE)
+    yield from (path for path in tree if wanted.search(tree[path]) and path != INTERFACE)
+
+
 def not_packaged(tree):
     folders = {f"fast_video_vae/{path}".rpartition("/")[0].replace("/", ".") for path in tree}
     yield from folders ^ {*pyproject()["tool"]["setuptools"]["packages"]}
@@ -114,6 +121,7 @@ RULES = [
     (circles, "kernels/errors.py", 'import_module(".dispatch", __package__)\n'),
     (too_large, "lora/keys.py", "def long():\n" + "    pass\n" * LONGEST_FUNCTION),
     (too_large, "lora/keys.py", "#\n" * LONGEST_FILE),
+    (other_interfaces, "nodes/vae/nodes.py", "from comfy_api.latest import io\n"),
     (not_packaged, "lora/forms/__init__.py", ""),
 ]
 
