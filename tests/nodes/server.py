@@ -4,7 +4,6 @@ import atexit
 import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -78,11 +77,8 @@ class Workflow(dict):
     def vaes(self, vae_name: str) -> dict[str, Link]:
         """ComfyUI's VAE, and ours by both ways, all of the same file."""
         stock = self.add("VAELoader", vae_name=vae_name)
-        return {
-            "stock": stock,
-            "loaded": self.load(vae_name),
-            "accelerated": self.add("FastVAE_Accelerate", vae=stock, **AUTO),
-        }
+        accelerated = self.add("FastVAE_Accelerate", vae=stock, **AUTO)
+        return {"stock": stock, "loaded": self.load(vae_name), "accelerated": accelerated}
 
 
 class PromptError(Exception):
@@ -140,20 +136,20 @@ class Server:
         """Boot, and wait until it answers."""
         for folder in ("custom_nodes", "input", "output"):
             (self.base / folder).mkdir(parents=True, exist_ok=True)
-        if self._pack is not None:
-            _link(self._pack, self.base / "custom_nodes" / self.name)
+        if self._pack is not None and not (self.base / "custom_nodes" / self.name).exists():
+            (self.base / "custom_nodes" / self.name).symlink_to(self._pack)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self._port = probe.getsockname()[1]
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+        environment.pop("TRITON_INTERPRET", None)  # for the tests of the kernels, not for users
+        if self._threads is not None:
+            environment["OMP_NUM_THREADS"] = str(self._threads)
         with (self.base / "server.log").open("wb") as log:
             self._process = subprocess.Popen(
-                self._command(),
-                cwd=self.base,
-                env=self._environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+                self._command(), cwd=self.base, env=environment,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            )  # fmt: skip
         atexit.register(self.stop)
         deadline = time.monotonic() + _BOOT_TIMEOUT_S
         while not self._answers():
@@ -281,12 +277,9 @@ class Server:
 
     def files(self, shown: Mapping[str, list]) -> list[Path]:
         """The files that an output node has written, from what `run` returns for it."""
-        items = [item for items in shown.values() for item in items if isinstance(item, dict)]
-        return [
-            self.base / item["type"] / item["subfolder"] / item["filename"]
-            for item in items
-            if "filename" in item
-        ]
+        items = [each for items in shown.values() for each in items if isinstance(each, dict)]
+        places = [each for each in items if "filename" in each]
+        return [self.base / each["type"] / each["subfolder"] / each["filename"] for each in places]
 
     def pictures(self, shown: Mapping[str, list]) -> Any:
         """`[N, H, W, 3]` of what SaveImage shows, as an array of integers."""
@@ -297,23 +290,15 @@ class Server:
         return np.stack([np.asarray(each) for each in opened]).astype(int)
 
     def _command(self) -> list[str]:
-        boot_file, comfyui = str(Path(boot.__file__).resolve()), str(find_comfyui())
         flags = ["--listen", "127.0.0.1", "--port", str(self._port), "--disable-auto-launch"]
         flags += ["--base-directory", str(self.base), "--database-url", "sqlite:///:memory:"]
         flags += ["--disable-api-nodes", *self._flags]
-        return [self._python, boot_file, comfyui, *flags]
-
-    def _environment(self) -> dict[str, str]:
-        environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-        environment.pop("TRITON_INTERPRET", None)  # for the tests of the kernels, not for users
-        if self._threads is not None:
-            environment["OMP_NUM_THREADS"] = str(self._threads)
-        return environment
+        return [self._python, str(Path(boot.__file__).resolve()), str(find_comfyui()), *flags]
 
     def _answers(self) -> bool:
         try:
             self.get("/system_stats")
-        except (OSError, urllib.error.URLError):
+        except OSError:
             return False
         return True
 
@@ -321,12 +306,3 @@ class Server:
         if self._process.poll() is not None:
             code = self._process.returncode
             raise RuntimeError(f"ComfyUI ended with {code}\n{self.log()[-4000:]}")
-
-
-def _link(pack: Path, place: Path) -> None:
-    if place.exists():  # linked by another server with the same folders
-        return
-    try:
-        place.symlink_to(pack, target_is_directory=True)
-    except OSError:  # Windows, without the right to make links
-        shutil.copytree(pack, place, ignore=shutil.ignore_patterns(".git", "__pycache__"))
