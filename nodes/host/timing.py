@@ -1,82 +1,137 @@
-"""Time measurement of a prompt: pieces of work, logged as a table when the prompt has ended.
+"""Time measurement of a prompt: pieces of work, logged as one table when the prompt has ended.
 
-A piece belongs to the prompt that runs in its context. In a thread that a node starts there is no
-prompt, unless it runs in `contextvars.copy_context()` of the node: its last pieces are never
-printed. Device time needs CUDA events at both ends of a piece. Nothing waits for the device during
-the work: `text` marks pieces that it has not finished, and only the table at the end waits.
+A piece belongs to the prompt that runs in its context; a thread that a node starts has one only in
+`contextvars.copy_context()` of the node. The time of a piece excludes the pieces within it, such as
+a kernel's build, so the rows add up to the measured time. Two CUDA events measure device time; only
+a table waits for the device.
 
 FAST_VIDEO_VAE_TIMING sets the output: `table` (default), `json`: one line; `0` or `off`: none.
+Facts about ComfyUI here are from execution.py and comfy_execution/ of 0.33.
 """
 
+import json
 import logging
 import os
+import statistics
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TypeVar
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager, suppress
+from time import perf_counter as clock
+from typing import Any, NamedTuple
 
 import torch
 from comfy.model_management import InterruptProcessingException
+from comfy_execution import cache_provider, progress
 from comfy_execution.utils import get_executing_context
 
-from ...kernels import Preparation, preparations
-from .instants import Instant, instant
-from .prompt_events import PromptEnds, stopped_early
-from .timing_report import Measured, TimingReport
+from ...kernels import padded, preparations
 
 _logger = logging.getLogger(__name__)
 
-# Most pieces of one prompt, enough for hours of video, and of a thread without a prompt.
-_MOST_PIECES = 50_000
-_MOST_OUTSIDE = 1000
-
-# ComfyUI runs one prompt at a time. More remain only if their end is not reported.
-_MOST_PROMPTS = 4
-
-_END = object()
-
-_Item = TypeVar("_Item")
+# Kinds in the order of the table; others follow.
+KINDS = (
+    *("load", "compile", "kernel build", "graph capture", "conditioning", "LoRA attach"),
+    *("denoise", "switch", "VAE encode", "VAE decode", "file"),
+)
+# How a piece has ended, by its error; a generator that is closed early has not failed.
+_ENDS = dict.fromkeys((InterruptProcessingException, KeyboardInterrupt), "interrupted")
+_ENDS[GeneratorExit] = ""
 
 
-class _Prompt:
-    """The pieces of one prompt, and how the last one ended."""
+class Instant(NamedTuple):
+    """A moment in seconds of the host, and on a CUDA device an event on the current stream."""
 
-    def __init__(self, most: int) -> None:
-        # Kind, label, ends, and the thread.
-        self.pieces: deque[tuple[str, str, Instant, Instant, int]] = deque(maxlen=most)
-        self.stopped = ""
-
-    def report(self, name: str, *, wait: bool) -> TimingReport:
-        measured = []
-        for kind, label, first, last, thread in list(self.pieces):
-            seconds, sure = first.until(last, wait=wait)
-            measured.append(
-                Measured(kind, label, first.seconds, last.seconds, seconds, thread, sure)
-            )
-        return TimingReport(name, [*_prepared(measured), *measured], self.stopped)
+    seconds: float
+    event: torch.cuda.Event | None = None
 
 
-class _Outside(threading.local):
-    def __init__(self) -> None:
-        self.prompt = _Prompt(_MOST_OUTSIDE)
+class _Piece(NamedTuple):
+    kind: str
+    label: str
+    first: Instant
+    last: Instant
+    thread: int
+
+    def seconds(self) -> float:
+        """Return the seconds of the device if both ends have events, otherwise of the host."""
+        try:
+            if self.first.event is not None and self.last.event is not None:
+                self.last.event.synchronize()
+                return self.first.event.elapsed_time(self.last.event) / 1e3
+        except RuntimeError:  # events of two devices, or a failed device
+            pass
+        return self.last.seconds - self.first.seconds
 
 
-_outside = _Outside()
-_prompts: dict[str, _Prompt] = {}
-_lock = threading.Lock()
+class _Prompt(cache_provider.CacheProvider):
+    """The pieces of a prompt. ComfyUI calls providers of caches at its end, also after an error."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.stopped = name, ""  # how the last piece ended: "interrupted" or "failed"
+        self.pieces: deque[_Piece] = deque(maxlen=50_000)  # enough for hours of video
+        cache_provider.register_cache_provider(self)
+
+    def should_cache(self, context: object, value: object = None) -> bool:
+        return False
+
+    async def on_lookup(self, context: object, value: object = None) -> None:
+        pass
+
+    on_store = on_lookup
+
+    def on_prompt_end(self, prompt_id: str) -> None:
+        """Log the table of this prompt, or drop it at the end of another one."""
+        cache_provider.unregister_cache_provider(self)
+        _running.pop(self.name, None)
+        wanted = os.environ.get("FAST_VIDEO_VAE_TIMING", "").strip().lower()
+        if prompt_id != self.name or wanted in ("0", "off"):
+            return
+        state, running = progress.get_progress_state(), progress.NodeState.Running
+        if getattr(state, "prompt_id", None) == prompt_id:
+            early = any(node["state"] == running for node in state.nodes.values())
+            self.stopped = (self.stopped or "stopped") if early else ""
+        done = self.report()
+        _logger.info("%s", json.dumps(done) if wanted == "json" else _table(done))
+
+    def report(self) -> dict[str, Any]:
+        """Return wall and measured seconds, and the row of each kind and label."""
+        ends = [moment.seconds for piece in self.pieces for moment in (piece.first, piece.last)]
+        built = _prepared({piece.thread for piece in self.pieces}, min(ends), max(ends))
+        parts = _alone([*built, *self.pieces])
+        rows = []
+        for key in sorted(parts, key=lambda key: [*KINDS, key[0]].index(key[0])):
+            seconds = [max(0.0, each) for each in parts[key].values()]
+            row = {"kind": key[0], "label": key[1], "count": len(seconds), "seconds": sum(seconds)}
+            if len(seconds) > 1:
+                row |= {"min": min(seconds), "median": statistics.median(seconds)}
+            rows.append(row)
+        known = {"prompt": self.name, "wall": max(ends) - min(ends), "stopped": self.stopped}
+        return known | {"measured": sum(row["seconds"] for row in rows), "rows": rows}
 
 
-# A piece within another one of its thread is subtracted from that one's time, so that the sum is
-# right; with the same kind and label it is part of that one.
+_running: dict[str, _Prompt] = {}  # by name
+
+
+def instant(device: torch.device | None = None) -> Instant:
+    """Return the current moment, with an event on the current stream of a CUDA `device`."""
+    event = None
+    if device is not None and device.type == "cuda":
+        with suppress(RuntimeError):  # a failed device, which the work on it reports better
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(device))
+    return Instant(clock(), event)
+
+
 def add(kind: str, first: Instant, last: Instant, label: str = "", stopped: str = "") -> None:
-    """Add one measured piece to the current prompt, under the row `kind`, `label`."""
-    context = get_executing_context()
-    prompt = _outside.prompt if context is None else _prompt(context.prompt_id)
-    prompt.pieces.append((kind, label, first, last, threading.get_ident()))
-    prompt.stopped = stopped
+    """Add one measured piece to the current prompt, if any, under the row `kind`, `label`."""
+    if (context := get_executing_context()) is not None:
+        if (prompt := _running.get(context.prompt_id)) is None:
+            prompt = _running[context.prompt_id] = _Prompt(context.prompt_id)
+        prompt.pieces.append(_Piece(kind, label, first, last, threading.get_ident()))
+        prompt.stopped = stopped
 
 
 @contextmanager
@@ -86,112 +141,72 @@ def span(kind: str, label: str = "", device: torch.device | None = None) -> Iter
     try:
         yield
     except BaseException as error:
-        stopped = _how(error)
+        stopped = next((how for kind, how in _ENDS.items() if isinstance(error, kind)), "failed")
         raise
     finally:
         add(kind, first, instant(device), label, stopped)
 
 
 def drawn(
-    kind: str, items: Iterator[_Item], label: str = "", device: torch.device | None = None
-) -> Iterator[_Item]:
+    kind: str, items: Generator[Any], label: str = "", device: torch.device | None = None
+) -> Iterator[Any]:
     """Measure the time until each item arrives, without the time in which the caller uses it."""
-    try:
+    with closing(items):
         while True:
-            first = instant(device)
-            try:
-                item = next(items, _END)
-            except BaseException as error:
-                add(kind, first, instant(device), label, _how(error))
-                raise
-            if item is _END:
+            with span(kind, label, device):
+                item = next(items, _running)
+            if item is _running:
                 return
-            add(kind, first, instant(device), label)
-            yield item  # type: ignore[misc]
-    finally:
-        if (close := getattr(items, "close", None)) is not None:
-            close()
+            yield item
 
 
 def text() -> str:
-    """Return the table of the current prompt so far, or of this thread outside prompts."""
-    return report().table()
-
-
-def report() -> TimingReport:
-    """Return the data of `text`."""
+    """Return the table of the current prompt so far."""
     context = get_executing_context()
-    if context is None:
-        return _outside.prompt.report("", wait=False)
-    prompt = _prompts.get(context.prompt_id) or _Prompt(0)
-    return prompt.report(context.prompt_id, wait=False)
+    prompt = None if context is None else _running.get(context.prompt_id)
+    return "Fast Video VAE: no time was measured" if prompt is None else _table(prompt.report())
 
 
-def _how(error: BaseException) -> str:
-    """Return how a piece ended; a generator that is closed early has not failed."""
-    if isinstance(error, GeneratorExit):
-        return ""
-    stop = InterruptProcessingException, KeyboardInterrupt
-    return "interrupted" if isinstance(error, stop) else "failed"
+def _prepared(threads: set[int], start: float, end: float) -> Iterator[_Piece]:
+    """Yield the compilations, builds and captures of `threads` between two moments."""
+    done = [(each.kind, each.label, each.start, each.end, each.thread) for each in preparations()]
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    since = time.time() - clock()  # its times are times of day, and without a thread
+    for each in getattr(dynamo, "get_compilation_metrics", list)():
+        ends = [us / 1e6 - since for us in (each.start_time_us, each.end_time_us) if us]
+        done += [("compile", "", *ends, min(threads))] if len(ends) == 2 else []
+    for kind, label, first, last, thread in done:
+        if thread in threads and start <= first and last <= end:
+            yield _Piece(kind, label, Instant(first), Instant(last), thread)
 
 
-def _prompt(name: str) -> _Prompt:
-    """Return the pieces of a prompt, created on first use."""
-    found = _prompts.get(name)
-    if found is not None:
-        return found
-    with _lock:
-        if name not in _prompts:
-            if not _prompts:
-                _ends.start()
-            while len(_prompts) >= _MOST_PROMPTS:
-                del _prompts[next(iter(_prompts))]
-            _prompts[name] = _Prompt(_MOST_PIECES)
-        return _prompts[name]
+# A piece within another one of its own kind and label is part of that one.
+def _alone(pieces: list[_Piece]) -> dict[tuple[str, str], dict[int, float]]:
+    """Return for each row the seconds that inner pieces do not cover, by the index of a piece."""
+    # Of two pieces with the same ends, the one added later encloses the other.
+    order = sorted((each.first.seconds, -each.last.seconds, -at) for at, each in enumerate(pieces))
+    found: dict[tuple[str, str], dict[int, float]] = {}
+    around: dict[int, list[int]] = {}  # by thread, the outermost first
+    for _, end, at in order:
+        piece, stack = pieces[-at], around.setdefault(pieces[-at].thread, [])
+        while stack and pieces[-stack[-1]].last.seconds < -end:
+            stack.pop()
+        outer = pieces[-stack[-1]] if stack else None
+        if outer is None or outer[:2] != piece[:2]:
+            seconds = found.setdefault(piece[:2], {})[at] = piece.seconds()
+            if outer is not None:
+                found[outer[:2]][stack[-1]] -= seconds
+            stack.append(at)
+    return found
 
 
-def _ended(name: str) -> None:
-    """Print the table of a prompt and drop its pieces."""
-    with _lock:
-        prompt = _prompts.pop(name, None)
-        if not _prompts:
-            _ends.stop()
-    wanted = os.environ.get("FAST_VIDEO_VAE_TIMING", "").strip().lower()
-    if prompt is None or wanted in ("0", "off"):
-        return
-    early = stopped_early(name)
-    if early is not None:
-        prompt.stopped = (prompt.stopped or "stopped") if early else ""
-    done = prompt.report(name, wait=True)
-    _logger.info("%s", done.json() if wanted == "json" else done.table())
-
-
-def _prepared(measured: list[Measured]) -> list[Measured]:
-    """Return the compilations, builds and captures between the first moment and the last."""
-    if not measured:
-        return []
-    threads = {piece.thread for piece in measured}
-    start, end = min(piece.start for piece in measured), max(piece.end for piece in measured)
-    return [
-        Measured(each.kind, each.label, each.start, each.end, each.end - each.start, each.thread)
-        for each in [*preparations(), *_compiled(measured[0].thread)]
-        if each.thread in threads and start <= each.start and each.end <= end
-    ]
-
-
-def _compiled(thread: int) -> list[Preparation]:
-    """Return the last 64 compilations of `torch.compile`, which do not name their thread."""
-    dynamo = sys.modules.get("torch._dynamo.utils")  # imported by any code that compiles
-    metrics = getattr(dynamo, "get_compilation_metrics", list)()
-    since = time.time() - time.perf_counter()  # its times are times of day
-    times = [
-        (getattr(each, f"{end}_time_us", None) for end in ("start", "end")) for each in metrics
-    ]
-    return [
-        Preparation("compile", "", start / 1e6 - since, end / 1e6 - since, thread)
-        for start, end in times
-        if start and end
-    ]
-
-
-_ends = PromptEnds(_ended)
+def _table(report: dict[str, Any]) -> str:
+    """Return a line of totals, a header, and a line per row; seconds have three digits."""
+    head = f"Fast Video VAE: {report['measured']:.3f} s measured of {report['wall']:.3f} s"
+    lines = [("", "", "count", "seconds", "min", "median")]
+    for row in report["rows"]:
+        more = (f"{row[key]:.3f}" if key in row else "" for key in ("seconds", "min", "median"))
+        lines.append((row["kind"], row["label"], str(row["count"]), *more))
+    columns = [each for at, each in enumerate(zip(*lines, strict=True)) if at < 2 or any(each[1:])]
+    rows = ["  ".join(["", *row]).rstrip() for row in padded([*zip(*columns, strict=True)], 2)]
+    return "\n".join([f"{head} ({report['stopped']})" if report["stopped"] else head, *rows])
