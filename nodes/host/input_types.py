@@ -13,7 +13,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
-from .api import Input, InputImpl
+from .api import InputImpl
 from .error_text import about, described
 from .lazy import Later
 
@@ -28,63 +28,56 @@ _CONDITIONING = "a CONDITIONING, which is a list of pairs of a tensor and a dict
 def latent(value: object) -> Mapping[str, Any]:
     """Return a LATENT: finite floats, `[B, C, t, h, w]`, `[B, C, h, w]` or three dimensions."""
     if not isinstance(value, Mapping) or "samples" not in value:
-        raise ValueError(f"got {described(value)}; expected {_LATENT}")
+        raise _unexpected(value, _LATENT)
     samples = value["samples"]
     # ComfyUI's class for several tensors in one is not a tensor.
-    nested = getattr(samples, "is_nested", False)
-    parts = list(samples.unbind()) if nested else [samples]
+    parts = list(samples.unbind()) if getattr(samples, "is_nested", False) else [samples]
     if not parts:
         raise ValueError(f"its 'samples' hold no tensor; expected {_LATENT}")
     for part in parts:
-        _floats(part, "its 'samples' are {}; expected " + _LATENT)
+        _floats(part, _LATENT, "its 'samples' are")
         if not 3 <= part.ndim <= 5:
-            raise ValueError(
-                f"its 'samples' have {part.ndim} dimensions, {list(part.shape)}; expected {_LATENT}"
-            )
+            size = f"{part.ndim} dimensions, {list(part.shape)}"
+            raise ValueError(f"its 'samples' have {size}; expected {_LATENT}")
         frames = part.reshape(*part.shape[:2], *(1,) * (5 - part.ndim), *part.shape[2:])
         vaes.check_finite(frames, "latent")
-    mask = value.get("noise_mask")
-    if mask is not None:
-        _floats(mask, "its 'noise_mask' is {}; expected a float tensor [B, H, W], or none")
+    if value.get("noise_mask") is not None:
+        mask = "a float tensor [B, H, W], or none"
+        _floats(value["noise_mask"], mask, "its 'noise_mask' is")
     return value
 
 
 def image(value: object) -> Tensor:
     """Return an IMAGE `[N, H, W, C]`, or a batch of videos `[B, T, H, W, C]`."""
-    tensor = _floats(value, "got {}; expected " + _IMAGE)
+    tensor = _floats(value, _IMAGE)
     if tensor.ndim not in (4, 5):
-        raise ValueError(f"got {described(tensor)}; expected [N, H, W, C]")
+        raise _unexpected(tensor, "[N, H, W, C]")
     return tensor
 
 
 def audio(value: object) -> Mapping[str, Any]:
     """Return an AUDIO, which can be a mapping that reads its file on access."""
     if not isinstance(value, Mapping) or not {"waveform", "sample_rate"} <= set(value):
-        raise ValueError(f"got {described(value)}; expected {_AUDIO}")
+        raise _unexpected(value, _AUDIO)
     waveform, rate = value["waveform"], value["sample_rate"]
-    _tensor(waveform, "its waveform is {}; expected [1, channels, samples]")
+    _tensor(waveform, "[1, channels, samples]", "its waveform is")
     if waveform.ndim != 3 or not all(waveform.shape[:2]) or not waveform.is_floating_point():
-        raise ValueError(
-            f"its waveform is {described(waveform)}; expected [1, channels, samples], floats"
-        )
+        raise _unexpected(waveform, "[1, channels, samples], floats", "its waveform is")
     if not isinstance(rate, Real) or not 1 <= rate <= 768_000:
-        raise ValueError(f"its sample_rate is {described(rate)}; expected 1 to 768000")
+        raise _unexpected(rate, "1 to 768000", "its sample_rate is")
     return value
 
 
-def video(value: object) -> Input.Video:
+def video(value: object) -> object:
     """Return a VIDEO; if it has tensors, they are checked too."""
     methods = "get_components", "get_stream_source", "get_active_trim_window"
-    if not all(callable(getattr(value, name, None)) for name in methods):
-        raise ValueError(f"got {described(value)}; expected a VIDEO, as from Load Video")
+    _having(value, methods, "a VIDEO, as from Load Video")
     if isinstance(value, InputImpl.VideoFromComponents):
         parts = value.get_components()
         with about("its images"):
             image(parts.images)
         if not isinstance(parts.frame_rate, Real) or not 0 < parts.frame_rate < float("inf"):
-            raise ValueError(
-                f"its frame rate is {described(parts.frame_rate)}; expected more than 0"
-            )
+            raise _unexpected(parts.frame_rate, "more than 0", "its frame rate is")
         if parts.audio is not None:
             audio(parts.audio)
     return value
@@ -96,90 +89,93 @@ def vae(value: object) -> object:
         if value.first_stage_model is None:
             raise ValueError("its file has no VAE; expected one: load the VAE from its own file")
         return value
-    # text has methods with these names
-    works = any(callable(getattr(value, name, None)) for name in ("decode", "encode"))
-    if isinstance(value, (str, bytes, bytearray)) or not works:
-        hint = ". The checkpoint has none: load it from its own file" if value is None else ""
-        raise ValueError(f"got {described(value)}; expected a VAE{hint}")
-    return value
+    if isinstance(value, (str, bytes, bytearray)):  # text has methods with these names
+        raise _unexpected(value, "a VAE")
+    if callable(getattr(value, "decode", None)):
+        return value
+    return _having(value, ("encode",), f"a VAE{_own_file(value)}")
 
 
 def model(value: object) -> ModelPatcher:
     """Return a MODEL."""
     if not isinstance(value, ModelPatcher):
-        raise ValueError(f"got {described(value)}; expected a MODEL, as from Load Diffusion Model")
+        raise _unexpected(value, "a MODEL, as from Load Diffusion Model")
     return value
 
 
 def clip(value: object) -> object:
     """Return a CLIP of ComfyUI, or an object of another pack with its methods."""
     methods = "tokenize", "encode_from_tokens_scheduled"
-    if not all(callable(getattr(value, name, None)) for name in methods):
-        hint = ". The checkpoint has none: load it from its own file" if value is None else ""
-        raise ValueError(f"got {described(value)}; expected a text encoder{hint}")
-    return value
+    return _having(value, methods, f"a text encoder{_own_file(value)}")
 
 
 def conditioning(value: object) -> list:
     """Return a CONDITIONING, which can be empty."""
     if not isinstance(value, (list, tuple)):
-        raise ValueError(f"got {described(value)}; expected {_CONDITIONING}")
+        raise _unexpected(value, _CONDITIONING)
     for pair in value:
         if not isinstance(pair, (list, tuple)) or len(pair) < 2 or not isinstance(pair[1], Mapping):
-            raise ValueError(f"it holds {described(pair)}; expected {_CONDITIONING}")
+            raise _unexpected(pair, _CONDITIONING, "it holds")
         if pair[0] is not None:  # some models need no text
-            _floats(pair[0], "it holds {}; expected " + _CONDITIONING)
-            _finite(pair[0], "its tensors")
+            tensor = _floats(pair[0], _CONDITIONING, "it holds")
+            # PyTorch has no `isfinite` for floats of 8 bits.
+            if not torch.isfinite(tensor.float() if tensor.element_size() == 1 else tensor).all():
+                raise ValueError("its tensors hold NaN or infinity; expected finite values")
     return value
 
 
 def sigmas(value: object) -> Tensor:
     """Return SIGMAS `[n]` of any length."""
-    tensor = _tensor(value, "got {}; expected SIGMAS, a tensor of noise levels")
+    tensor = _tensor(value, "SIGMAS, a tensor of noise levels")
     if tensor.ndim != 1 or tensor.is_complex() or tensor.dtype == torch.bool:
-        raise ValueError(f"got {described(tensor)}; expected SIGMAS, a tensor of one dimension")
+        raise _unexpected(tensor, "SIGMAS, a tensor of one dimension")
     return tensor
 
 
 def lora_stack(value: object) -> tuple:
     """Return the entries of the output of LoRA Stack (Fast)."""
-    if not isinstance(value, (list, tuple)) or not all(
+    entries = isinstance(value, (list, tuple)) and all(
         isinstance(each, lora.StackEntry) for each in value
-    ):
-        raise ValueError(f"got {described(value)}; expected the output of LoRA Stack (Fast)")
+    )
+    if not entries:
+        raise _unexpected(value, "the output of LoRA Stack (Fast)")
     return tuple(value)
 
 
 TYPES: dict[str, Callable[[object], object]] = {
-    "LATENT": latent,
-    "IMAGE": image,
-    "AUDIO": audio,
-    "VIDEO": video,
-    "VAE": vae,
-    "MODEL": model,
-    "CLIP": clip,
-    "CONDITIONING": conditioning,
-    "SIGMAS": sigmas,
     "FASTVAE_LORA_STACK": lora_stack,
+    **{
+        check.__name__.upper(): check
+        for check in (latent, image, audio, video, vae, model, clip, conditioning, sigmas)
+    },
 }
 
 
-def _tensor(value: object, message: str) -> Tensor:
+def _unexpected(value: object, expected: str, what: str = "got") -> ValueError:
+    return ValueError(f"{what} {described(value)}; expected {expected}")
+
+
+def _own_file(value: object) -> str:
+    return "" if value is not None else ". The checkpoint has none: load it from its own file"
+
+
+def _having(value: object, methods: tuple[str, ...], expected: str) -> object:
+    """Check that a value has methods, whatever its class."""
+    if not all(callable(getattr(value, name, None)) for name in methods):
+        raise _unexpected(value, expected)
+    return value
+
+
+def _tensor(value: object, expected: str, what: str = "got") -> Tensor:
     """Check that a value is a dense tensor: not sparse, nested or without memory."""
     is_dense = isinstance(value, Tensor) and not value.is_nested and value.layout is torch.strided
-    if is_dense and not (value.is_meta or value.is_quantized):
-        return value
-    raise ValueError(message.format(described(value)))
+    if not is_dense or value.is_meta or value.is_quantized:
+        raise _unexpected(value, expected, what)
+    return value
 
 
-def _finite(tensor: Tensor, name: str) -> None:
-    # PyTorch has no `isfinite` for floats of 8 bits.
-    if not torch.isfinite(tensor.float() if tensor.element_size() == 1 else tensor).all():
-        raise ValueError(f"{name} hold NaN or infinity; expected finite values")
-
-
-def _floats(value: object, message: str) -> Tensor:
-    tensor = _tensor(value, message)
+def _floats(value: object, expected: str, what: str = "got") -> Tensor:
+    tensor = _tensor(value, expected, what)
     if not tensor.is_floating_point() or not tensor.numel():
-        raise ValueError(message.format(described(tensor)))
+        raise _unexpected(tensor, expected, what)
     return tensor
