@@ -18,7 +18,6 @@ lora vae/layers vae/checkpoint_io vae/demo vae/pinned_memory.py
 vae/models vae/background_writer.py
 vae/planning vae/media vae/validation.py vae/weights.py
 vae/streaming
-vae/preview
 vae/model.py
 vae/checkpoint.py
 vae/bench
@@ -30,7 +29,7 @@ nodes
 __init__.py"""
 TOPS = ("kernels", "lora", "vae", "nodes")
 RANKS = {each: rank for rank, line in enumerate(FLOORS.splitlines()) for each in line.split()}
-DOORS = {"kernels", "lora", "vae", "vae/media", "vae/preview", "vae/bench"}  # seen from above
+DOORS = {"kernels", "lora", "vae", "vae/media", "vae/bench"}  # seen from above
 LONGEST_FILE, LONGEST_FUNCTION, MOST_FILES = 400, 60, 16
 CONTRACT = "kernels/__init__.py"  # of any length
 INTERFACE = "nodes/host/api.py"  # imports ComfyUI's interface for packs

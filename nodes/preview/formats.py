@@ -9,42 +9,36 @@ import logging
 from typing import Any
 
 import comfy.latent_formats
-import torch
 from comfy.latent_formats import LatentFormat
+from latent_preview import Latent2RGBPreviewer
+from PIL.Image import Image
 from torch import Tensor
-
-from ...vae.preview import rgb_of_latent
 
 _logger = logging.getLogger(__name__)
 
 # Formats that channels are taken for, because a LATENT does not name its model. ComfyUI has others
 # with 16: of images SD3 and Flux, of videos HunyuanVideo, Cosmos, CogVideoX and SeedVR2.
-_WAN = {16: comfy.latent_formats.Wan21, 48: comfy.latent_formats.Wan22}
-
-# Latent frames of one product, which limits the memory for channels in float32: 25 MB for 48
-# channels of 180 x 160.
-_FRAMES = 4
+WAN = {16: comfy.latent_formats.Wan21, 48: comfy.latent_formats.Wan22}
 
 
 def format_of(latent: Tensor) -> LatentFormat:
     """Return the format of a raw latent, Wan's first, or raise an error if it is not clear."""
     channels = latent.shape[1]
-    if channels in _WAN:
+    if channels in WAN:
         if latent.ndim == 4 and channels == 16:
             _logger.warning(
                 "Fast Video VAE: the colors of this preview are those of Wan; a latent of images "
                 "with 16 channels is often one of SD3 or Flux, whose colors differ"
             )
-        return _WAN[channels]()
-    kinds = inspect.getmembers(comfy.latent_formats, inspect.isclass)
-    formats = [kind() for _, kind in kinds if issubclass(kind, LatentFormat)]
-    fitting = [
-        each
+        return WAN[channels]()
+    kinds = [kind for _, kind in inspect.getmembers(comfy.latent_formats, inspect.isclass)]
+    formats = [kind() for kind in kinds if issubclass(kind, LatentFormat)]
+    # Formats of related models can have the same factors.
+    found = {
+        repr(each.latent_rgb_factors): each
         for each in formats
         if has_factors(each, channels) and each.latent_dimensions == latent.ndim - 2
-    ]
-    # Formats of related models can have the same factors.
-    found = {repr(each.latent_rgb_factors): each for each in fitting}
+    }
     if len(found) != 1:
         names = ", ".join(sorted(type(each).__name__ for each in found.values()))
         reason = f"formats with different colors have them: {names}" if found else "none has them"
@@ -59,7 +53,8 @@ def has_factors(latent_format: LatentFormat, channels: int) -> bool:
     return factors is not None and len(factors) == channels and not reshaped
 
 
-def color(latent_format: Any, x: Tensor) -> Tensor:  # noqa: ANN401, any format
-    """Return the rough colors of `[C, T, h, w]`, as the model sees it: `[T, h, w, 3]` uint8."""
+def colors(latent_format: Any, x: Tensor) -> list[Image]:  # noqa: ANN401, any format
+    """Return ComfyUI's pictures of a latent as the model sees it, one for each of its frames."""
     factors, bias = latent_format.latent_rgb_factors, latent_format.latent_rgb_factors_bias
-    return torch.cat([rgb_of_latent(few, factors, bias) for few in x.split(_FRAMES, dim=1)])
+    show = Latent2RGBPreviewer(factors, bias).decode_latent_to_preview
+    return [show(each.float()) for each in (x.split(1, 2) if x.ndim == 5 else x.split(1))]

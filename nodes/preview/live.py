@@ -4,36 +4,36 @@ ComfyUI's choice of a method holds (`--preview-method`, or the prompt's own): la
 with a tiny decoder in the step's thread, for about a tenth of the time of the run. ComfyUI's own
 callback is used where there is nothing to play (no previews, images, other models), and where
 another pack has replaced a part of its preview, such as VideoHelperSuite. Nothing of ComfyUI is
-replaced here. Facts about it are from latent_preview.py of 0.33.
+replaced here. Facts about it are from latent_preview.py and main.py of 0.33.
 """
 
+import contextvars
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import comfy.model_management
 import comfy.utils
 import latent_preview
-import numpy
 import torch.nn.functional as F
 from comfy.cli_args import LatentPreviewMethod, args
 from comfy.model_patcher import ModelPatcher
+from PIL.Image import Image, fromarray
 from torch import Tensor
 
-from ...vae.preview import TinyDecoder
-from .clip_player import ClipPlayer
-from .decoders import tiny_decoder_on
-from .formats import color, has_factors
-from .tiny_files import tiny_file
+from .formats import colors, has_factors
+from .tiny_decoder import tiny_decoder_on, tiny_file, tiny_model
 
 _logger = logging.getLogger(__name__)
 
 Callback = Callable[[int, Any, Any, int], None]
 
-# Makes pictures `[T, H, W, 3]` uint8 of a denoised latent `[1, C, t, h, w]`; None: not of this one.
-_Maker = Callable[[Tensor], numpy.ndarray | None]
+# Makes pictures of a denoised latent `[1, C, t, h, w]`, one of each latent frame, or none.
+_Maker = Callable[[Tensor], list[Image]]
 
 # Frames per second of the models' videos, by channels of their latents.
 _FPS = {16: 16, 48: 24}
@@ -41,11 +41,10 @@ _FPS = {16: 16, 48: 24}
 # Share of the time of a run that decodes with a tiny decoder may take.
 _SHARE = 0.1
 
-# ComfyUI's previewers, and the methods of each that make a picture.
-_PREVIEWERS = ("Latent2RGBPreviewer", "TAEHVPreviewerImpl", "TAESDPreviewerImpl")
-_METHODS = ("decode_latent_to_preview", "decode_latent_to_preview_image")
+THREAD_NAME = "fast-vae-preview"
 
 
+# The thread calls ComfyUI's hook as a step does: the hook puts messages into the server's queue.
 @contextmanager
 def playing(
     model: ModelPatcher, steps: int, seen: dict[str, Any], latent: Tensor
@@ -55,29 +54,45 @@ def playing(
     if not _may_play(model, first):
         yield latent_preview.prepare_callback(model, steps, seen)
         return
-    makers = _makers(model, first)
+    makers = _makers(model, first.shape[1])
     frames = max(1, getattr(model.model.latent_format, "temporal_downscale_ratio", 4))
-    player = ClipPlayer(_FPS.get(first.shape[1], 16) / frames)
-    bar = comfy.utils.ProgressBar(steps)
+    period_s = frames / _FPS.get(first.shape[1], 16)
+    bar, clip, ended = comfy.utils.ProgressBar(steps), list[Image](), threading.Event()
+
+    def picture() -> tuple[str, Image, int] | None:
+        at = int(time.monotonic() / period_s) % max(1, len(clip))
+        return ("JPEG", clip[at], latent_preview.MAX_PREVIEW_RESOLUTION) if clip else None
 
     def step_done(step: int, x0: Any, x: Any, total_steps: int) -> None:  # noqa: ANN401, tensors
         seen["x0"] = x0
         video = x0.tensors[0] if x0.is_nested else x0
-        pictures = _make(makers, video[:1])
-        if pictures is not None:
-            player.play(pictures)
-        bar.update_absolute(step + 1, total_steps, player.current)
+        clip[:] = _make(makers, video[:1]) or clip
+        bar.update_absolute(step + 1, total_steps, picture())
 
+    def play() -> None:
+        while not ended.wait(period_s):
+            try:
+                if clip and bar.hook:
+                    bar.hook(bar.current, bar.total, picture(), node_id=bar.node_id)
+            except comfy.model_management.InterruptProcessingException:  # for the other thread
+                return comfy.model_management.interrupt_current_processing()
+            except RuntimeError:  # the server shuts down: its event loop is closed
+                return
+
+    context = contextvars.copy_context()  # names the node
+    thread = threading.Thread(target=context.run, args=(play,), name=THREAD_NAME, daemon=True)
+    thread.start()
     try:
         yield step_done
     finally:
-        player.stop()
+        ended.set()
+        thread.join()
 
 
 # A maker that fails is removed, and so are those after one that made pictures: better pictures are
 # never replaced by rougher ones.
-def _make(makers: list[_Maker], x0: Tensor) -> numpy.ndarray | None:
-    """Return the pictures of the first maker that makes some; None: the last pictures stay."""
+def _make(makers: list[_Maker], x0: Tensor) -> list[Image]:
+    """Return the pictures of the first maker that makes some; none: the last pictures stay."""
     for maker in makers.copy():
         try:
             pictures = maker(x0)
@@ -86,10 +101,22 @@ def _make(makers: list[_Maker], x0: Tensor) -> numpy.ndarray | None:
             rest = "using latent2rgb" if makers else "the run goes on without"
             _logger.warning("Fast Video VAE: making a preview failed; %s: %s", rest, error)
             continue
-        if pictures is not None:
+        if pictures:
             makers[:] = makers[: makers.index(maker) + 1]
             return pictures
-    return None
+    return []
+
+
+def _makers(model: ModelPatcher, channels: int) -> list[_Maker]:
+    """Return what makes pictures of latents with `channels`, the preferred one first."""
+    makers: list[_Maker] = [lambda x0: colors(model.model.latent_format, x0)]
+    if args.preview_method == LatentPreviewMethod.TAESD:
+        try:
+            makers.insert(0, _TinyFrames(model, channels))
+        except Exception as error:
+            text = "Fast Video VAE: no tiny decoder for previews; using latent2rgb: %s"
+            _logger.warning(text, error)
+    return makers
 
 
 # Where a decode does not fit into the time or the memory, there are none. A decode that takes
@@ -97,89 +124,56 @@ def _make(makers: list[_Maker], x0: Tensor) -> numpy.ndarray | None:
 class _TinyFrames:
     """Makes pictures by a tiny decoder: every fourth frame, one for each latent frame."""
 
-    def __init__(self, decoder: TinyDecoder, latent_format: Any) -> None:  # noqa: ANN401
-        self._decoder, self._format = decoder, latent_format
+    def __init__(self, model: ModelPatcher, channels: int) -> None:
+        self._format, self._device = model.model.latent_format, model.load_device
+        name = tiny_file(channels)
+        if name is None:
+            raise FileNotFoundError(f"models/vae_approx has no {self._format.taesd_decoder_name}")
+        self._decoder = tiny_decoder_on(self._device, tiny_model(name, channels))
         self._began_at = time.monotonic()
         self._spent_s = self._needed_s = 0.0
 
-    def __call__(self, x0: Tensor) -> numpy.ndarray | None:
+    def __call__(self, x0: Tensor) -> list[Image]:
         # Wait for the step, so that the time of its queued work is not counted as that of a decode.
         x0[(0,) * x0.ndim].item()
-        start = time.monotonic()
+        start, done = time.monotonic(), []
         allowed_s = _SHARE * (start - self._began_at) - self._spent_s
-        if self._needed_s > allowed_s or not self._fits(x0):
-            return None
-        pictures = self._decode(x0, start + allowed_s)
-        took_s = time.monotonic() - start
-        self._spent_s += took_s
-        self._needed_s = took_s if pictures is not None else 2 * took_s
-        return pictures
-
-    def _fits(self, x0: Tensor) -> bool:
-        """Return whether a decode fits into free memory, without moving a model."""
-        free = comfy.model_management.get_free_memory(self._decoder.device)
-        return self._decoder.peak_bytes(x0.shape, chunk=1) < free
-
-    def _decode(self, x0: Tensor, end: float) -> numpy.ndarray | None:
-        """Return the pictures; None: at the time `end` there are latent frames left."""
-        done, largest = [], latent_preview.MAX_PREVIEW_RESOLUTION
-        for frames in self._decoder.decode_stream(self._format.process_out(x0.float()), chunk=1):
+        free = comfy.model_management.get_free_memory(self._device)  # no model is moved
+        if self._needed_s > allowed_s or self._decoder.peak_bytes(x0.shape) >= free:
+            return []
+        frames = self._decoder.frames(self._format.process_out(x0.float()), self._device)
+        for frame in islice(frames, None, None, 4):
             comfy.model_management.throw_exception_if_processing_interrupted()
-            picture = frames[:, :, -1].float()  # the only frame of the first latent frame
-            smaller = max(1, max(picture.shape[-2:]) // largest)
-            picture = F.avg_pool2d(picture, smaller)[0].movedim(0, -1)
-            done.append(picture.mul(255).clamp_(0, 255).byte().cpu().numpy())
-            if len(done) < x0.shape[2] and time.monotonic() > end:
-                return None
-        return numpy.stack(done)
+            smaller = max(1, max(frame.shape[-2:]) // latent_preview.MAX_PREVIEW_RESOLUTION)
+            picture = F.avg_pool2d(frame.float(), smaller)[0].movedim(0, -1)
+            done.append(fromarray(picture.mul(255).clamp_(0, 255).byte().cpu().numpy()))
+            if time.monotonic() - start > allowed_s:
+                break
+        took_s, whole = time.monotonic() - start, len(done) == x0.shape[2]
+        self._spent_s += took_s
+        self._needed_s = took_s if whole else 2 * took_s
+        return done if whole else []
 
 
 def _may_play(model: ModelPatcher, latent: Tensor) -> bool:
     """Return whether a clip may take the place of ComfyUI's preview."""
-    if args.preview_method == LatentPreviewMethod.NoPreviews:
+    method, latent_format = args.preview_method, model.model.latent_format
+    is_wan = str(latent_format.taesd_decoder_name).startswith("lighttaew2")
+    is_clip = latent.ndim == 5 and latent.shape[2] > 1
+    if method == LatentPreviewMethod.NoPreviews or not is_clip:
         return False
-    latent_format = model.model.latent_format
-    if latent.ndim != 5 or latent.shape[2] < 2 or not has_factors(latent_format, latent.shape[1]):
+    if not has_factors(latent_format, latent.shape[1]):
         return False
-    if args.preview_method == LatentPreviewMethod.TAESD and not _is_wan(latent_format):
+    if method == LatentPreviewMethod.TAESD and not is_wan:
         return False
-    kinds = [getattr(latent_preview, name) for name in _PREVIEWERS if hasattr(latent_preview, name)]
-    methods = [getattr(kind, name) for kind in kinds for name in _METHODS]
-    functions = [latent_preview.prepare_callback, latent_preview.preview_to_image, *methods]
-    if not all(_is_of_comfyui(each) for each in functions):
-        return False
-    if _is_of_comfyui(latent_preview.get_previewer):
-        return True
-    # Another pack may return ComfyUI's previewer, such as one whose switch is off. With taesd a
-    # previewer loads its decoder.
-    method, args.preview_method = args.preview_method, LatentPreviewMethod.Latent2RGB
+    args.preview_method = LatentPreviewMethod.Latent2RGB  # with taesd it loads a decoder
     try:
-        return type(latent_preview.get_previewer(model.load_device, latent_format)) in kinds
+        previewer: Any = latent_preview.get_previewer(model.load_device, latent_format)
     finally:
         args.preview_method = method
-
-
-def _is_of_comfyui(function: Callable[..., object]) -> bool:
-    """Return whether a function was defined in ComfyUI's file; a wrapper can have its name."""
-    return getattr(function, "__globals__", None) is vars(latent_preview)
-
-
-def _is_wan(latent_format: Any) -> bool:  # noqa: ANN401, any format
-    return str(latent_format.taesd_decoder_name).startswith("lighttaew2")
-
-
-def _makers(model: ModelPatcher, latent: Tensor) -> list[_Maker]:
-    """Return what makes pictures, the preferred one first, for latents like `[B, C, t, h, w]`."""
-    latent_format, device = model.model.latent_format, model.load_device
-    makers: list[_Maker] = [lambda x0: color(latent_format, x0[0]).cpu().numpy()]
-    if args.preview_method != LatentPreviewMethod.TAESD:
-        return makers
-    channels = latent.shape[1]
-    try:
-        name = tiny_file(channels)
-        if name is None:
-            raise FileNotFoundError(f"models/vae_approx has no {latent_format.taesd_decoder_name}")
-        return [_TinyFrames(tiny_decoder_on(device, name, channels), latent_format), *makers]
-    except Exception as error:
-        _logger.warning("Fast Video VAE: no tiny decoder for previews; using latent2rgb: %s", error)
-        return makers
+    if type(previewer) is not latent_preview.Latent2RGBPreviewer:
+        return False
+    # Another pack may replace a class, a method or a function of ComfyUI's file, under its name.
+    used = [latent_preview.prepare_callback, latent_preview.preview_to_image]
+    used += [previewer.decode_latent_to_preview, previewer.decode_latent_to_preview_image]
+    return all(getattr(each, "__globals__", None) is vars(latent_preview) for each in used)

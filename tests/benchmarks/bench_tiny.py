@@ -10,10 +10,8 @@ import argparse
 import functools
 import logging
 import runpy
-import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,15 +19,13 @@ _CONFTEST = Path(__file__).resolve().parents[1] / "conftest.py"
 runpy.run_path(str(_CONFTEST))  # binds the checkout to its import name
 
 import torch  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from fast_video_vae.tests.benchmarks import record, timing  # noqa: E402
 from fast_video_vae.tests.benchmarks.weights import random_input, random_weights  # noqa: E402
-from fast_video_vae.tests.nodes.checkout import find_comfyui  # noqa: E402
+from fast_video_vae.tests.nodes.checkout import import_comfyui  # noqa: E402
 from fast_video_vae.tests.tiny import random_tiny  # noqa: E402
 from fast_video_vae.vae import load_vae  # noqa: E402
-from fast_video_vae.vae.preview import load_tiny_decoder  # noqa: E402
 
 Run = Callable[[Tensor], object]
 
@@ -37,39 +33,31 @@ _BASE_WIDTH = 96
 
 
 def implementations(dtype: torch.dtype, device: torch.device, full: bool) -> dict[str, Run]:
-    """Return the decodes by name; ComfyUI is left out where its checkout is not found."""
-    state = random_tiny(16)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "lighttaew2_1.safetensors"
-        save_file(state, path)
-        found: dict[str, Run] = {"ours": load_tiny_decoder(path, device, dtype).decode}
-    root = find_comfyui()
-    if root is not None:
-        found["comfyui"] = _comfyui(root, state, dtype, device)
+    """Return the decodes by name."""
+    from comfy.taesd.taehv import TAEHV
+
+    from fast_video_vae.nodes.preview.tiny_decoder import TinyDecoder
+
+    network = TAEHV(16)
+    network.load_state_dict(random_tiny(16), strict=False)
+    network.eval().requires_grad_(False)
+    decoder = TinyDecoder(network, is_raw=True)
+    decoder.to(device, dtype, memory_format=torch.channels_last)
+    network = network.to(device, dtype)
+    found: dict[str, Run] = {
+        "ours": lambda latent: [*decoder.frames(latent, device)],
+        "comfyui": lambda latent: network.decode(latent.to(device, dtype)),
+    }
     if full:
         vae = load_vae(random_weights("wan2.1", _BASE_WIDTH), dtype=dtype, device=device)
         found["full"] = vae.decode
     return found
 
 
-def _comfyui(root: Path, state: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> Run:
-    if str(root) not in sys.path:
-        sys.path.append(str(root))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warnings of ComfyUI and its dependencies
-        from comfy.cli_args import args
-
-        args.cpu = args.cpu or not torch.cuda.is_available()  # before model_management
-        from comfy.taesd.taehv import TAEHV
-    stock = TAEHV(16)
-    stock.load_state_dict(state, strict=False)
-    stock = stock.to(device, dtype).eval().requires_grad_(False)
-    return lambda latent: stock.decode(latent.to(device, dtype))
-
-
 def main() -> None:
     """Run the cases that the command line names."""
     args = _arguments()
+    import_comfyui(Path(tempfile.mkdtemp()))
     device, clock = timing.best_device(), time.perf_counter
     if args.one_core:
         torch.set_num_threads(1)

@@ -92,9 +92,9 @@ def approx(comfyui, tmp_path, monkeypatch):
     """An empty models/vae_approx, and tiny decoders in float32."""
     import folder_paths
 
-    from fast_video_vae.nodes.preview import decoders
+    from fast_video_vae.nodes.preview import tiny_decoder
 
-    monkeypatch.setattr(decoders, "fastest_decode_dtype", lambda device: torch.float32)
+    monkeypatch.setattr(tiny_decoder, "dtype_on", lambda device: torch.float32)
     folder = tmp_path / "vae_approx"
     folder.mkdir()
     known = folder_paths.folder_names_and_paths

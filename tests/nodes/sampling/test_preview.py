@@ -2,54 +2,92 @@
 
 import functools
 import threading
+from typing import NamedTuple
 from unittest.mock import Mock
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 
 from fast_video_vae.tests.nodes.sampling.sampler_models import STEPS, clip, expert, sampled
-from fast_video_vae.tests.tiny import TinyOracle, random_tiny
+from fast_video_vae.tests.tiny import random_tiny, stock_frames
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("comfyui")]
 
-
-def bytes_of(images):
-    return {image.tobytes() for image in images}
+THREAD = "fast-vae-preview"
 
 
-def threads():
-    return [each.name for each in threading.enumerate() if each.name == "fast-vae-preview"]
+class Shown(NamedTuple):
+    """A call of ComfyUI's hook of progress: of a step, or played by the thread."""
+
+    value: int
+    picture: Image.Image | None
+    is_played: bool
+    node: str
 
 
-def test_every_step_plays_its_latent_frames(queue, bars, method):
-    from protocol import BinaryEventTypes
+@pytest.fixture
+def shown(monkeypatch):
+    """The calls of the hook, 50 ms in a step; a clip plays at 200 pictures per second."""
+    import comfy.utils
+    from comfy_execution.utils import CurrentNodeContext, get_executing_context
 
-    method("auto")
-    sampled()
-    events = {event for event, _, _ in queue.sent}
-    assert events == {BinaryEventTypes.UNENCODED_PREVIEW_IMAGE}
-    assert {sid for _, _, sid in queue.sent} == {"client"}
-    played = bytes_of(image for _, (_, image, _), _ in queue.sent)
-    stepped = bytes_of(preview[1] for _, preview in bars)
-    assert len(played | stepped) == 3 * STEPS
-    assert [value for value, _ in bars] == list(range(1, STEPS + 1))
-    assert threads() == []
+    from fast_video_vae.nodes.preview import live
+
+    seen = []
+
+    def hook(value, total, preview, node_id=None):
+        is_played = threading.current_thread().name == THREAD
+        if not is_played:
+            threading.Event().wait(0.05)
+        seen.append(
+            Shown(value, preview and preview[1], is_played, get_executing_context().node_id)
+        )
+
+    monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", hook)
+    monkeypatch.setitem(live._FPS, 16, 800)
+    with CurrentNodeContext("prompt", "node"):
+        yield seen
+    assert THREAD not in [each.name for each in threading.enumerate()]
+
+
+@pytest.fixture
+def method(monkeypatch):
+    """Set ComfyUI's method for a prompt."""
+    import latent_preview
+
+    yield latent_preview.set_preview_method
+    latent_preview.set_preview_method()
+
+
+def sizes(shown):
+    return {each.picture and each.picture.size for each in shown}
 
 
 def levels_of(image):
     return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).float()
 
 
-def assert_played(queue, bars, expected):
-    """Check that pictures of these levels were sent; one more level is rounding."""
-    sent = [image for _, (_, image, _), _ in queue.sent] + [bars[-1][1][1]]
-    played = torch.stack([levels_of(image) for image in sent])
+def assert_played(shown, expected):
+    """Check that the last step showed pictures of these levels; one more level is rounding."""
+    played = torch.stack([levels_of(each.picture) for each in shown if each.value == STEPS])
     for levels in expected:
         assert (played - levels.flatten()).abs().amax(1).min() <= 1.01
 
 
-def test_the_colors_are_comfyuis(queue, bars, method):
+def test_every_step_plays_its_latent_frames_on_its_node(shown, method):
+    method("auto")
+    sampled()
+    assert [each.value for each in shown if not each.is_played] == list(range(1, STEPS + 1))
+    for step in range(1, STEPS):
+        of_step = {each.picture.tobytes() for each in shown if each.value == step}
+        assert len(of_step) == 3
+    assert any(each.is_played for each in shown)
+    assert {each.node for each in shown} == {"node"}
+
+
+def test_the_colors_are_comfyuis(shown, method):
     """Of the denoised latent, frame by frame, as ComfyUI shows the first one."""
     import latent_preview
 
@@ -58,93 +96,99 @@ def test_the_colors_are_comfyuis(queue, bars, method):
     model = expert()
     x0 = model.model.process_latent_in(result["denoised"]["samples"])
     previewer = latent_preview.get_previewer(model.load_device, model.model.latent_format)
-    make = previewer.decode_latent_to_preview_image
-    expected = [make("JPEG", x0[:, :, at : at + 1])[1] for at in range(x0.shape[2])]
-    assert_played(queue, bars, map(levels_of, expected))
+    expected = [previewer.decode_latent_to_preview(each) for each in x0.split(1, 2)]
+    assert_played(shown, map(levels_of, expected))
 
 
-def test_nothing_plays_with_previews_off_or_for_an_image(queue, bars, method):
+def test_nothing_plays_with_previews_off_or_for_an_image(shown, method):
     method("none")
     sampled()
-    assert {preview for _, preview in bars} == {None}
-    bars.clear()
+    assert sizes(shown) == {None}
+    shown.clear()
     method("auto")
     sampled(latent_image=clip(frames=1))
-    assert all(preview is not None for _, preview in bars)  # ComfyUI's own
-    assert queue.sent == []
+    assert None not in sizes(shown)  # ComfyUI's own
+    assert not any(each.is_played for each in shown)
 
 
-@pytest.mark.parametrize("kind", ["RuntimeError", "InterruptProcessingException"])
-def test_no_thread_is_left_after_an_error(queue, method, monkeypatch, kind):
+@pytest.mark.parametrize("is_stop", [False, True])
+@pytest.mark.parametrize("is_played", [False, True])
+def test_an_error_or_a_stop_ends_the_thread(shown, method, monkeypatch, is_stop, is_played):
+    """In a step it ends the run. In the thread a stop does so too; an error is the server's end."""
+    import comfy.model_management as management
     import comfy.utils
-    from comfy.model_management import InterruptProcessingException
 
-    error = RuntimeError("planted") if kind == "RuntimeError" else InterruptProcessingException()
-    seen = []
+    hook, ended = comfy.utils.PROGRESS_BAR_HOOK, []
 
-    def hook(value, total, preview, node_id=None):
-        threading.Event().wait(0.05)
-        seen.append(threads())
-        if value == 2:
-            raise error
+    def failing(value, *given, **options):
+        hook(value, *given, **options)
+        if value == 2 and shown[-1].is_played == is_played:
+            ended.append(len(shown))
+            management.interrupt_current_processing(is_stop)
+            management.throw_exception_if_processing_interrupted()
+            raise RuntimeError("planted")
+        management.throw_exception_if_processing_interrupted()
 
-    monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", hook)
+    monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", failing)
     method("auto")
-    with pytest.raises(type(error)):
+    if is_played and not is_stop:
         sampled()
-    assert seen == [["fast-vae-preview"]] * 2
-    assert threads() == []
-    count = len(queue.sent)
-    threading.Event().wait(0.05)
-    assert count
-    assert len(queue.sent) == count
+        assert [each.value for each in shown if not each.is_played] == list(range(1, STEPS + 1))
+    else:
+        with pytest.raises(management.InterruptProcessingException if is_stop else RuntimeError):
+            sampled()
+    assert len(ended) == 1
+    assert not any(each.is_played for each in shown[ended[0] :])
+    assert not management.processing_interrupted()
 
 
-@pytest.mark.parametrize("kind", [RuntimeError, ValueError, torch.OutOfMemoryError])
+@pytest.mark.parametrize("kind", [RuntimeError, torch.OutOfMemoryError])
 def test_a_preview_that_fails_does_not_end_the_run(
-    queue, bars, method, approx, monkeypatch, caplog, kind
+    shown, method, approx, monkeypatch, caplog, kind
 ):
     from fast_video_vae.nodes.preview import live
-    from fast_video_vae.vae.preview import TinyDecoder
+    from fast_video_vae.nodes.preview.tiny_decoder import TinyDecoder
 
     save_file(random_tiny(16), approx / "taew2_1.safetensors")
     method("none")
     expected = sampled()["LATENT"]["samples"]
-    monkeypatch.setattr(TinyDecoder, "decode_stream", Mock(side_effect=kind("planted")))
+    monkeypatch.setattr(TinyDecoder, "frames", Mock(side_effect=kind("planted")))
     method("taesd")
-    bars.clear()
+    shown.clear()
     assert torch.equal(sampled()["LATENT"]["samples"], expected)
     assert caplog.text.count("making a preview failed; using latent2rgb: planted") == 1
-    assert {preview[1].size for _, preview in bars} == {(8, 8)}
-    monkeypatch.setattr(live, "color", Mock(side_effect=kind("planted too")))
-    bars.clear()
+    assert sizes(shown) == {(8, 8)}
+    monkeypatch.setattr(live, "colors", Mock(side_effect=kind("planted too")))
+    shown.clear()
     method("auto")
     assert torch.equal(sampled()["LATENT"]["samples"], expected)
     assert caplog.text.count("the run goes on without: planted too") == 1
-    assert [preview for _, preview in bars] == [None] * len(bars)
+    assert sizes(shown) == {None}
 
 
-def test_a_stop_while_pictures_are_made_ends_the_run(queue, method, monkeypatch):
+def test_a_stop_while_pictures_are_made_ends_the_run(shown, method, monkeypatch):
     from comfy.model_management import InterruptProcessingException
 
     from fast_video_vae.nodes.preview import live
 
-    monkeypatch.setattr(live, "color", Mock(side_effect=InterruptProcessingException()))
+    monkeypatch.setattr(live, "colors", Mock(side_effect=InterruptProcessingException()))
     method("auto")
     with pytest.raises(InterruptProcessingException):
         sampled()
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"),
+    ("owner", "name", "is_on"),
     [
-        ("LatentPreviewer", "decode_latent_to_preview_image"),
-        ("Latent2RGBPreviewer", "decode_latent_to_preview"),
-        (None, "preview_to_image"),
-        (None, "get_previewer"),
+        ("LatentPreviewer", "decode_latent_to_preview_image", True),
+        ("Latent2RGBPreviewer", "decode_latent_to_preview", True),
+        (None, "preview_to_image", True),
+        (None, "prepare_callback", True),
+        (None, "get_previewer", True),
+        (None, "get_previewer", False),  # it returns ComfyUI's own
     ],
 )
-def test_the_preview_of_another_pack_is_used(queue, bars, method, monkeypatch, owner, name):
+def test_the_preview_of_another_pack_is_used(shown, method, monkeypatch, owner, name, is_on):
     """It patches a part of ComfyUI's, or gives its own previewer, as VideoHelperSuite does."""
     import latent_preview
 
@@ -159,26 +203,18 @@ def test_the_preview_of_another_pack_is_used(queue, bars, method, monkeypatch, o
     def patched(*given, **options):
         calls.append(given)
         result = core(*given, **options)
-        return Other(result) if name == "get_previewer" else result
+        return Other(result) if name == "get_previewer" and is_on else result
 
     monkeypatch.setattr(owner, name, patched)
     method("auto")
     sampled()
+    assert len(calls) == STEPS or name in ("get_previewer", "prepare_callback")
     assert calls
-    assert len(calls) == STEPS or name == "get_previewer"
-    assert queue.sent == []
-
-
-def test_the_thread_ends_with_the_server(queue, bars, method, monkeypatch):
-    monkeypatch.setattr(queue, "send_sync", Mock(side_effect=RuntimeError("Event loop is closed")))
-    method("auto")
-    sampled()
-    assert [value for value, _ in bars] == list(range(1, STEPS + 1))
-    assert threads() == []
+    assert any(each.is_played for each in shown) != is_on
 
 
 @pytest.mark.parametrize("name", ["lighttaew2_1.safetensors", "taew2_1.safetensors"])
-def test_taesd_plays_the_frames_of_a_tiny_decoder(queue, bars, method, approx, monkeypatch, name):
+def test_taesd_plays_the_frames_of_a_tiny_decoder(shown, method, approx, monkeypatch, name):
     from fast_video_vae.nodes.preview import live
 
     state = random_tiny(16)
@@ -188,27 +224,26 @@ def test_taesd_plays_the_frames_of_a_tiny_decoder(queue, bars, method, approx, m
     result = sampled()["denoised"]["samples"]
     model = expert()
     given = model.model.process_latent_in(result) if name.startswith("taew") else result
-    frames = TinyOracle(state)(given)[0, :, ::4].movedim(0, -1)
+    frames = stock_frames(state, given)[0, :, ::4].movedim(0, -1)
     assert frames.shape == (3, 64, 64, 3)
-    assert_played(queue, bars, frames.mul(255).clamp(0, 255))
+    assert_played(shown, frames.mul(255).clamp(0, 255))
 
 
-def test_taesd_without_a_usable_file_plays_colors(queue, bars, method, approx, caplog):
+def test_taesd_without_a_usable_file_plays_colors(shown, method, approx, caplog):
     method("taesd")
     why = "no tiny decoder for previews; using latent2rgb: "
     sampled()
     assert f"{why}models/vae_approx has no lighttaew2_1" in caplog.text
     (approx / "taew2_1.safetensors").write_bytes(b"no")
     sampled()
-    assert f"{why}taew2_1.safetensors is of an unknown kind" in caplog.text
+    assert f"{why}taew2_1.safetensors is damaged" in caplog.text
     save_file(random_tiny(48), approx / "taew2_1.safetensors")
     sampled()
     assert f"{why}taew2_1.safetensors is for latents of 48 channels; expected" in caplog.text
     (approx / "taew2_1.safetensors").unlink()
-    approx.rmdir()
     sampled()
     assert caplog.text.count(why) == 4
-    assert {image.size for _, (_, image, _), _ in queue.sent} == {(8, 8)}
+    assert sizes(shown) == {(8, 8)}
 
 
 class Clock:
@@ -220,39 +255,38 @@ class Clock:
         return self.now
 
 
-@pytest.fixture
-def step(bars, method, approx, monkeypatch):
-    """Do a step of a second; a latent frame takes 0.15 s to decode. Its picture."""
+def test_decodes_take_a_tenth_of_the_time_from_the_first_step_on(
+    shown, method, approx, monkeypatch
+):
+    """A step takes a second, and a latent frame 0.15 s to decode."""
     from fast_video_vae.nodes.preview import live
-    from fast_video_vae.vae.preview import TinyDecoder
+    from fast_video_vae.nodes.preview.tiny_decoder import TinyDecoder
 
     save_file(random_tiny(16), approx / "taew2_1.safetensors")
-    clock, decode = Clock(), TinyDecoder.decode_stream
+    clock, frames = Clock(), TinyDecoder.frames
 
-    def slow(self, *given, **options):
-        for piece in decode(self, *given, **options):
-            clock.now += 0.15
-            yield piece
+    def slow(self, *given):
+        for at, frame in enumerate(frames(self, *given)):
+            clock.now += 0.0 if at % 4 else 0.15
+            yield frame
 
-    def done(number, wait_s=0.0):
-        clock.now += 1 + wait_s
+    def step(number, seconds=1.0):
+        clock.now += seconds
         step_done(number, torch.randn(1, 16, 3, 8, 8), None, STEPS)
-        return bars[-1][1][1]
+        return next(each.picture.size for each in reversed(shown) if not each.is_played)
 
-    done.clock = clock
     monkeypatch.setattr(live, "time", clock)
-    monkeypatch.setattr(TinyDecoder, "decode_stream", slow)
+    monkeypatch.setattr(TinyDecoder, "frames", slow)
     method("taesd")
     with torch.inference_mode(), live.playing(expert(), STEPS, {}, clip()["samples"]) as step_done:
-        yield done
-
-
-def test_decodes_take_a_tenth_of_the_time_from_the_first_step_on(step):
-    # The first one is given up after a latent frame: 0.15 s of 0.1.
-    assert step(0).size == (8, 8)
-    # The next one begins when there is twice that, and the one after it when its time fits again.
-    assert [step(number).size for number in range(1, 4)] == [(8, 8)] * 3
-    assert step(4, wait_s=1.0).size == (64, 64)
-    before = step.clock.now
-    assert step(5).size == (64, 64)
-    assert step.clock.now == before + 1
+        # The first one is given up after a latent frame: 0.15 s of 0.1.
+        assert step(0) == (8, 8)
+        # The next one begins when there is twice that, and the one after when its time fits again.
+        assert [step(number) for number in range(1, 4)] == [(8, 8)] * 3
+        assert step(4, seconds=2.0) == (64, 64)
+        before = clock.now
+        assert step(5) == (64, 64)
+        assert clock.now == before + 1
+        monkeypatch.setattr(TinyDecoder, "peak_bytes", lambda self, shape: 1e30)
+        assert step(6, seconds=100.0) == (64, 64)
+        assert clock.now == before + 101

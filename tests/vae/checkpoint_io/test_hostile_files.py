@@ -17,7 +17,6 @@ from fast_video_vae.tests.lora.models import wan
 from fast_video_vae.vae import load_vae
 from fast_video_vae.vae.cli.main import main
 from fast_video_vae.vae.media import load_latent
-from fast_video_vae.vae.preview import load_tiny_decoder
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the system counts no peak memory")
 
@@ -36,12 +35,12 @@ def command(path):
 def readers():
     """The readers of each kind of file; the first call of each has imported what it needs."""
     targets = Targets(wan(blocks=1))
-    readers = [load_vae, load_tiny_decoder, command, load_latent]
+    readers = [load_vae, command, load_latent]
     readers.append(lambda path: load_bank([path], targets))
     for read in readers:
         with pytest.raises((ValueError, OSError)):
             read(Path("gone.pth"))
-    return {"every": readers, "checkpoint": readers[:3], "lora": readers[4:]}
+    return {"every": readers, "checkpoint": readers[:2], "lora": readers[3:]}
 
 
 def status(field):

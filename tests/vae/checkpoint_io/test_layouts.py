@@ -12,11 +12,9 @@ from safetensors.torch import save_file
 
 from fast_video_vae.tests.builders import diffusers_name, random_state_dict, refused
 from fast_video_vae.tests.seedvr2 import random_seedvr2
-from fast_video_vae.tests.tiny import random_tiny
 from fast_video_vae.tests.vae.families import STATES, latent_for, random_frames, random_latent
 from fast_video_vae.tests.wan22 import diffusers_wan22_name
 from fast_video_vae.vae import LayoutError, load_vae, read_checkpoint
-from fast_video_vae.vae.preview import load_tiny_decoder
 
 WHOLE = {family: make() for family, make in STATES.items()}
 SMALL, OTHER, ONE = WHOLE["wan2.1"], random_state_dict(8, seed=1), torch.ones(())
@@ -252,15 +250,6 @@ def test_weights_of_single_frames_give_the_frame_of_a_video_vae(tmp_path, family
         vae.encode(video)
     with refused("frames; expected 1: the weights of this VAE are of single frames"):
         list(vae.decode_stream(iter(latents.split(1, 2))))
-
-
-def test_a_tiny_decoder_is_found_too(tmp_path):
-    state, latent = random_tiny(16), random_latent(1, 16, 2, 3, 4)
-    frames = []
-    for content in (state, {"ema": put("vae.", state), "model": TRAINED}):
-        path, options = saved(content, tmp_path, ".pth"), {"normalizes": False}
-        frames.append(load_tiny_decoder(path, dtype=torch.float32, **options).decode(latent))
-    assert torch.equal(*frames)
 
 
 def test_the_command_reads_them_and_names_what_it_leaves_out(tmp_path, run):
