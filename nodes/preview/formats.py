@@ -32,13 +32,11 @@ def format_of(latent: Tensor) -> LatentFormat:
             )
         return WAN[channels]()
     kinds = [kind for _, kind in inspect.getmembers(comfy.latent_formats, inspect.isclass)]
-    formats = [kind() for kind in kinds if issubclass(kind, LatentFormat)]
+    known = [kind() for kind in kinds if issubclass(kind, LatentFormat)]
+    fitting = [each for each in known if has_factors(each, channels)]
+    fitting = [each for each in fitting if each.latent_dimensions == latent.ndim - 2]
     # Formats of related models can have the same factors.
-    found = {
-        repr(each.latent_rgb_factors): each
-        for each in formats
-        if has_factors(each, channels) and each.latent_dimensions == latent.ndim - 2
-    }
+    found = {repr(each.latent_rgb_factors): each for each in fitting}
     if len(found) != 1:
         names = ", ".join(sorted(type(each).__name__ for each in found.values()))
         reason = f"formats with different colors have them: {names}" if found else "none has them"

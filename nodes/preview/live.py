@@ -8,6 +8,7 @@ replaced here. Facts about it are from latent_preview.py and main.py of 0.33.
 """
 
 import contextvars
+import functools
 import logging
 import threading
 import time
@@ -26,7 +27,7 @@ from PIL.Image import Image, fromarray
 from torch import Tensor
 
 from .formats import colors, has_factors
-from .tiny_decoder import tiny_decoder_on, tiny_file, tiny_model
+from .tiny_decoder import TinyDecoder, tiny_decoder_on, tiny_file, tiny_model
 
 _logger = logging.getLogger(__name__)
 
@@ -41,7 +42,8 @@ _FPS = {16: 16, 48: 24}
 # Share of the time of a run that decodes with a tiny decoder may take.
 _SHARE = 0.1
 
-THREAD_NAME = "fast-vae-preview"
+# A thread that is in the middle of a message ends within microseconds.
+_JOIN_S = 5.0
 
 
 # The thread calls ComfyUI's hook as a step does: the hook puts messages into the server's queue.
@@ -54,8 +56,11 @@ def playing(
     if not _may_play(model, first):
         yield latent_preview.prepare_callback(model, steps, seen)
         return
-    makers = _makers(model, first.shape[1])
-    frames = max(1, getattr(model.model.latent_format, "temporal_downscale_ratio", 4))
+    latent_format = model.model.latent_format
+    makers: list[_Maker] = [lambda x0: colors(latent_format, x0)]
+    if args.preview_method == LatentPreviewMethod.TAESD:
+        makers.insert(0, _TinyFrames(model))
+    frames = max(1, getattr(latent_format, "temporal_downscale_ratio", 4))
     period_s = frames / _FPS.get(first.shape[1], 16)
     bar, clip, ended = comfy.utils.ProgressBar(steps), list[Image](), threading.Event()
 
@@ -79,14 +84,14 @@ def playing(
             except RuntimeError:  # the server shuts down: its event loop is closed
                 return
 
-    context = contextvars.copy_context()  # names the node
-    thread = threading.Thread(target=context.run, args=(play,), name=THREAD_NAME, daemon=True)
+    run = contextvars.copy_context().run  # names the node
+    thread = threading.Thread(target=run, args=(play,), name="fast-vae-preview", daemon=True)
     thread.start()
     try:
         yield step_done
     finally:
         ended.set()
-        thread.join()
+        thread.join(_JOIN_S)
 
 
 # A maker that fails is removed, and so are those after one that made pictures: better pictures are
@@ -107,41 +112,33 @@ def _make(makers: list[_Maker], x0: Tensor) -> list[Image]:
     return []
 
 
-def _makers(model: ModelPatcher, channels: int) -> list[_Maker]:
-    """Return what makes pictures of latents with `channels`, the preferred one first."""
-    makers: list[_Maker] = [lambda x0: colors(model.model.latent_format, x0)]
-    if args.preview_method == LatentPreviewMethod.TAESD:
-        try:
-            makers.insert(0, _TinyFrames(model, channels))
-        except Exception as error:
-            text = "Fast Video VAE: no tiny decoder for previews; using latent2rgb: %s"
-            _logger.warning(text, error)
-    return makers
-
-
 # Where a decode does not fit into the time or the memory, there are none. A decode that takes
 # longer than it may is given up after a latent frame, and tried again when there is twice the time.
 class _TinyFrames:
     """Makes pictures by a tiny decoder: every fourth frame, one for each latent frame."""
 
-    def __init__(self, model: ModelPatcher, channels: int) -> None:
+    def __init__(self, model: ModelPatcher) -> None:
         self._format, self._device = model.model.latent_format, model.load_device
+        self._began_at = time.monotonic()
+        self._spent_s = self._needed_s = 0.0
+
+    @functools.cached_property
+    def _decoder(self) -> TinyDecoder:
+        channels = self._format.latent_channels
         name = tiny_file(channels)
         if name is None:
             raise FileNotFoundError(f"models/vae_approx has no {self._format.taesd_decoder_name}")
-        self._decoder = tiny_decoder_on(self._device, tiny_model(name, channels))
-        self._began_at = time.monotonic()
-        self._spent_s = self._needed_s = 0.0
+        return tiny_decoder_on(self._device, tiny_model(name, channels))
 
     def __call__(self, x0: Tensor) -> list[Image]:
         # Wait for the step, so that the time of its queued work is not counted as that of a decode.
         x0[(0,) * x0.ndim].item()
-        start, done = time.monotonic(), []
+        decoder, done, start = self._decoder, [], time.monotonic()
         allowed_s = _SHARE * (start - self._began_at) - self._spent_s
         free = comfy.model_management.get_free_memory(self._device)  # no model is moved
-        if self._needed_s > allowed_s or self._decoder.peak_bytes(x0.shape) >= free:
+        if self._needed_s > allowed_s or decoder.peak_bytes(x0.shape) >= free:
             return []
-        frames = self._decoder.frames(self._format.process_out(x0.float()), self._device)
+        frames = decoder.frames(self._format.process_out(x0.float()), self._device)
         for frame in islice(frames, None, None, 4):
             comfy.model_management.throw_exception_if_processing_interrupted()
             smaller = max(1, max(frame.shape[-2:]) // latent_preview.MAX_PREVIEW_RESOLUTION)
@@ -158,13 +155,12 @@ class _TinyFrames:
 def _may_play(model: ModelPatcher, latent: Tensor) -> bool:
     """Return whether a clip may take the place of ComfyUI's preview."""
     method, latent_format = args.preview_method, model.model.latent_format
-    is_wan = str(latent_format.taesd_decoder_name).startswith("lighttaew2")
     is_clip = latent.ndim == 5 and latent.shape[2] > 1
-    if method == LatentPreviewMethod.NoPreviews or not is_clip:
+    is_wan = str(latent_format.taesd_decoder_name).startswith("lighttaew2")
+    is_known = is_wan if method == LatentPreviewMethod.TAESD else True
+    if method == LatentPreviewMethod.NoPreviews or not (is_clip and is_known):
         return False
     if not has_factors(latent_format, latent.shape[1]):
-        return False
-    if method == LatentPreviewMethod.TAESD and not is_wan:
         return False
     args.preview_method = LatentPreviewMethod.Latent2RGB  # with taesd it loads a decoder
     try:

@@ -1,5 +1,7 @@
 """The node that shows a latent: quickly, without its VAE."""
 
+from collections.abc import Iterator
+
 import numpy
 import torch
 import torch.nn.functional as F
@@ -12,7 +14,6 @@ from ..host.error_text import about
 from ..host.input_checks import checked
 from ..host.lazy import Later
 from ..host.numbering import saved, unused_names
-from ..host.progress import Progress
 from ..host.widgets import AUTO, CATEGORY, fps_input
 from . import formats, tiny_decoder
 
@@ -115,14 +116,14 @@ def _color(latent: Tensor) -> tuple[Tensor, int]:
     videos = latent if latent.ndim == 5 else latent.unsqueeze(2)
     frames = videos.movedim(2, 1).flatten(0, 1)  # [N, C, h, w]
     frames = frames.unsqueeze(2) if found.latent_dimensions == 3 else frames
-    images = tiny_decoder.empty_images(len(frames), *size, 3)
-    progress = Progress(len(images))
-    for frame, image in zip(frames.split(1), images.split(1), strict=True):
-        (picture,) = formats.colors(found, found.process_in(frame.float()))
-        unit = torch.from_numpy(numpy.array(picture)).to(images).movedim(-1, 0)[None] / 255
-        resized = F.interpolate(unit, size, mode="bilinear", antialias=scale < 1)
-        image.copy_(resized.movedim(1, -1)).clamp_(0, 1)
-        progress.passed(1, image)
+
+    def pictures() -> Iterator[Tensor]:
+        for frame in frames.split(1):
+            (picture,) = formats.colors(found, found.process_in(frame.float()))
+            unit = torch.from_numpy(numpy.array(picture)).movedim(-1, 0)[None] / 255
+            yield F.interpolate(unit, size, mode="bilinear", antialias=scale < 1)
+
+    images = tiny_decoder.image((len(frames), *size, 3), pictures())
     return images, found.temporal_downscale_ratio if videos.shape[2] > 1 else 1
 
 

@@ -72,12 +72,15 @@ def latent(channels=16, frames=3, batch=1, side=6):
     return torch.randn(batch, channels, frames, side, side + 1, generator=generator)
 
 
-def stock(state, samples, name="light"):
-    """The IMAGE of ComfyUI's network for latents as a file of this name expects them."""
+def wan(channels):
     import comfy.latent_formats
 
-    wan = {16: comfy.latent_formats.Wan21, 48: comfy.latent_formats.Wan22}[samples.shape[1]]()
-    given = samples if name.startswith("light") else wan.process_in(samples)
+    return {16: comfy.latent_formats.Wan21, 48: comfy.latent_formats.Wan22}[channels]()
+
+
+def stock(state, samples, name="light"):
+    """The IMAGE of ComfyUI's network for latents as a file of this name expects them."""
+    given = samples if name.startswith("light") else wan(samples.shape[1]).process_in(samples)
     return stock_frames(state, given).movedim(1, -1).flatten(0, 1).clamp(0, 1)
 
 
@@ -106,14 +109,14 @@ def test_auto_takes_the_tiny_decoder_of_the_channels(tiny, name, channels, frame
 def test_the_light_decoder_is_preferred_and_wider_ones_are_not_listed(tiny):
     from fast_video_vae.nodes.preview.nodes import PreviewLatent
 
-    tiny("taew2_1.safetensors")
-    state = tiny("lighttaew2_1.safetensors")
-    for name in ("taew2_2_super.safetensors", "taehv.safetensors"):
-        tiny(name)
-    decoder = PreviewLatent.define_schema().inputs[1]
-    files = ["lighttaew2_1.safetensors", "taew2_1.safetensors"]
-    assert decoder.options == ["auto", "latent2rgb", *files]
-    assert (shown(latent())[0] - stock(state, latent())).abs().max() <= 1e-5
+    names = ["lighttaew2_1.pth", "taehv.pth", "taew2_1.safetensors", "taew2_2_super.pth"]
+    light, *_ = [tiny(name) for name in names]
+    options = PreviewLatent.define_schema().inputs[1].options
+    assert options == ["auto", "latent2rgb", *names[::2]]
+    images, *_ = shown(latent())
+    assert (images - stock(light, latent())).abs().max() <= 1e-5
+    tiny(names[0], changed={"decoder.22.bias": torch.ones(3)})  # read again
+    assert not torch.equal(shown(latent())[0], images)
 
 
 def test_half_precision_is_near_float32_and_memory_does_not_grow(tiny, monkeypatch):
@@ -143,46 +146,31 @@ def test_half_precision_is_near_float32_and_memory_does_not_grow(tiny, monkeypat
     assert peaks[1] <= decoder.peak_bytes(samples.shape) <= 1.5 * peaks[1]
 
 
-@pytest.mark.parametrize("channels", [16, 48])
-def test_colors_are_those_of_comfyuis_factors(channels):
+@pytest.mark.parametrize(("channels", "scale"), [(16, 8), (48, 16)])
+def test_colors_are_those_of_comfyuis_factors(channels, scale):
     """One picture per latent frame, of the latent as the model sees it."""
-    import comfy.latent_formats
-
-    kind = {16: comfy.latent_formats.Wan21, 48: comfy.latent_formats.Wan22}[channels]()
-    samples, scale = latent(channels), {16: 8, 48: 16}[channels]
+    samples, kind = latent(channels), wan(channels)
     images, fps, picture = shown(samples, fps=24.0)
     assert images.shape == (3, 6 * scale, 7 * scale, 3)
-    assert (fps, picture.n_frames) == (6.0, 3)
-    assert seconds(picture) == pytest.approx(3 / 6, abs=0.002)
+    assert (fps, picture.n_frames, seconds(picture)) == (6.0, 3, pytest.approx(0.5, abs=0.002))
     factors, bias = map(torch.tensor, (kind.latent_rgb_factors, kind.latent_rgb_factors_bias))
     x = kind.process_in(samples)[0].permute(1, 2, 3, 0)
     expected = ((x @ factors + bias + 1) / 2).clamp(0, 1)
-    inner = images.unflatten(1, (6, scale)).unflatten(3, (7, scale))
-    middle = slice(scale // 2 - 1, scale // 2 + 1)
     # Bilinear pixels at the center of a latent are nearest to its color.
-    center = inner[:, :, middle, :, middle].mean((2, 4))
+    center = images[:, scale // 2 :: scale, scale // 2 :: scale]
     assert (center - expected).abs().mean() < 6 / 255
 
 
-@pytest.mark.parametrize("decoder", ["auto", "latent2rgb", "taew2_1.safetensors"])
-def test_images_work_too(tiny, decoder):
-    tiny("taew2_1.safetensors")
-    for samples in (torch.randn(2, 16, 6, 6), torch.randn(2, 16, 1, 6, 6)):
-        images, fps, _ = shown(samples, decoder=decoder)
-        assert images.shape == (2, 48, 48, 3)
-        assert fps == 16.0
-
-
-def test_images_of_16_channels_are_decoded_as_wan_only_on_request(tiny, caplog):
+@pytest.mark.parametrize("decoder", ["auto", "latent2rgb", "taew2_1.pth"])
+def test_images_of_16_channels_are_decoded_as_wan_only_on_request(tiny, caplog, decoder):
     """Without a dimension for time they are mostly those of SD3 or Flux."""
-    tiny("taew2_1.safetensors")
-    samples = torch.randn(1, 16, 6, 6)
-    chosen, *_ = shown(samples, decoder="taew2_1.safetensors")
-    assert caplog.text == ""
-    images, *_ = shown(samples)
-    assert "colors of this preview are those of Wan" in caplog.text
-    assert torch.equal(images, shown(samples, decoder="latent2rgb")[0])
-    assert torch.equal(shown(samples.unsqueeze(2))[0], chosen)
+    tiny("taew2_1.pth")
+    samples = torch.randn(2, 16, 6, 6)
+    images, fps, _ = shown(samples, decoder=decoder)
+    assert (images.shape, fps) == ((2, 48, 48, 3), 16.0)
+    assert ("colors of this preview are those of Wan" in caplog.text) == (decoder[0] != "t")
+    video, *_ = shown(samples.unsqueeze(2), decoder=decoder)
+    assert torch.equal(video, images) == (decoder != "auto")
 
 
 def test_latents_of_other_models_work_if_their_colors_are_certain():
@@ -246,22 +234,15 @@ def test_a_long_or_large_clip_is_shown_in_a_small_file():
 
 def test_progress_covers_all_frames_and_an_interrupt_ends_it(tiny, progress, monkeypatch):
     import comfy.model_management as management
+    import comfy.utils
 
-    from fast_video_vae.nodes.host import progress as host
-
-    tiny("taew2_1.safetensors")
+    tiny("taew2_1.pth")
     shown(latent())
     assert progress == [(done, 9) for done in range(1, 10)]
-    stop, calls = management.InterruptProcessingException, []
-
-    def interrupted():
-        calls.append(1)
-        if len(calls) == 2:
-            raise stop
-
-    monkeypatch.setattr(host, "throw_exception_if_processing_interrupted", interrupted)
-    with pytest.raises(stop):
-        shown(latent(frames=4))
+    stop = lambda *given, **options: management.interrupt_current_processing()  # noqa: E731
+    monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", stop)
+    with pytest.raises(management.InterruptProcessingException):
+        shown(latent())
 
 
 def test_memory_that_runs_out_is_freed_and_the_decode_repeated_at_last_on_the_cpu(

@@ -100,13 +100,17 @@ def test_the_colors_are_comfyuis(shown, method):
     assert_played(shown, map(levels_of, expected))
 
 
-def test_nothing_plays_with_previews_off_or_for_an_image(shown, method):
+def test_nothing_plays_with_previews_off_for_an_image_or_another_model(shown, method, monkeypatch):
     method("none")
     sampled()
     assert sizes(shown) == {None}
     shown.clear()
     method("auto")
     sampled(latent_image=clip(frames=1))
+    method("taesd")
+    known = expert("wan21-t2v", 0).model.latent_format
+    monkeypatch.setattr(known, "taesd_decoder_name", "lighttaehy1_5")
+    sampled()
     assert None not in sizes(shown)  # ComfyUI's own
     assert not any(each.is_played for each in shown)
 
@@ -142,39 +146,25 @@ def test_an_error_or_a_stop_ends_the_thread(shown, method, monkeypatch, is_stop,
     assert not management.processing_interrupted()
 
 
-@pytest.mark.parametrize("kind", [RuntimeError, torch.OutOfMemoryError])
-def test_a_preview_that_fails_does_not_end_the_run(
-    shown, method, approx, monkeypatch, caplog, kind
-):
+def test_a_preview_that_fails_does_not_end_the_run(shown, method, approx, monkeypatch, caplog):
     from fast_video_vae.nodes.preview import live
     from fast_video_vae.nodes.preview.tiny_decoder import TinyDecoder
 
     save_file(random_tiny(16), approx / "taew2_1.safetensors")
     method("none")
     expected = sampled()["LATENT"]["samples"]
-    monkeypatch.setattr(TinyDecoder, "frames", Mock(side_effect=kind("planted")))
+    monkeypatch.setattr(TinyDecoder, "frames", Mock(side_effect=torch.OutOfMemoryError("planted")))
     method("taesd")
     shown.clear()
     assert torch.equal(sampled()["LATENT"]["samples"], expected)
     assert caplog.text.count("making a preview failed; using latent2rgb: planted") == 1
     assert sizes(shown) == {(8, 8)}
-    monkeypatch.setattr(live, "colors", Mock(side_effect=kind("planted too")))
+    monkeypatch.setattr(live, "colors", Mock(side_effect=ValueError("planted too")))
     shown.clear()
     method("auto")
-    assert torch.equal(sampled()["LATENT"]["samples"], expected)
+    sampled()
     assert caplog.text.count("the run goes on without: planted too") == 1
     assert sizes(shown) == {None}
-
-
-def test_a_stop_while_pictures_are_made_ends_the_run(shown, method, monkeypatch):
-    from comfy.model_management import InterruptProcessingException
-
-    from fast_video_vae.nodes.preview import live
-
-    monkeypatch.setattr(live, "colors", Mock(side_effect=InterruptProcessingException()))
-    method("auto")
-    with pytest.raises(InterruptProcessingException):
-        sampled()
 
 
 @pytest.mark.parametrize(
@@ -231,7 +221,7 @@ def test_taesd_plays_the_frames_of_a_tiny_decoder(shown, method, approx, monkeyp
 
 def test_taesd_without_a_usable_file_plays_colors(shown, method, approx, caplog):
     method("taesd")
-    why = "no tiny decoder for previews; using latent2rgb: "
+    why = "making a preview failed; using latent2rgb: "
     sampled()
     assert f"{why}models/vae_approx has no lighttaew2_1" in caplog.text
     (approx / "taew2_1.safetensors").write_bytes(b"no")
