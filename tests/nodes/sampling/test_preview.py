@@ -5,6 +5,7 @@ import threading
 from typing import NamedTuple
 from unittest.mock import Mock
 
+import numpy
 import pytest
 import torch
 from PIL import Image
@@ -65,39 +66,31 @@ def sizes(shown):
     return {each.picture and each.picture.size for each in shown}
 
 
-def levels_of(image):
-    return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).float()
-
-
 def assert_played(shown, expected):
-    """Check that the last step showed pictures of these levels; one more level is rounding."""
-    played = torch.stack([levels_of(each.picture) for each in shown if each.value == STEPS])
-    for levels in expected:
-        assert (played - levels.flatten()).abs().amax(1).min() <= 1.01
+    """Check that the last step showed these pictures `[T, H, W, 3]`; one more level is rounding."""
+    last = [numpy.asarray(each.picture) for each in shown if each.value == STEPS]
+    played = torch.from_numpy(numpy.stack(last)).float()
+    for picture in expected:
+        assert (played - picture).abs().amax((1, 2, 3)).min() <= 1.01
 
 
-def test_every_step_plays_its_latent_frames_on_its_node(shown, method):
-    method("auto")
-    sampled()
-    assert [each.value for each in shown if not each.is_played] == list(range(1, STEPS + 1))
-    for step in range(1, STEPS):
-        of_step = {each.picture.tobytes() for each in shown if each.value == step}
-        assert len(of_step) == 3
-    assert any(each.is_played for each in shown)
-    assert {each.node for each in shown} == {"node"}
-
-
-def test_the_colors_are_comfyuis(shown, method):
+@pytest.mark.parametrize("name", ["auto", "latent2rgb"])
+def test_every_step_plays_comfyuis_colors_of_its_latent_frames(shown, method, name):
     """Of the denoised latent, frame by frame, as ComfyUI shows the first one."""
     import latent_preview
 
-    method("latent2rgb")
+    method(name)
     result = sampled()
+    assert [each.value for each in shown if not each.is_played] == list(range(1, STEPS + 1))
+    assert any(each.is_played for each in shown)
+    assert {each.node for each in shown} == {"node"}
+    for step in range(1, STEPS):
+        assert len({each.picture.tobytes() for each in shown if each.value == step}) == 3
     model = expert()
     x0 = model.model.process_latent_in(result["denoised"]["samples"])
     previewer = latent_preview.get_previewer(model.load_device, model.model.latent_format)
     expected = [previewer.decode_latent_to_preview(each) for each in x0.split(1, 2)]
-    assert_played(shown, map(levels_of, expected))
+    assert_played(shown, torch.from_numpy(numpy.stack(expected)))
 
 
 def test_nothing_plays_with_previews_off_for_an_image_or_another_model(shown, method, monkeypatch):
@@ -182,10 +175,6 @@ def test_the_preview_of_another_pack_is_used(shown, method, monkeypatch, owner, 
     """It patches a part of ComfyUI's, or gives its own previewer, as VideoHelperSuite does."""
     import latent_preview
 
-    class Other(latent_preview.LatentPreviewer):
-        def __init__(self, previewer):
-            self.decode_latent_to_preview = previewer.decode_latent_to_preview
-
     owner = getattr(latent_preview, owner) if owner else latent_preview
     core, calls = getattr(owner, name), []
 
@@ -193,7 +182,7 @@ def test_the_preview_of_another_pack_is_used(shown, method, monkeypatch, owner, 
     def patched(*given, **options):
         calls.append(given)
         result = core(*given, **options)
-        return Other(result) if name == "get_previewer" and is_on else result
+        return Mock(wraps=result) if name == "get_previewer" and is_on else result
 
     monkeypatch.setattr(owner, name, patched)
     method("auto")
