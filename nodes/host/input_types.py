@@ -25,8 +25,7 @@ _AUDIO = "an AUDIO, which is a dict with 'waveform' and 'sample_rate'"
 _CONDITIONING = "a CONDITIONING, which is a list of pairs of a tensor and a dict"
 
 
-def latent(value: object) -> Mapping[str, Any]:
-    """Return a LATENT: finite floats, `[B, C, t, h, w]`, `[B, C, h, w]` or three dimensions."""
+def _latent(value: object) -> Mapping[str, Any]:
     if not isinstance(value, Mapping) or "samples" not in value:
         raise _unexpected(value, _LATENT)
     samples = value["samples"]
@@ -47,16 +46,15 @@ def latent(value: object) -> Mapping[str, Any]:
     return value
 
 
-def image(value: object) -> Tensor:
-    """Return an IMAGE `[N, H, W, C]`, or a batch of videos `[B, T, H, W, C]`."""
+def _image(value: object) -> Tensor:
     tensor = _floats(value, _IMAGE)
-    if tensor.ndim not in (4, 5):
+    if tensor.ndim not in (4, 5):  # [B, T, H, W, C]: a batch of videos
         raise _unexpected(tensor, "[N, H, W, C]")
     return tensor
 
 
-def audio(value: object) -> Mapping[str, Any]:
-    """Return an AUDIO, which can be a mapping that reads its file on access."""
+# It can be a mapping that reads its file on access.
+def _audio(value: object) -> Mapping[str, Any]:
     if not isinstance(value, Mapping) or not {"waveform", "sample_rate"} <= set(value):
         raise _unexpected(value, _AUDIO)
     waveform, rate = value["waveform"], value["sample_rate"]
@@ -68,49 +66,43 @@ def audio(value: object) -> Mapping[str, Any]:
     return value
 
 
-def video(value: object) -> object:
-    """Return a VIDEO; if it has tensors, they are checked too."""
+def _video(value: object) -> object:
     methods = "get_components", "get_stream_source", "get_active_trim_window"
     _having(value, methods, "a VIDEO, as from Load Video")
     if isinstance(value, InputImpl.VideoFromComponents):
         parts = value.get_components()
         with about("its images"):
-            image(parts.images)
+            _image(parts.images)
         if not isinstance(parts.frame_rate, Real) or not 0 < parts.frame_rate < float("inf"):
             raise _unexpected(parts.frame_rate, "more than 0", "its frame rate is")
         if parts.audio is not None:
-            audio(parts.audio)
+            _audio(parts.audio)
     return value
 
 
-def vae(value: object) -> object:
-    """Return a VAE of ComfyUI, or an object of another pack with `encode` or `decode`."""
+def _vae(value: object) -> object:
     if isinstance(value, comfy.sd.VAE):
         if value.first_stage_model is None:
             raise ValueError("its file has no VAE; expected one: load the VAE from its own file")
         return value
     if isinstance(value, (str, bytes, bytearray)):  # text has methods with these names
         raise _unexpected(value, "a VAE")
-    if callable(getattr(value, "decode", None)):
-        return value
-    return _having(value, ("encode",), f"a VAE{_own_file(value)}")
+    method = "decode" if callable(getattr(value, "decode", None)) else "encode"
+    return _having(value, (method,), f"a VAE{_own_file(value)}")
 
 
-def model(value: object) -> ModelPatcher:
-    """Return a MODEL."""
+def _model(value: object) -> ModelPatcher:
     if not isinstance(value, ModelPatcher):
         raise _unexpected(value, "a MODEL, as from Load Diffusion Model")
     return value
 
 
-def clip(value: object) -> object:
-    """Return a CLIP of ComfyUI, or an object of another pack with its methods."""
+def _clip(value: object) -> object:
     methods = "tokenize", "encode_from_tokens_scheduled"
     return _having(value, methods, f"a text encoder{_own_file(value)}")
 
 
-def conditioning(value: object) -> list:
-    """Return a CONDITIONING, which can be empty."""
+def _conditioning(value: object) -> list:
     if not isinstance(value, (list, tuple)):
         raise _unexpected(value, _CONDITIONING)
     for pair in value:
@@ -124,30 +116,31 @@ def conditioning(value: object) -> list:
     return value
 
 
-def sigmas(value: object) -> Tensor:
-    """Return SIGMAS `[n]` of any length."""
+def _sigmas(value: object) -> Tensor:
     tensor = _tensor(value, "SIGMAS, a tensor of noise levels")
     if tensor.ndim != 1 or tensor.is_complex() or tensor.dtype == torch.bool:
         raise _unexpected(tensor, "SIGMAS, a tensor of one dimension")
     return tensor
 
 
-def lora_stack(value: object) -> tuple:
-    """Return the entries of the output of LoRA Stack (Fast)."""
-    entries = isinstance(value, (list, tuple)) and all(
-        isinstance(each, lora.StackEntry) for each in value
-    )
-    if not entries:
+def _lora_stack(value: object) -> tuple:
+    is_list = isinstance(value, (list, tuple))
+    if not is_list or not all(isinstance(each, lora.StackEntry) for each in value):
         raise _unexpected(value, "the output of LoRA Stack (Fast)")
     return tuple(value)
 
 
 TYPES: dict[str, Callable[[object], object]] = {
-    "FASTVAE_LORA_STACK": lora_stack,
-    **{
-        check.__name__.upper(): check
-        for check in (latent, image, audio, video, vae, model, clip, conditioning, sigmas)
-    },
+    "LATENT": _latent,
+    "IMAGE": _image,
+    "AUDIO": _audio,
+    "VIDEO": _video,
+    "VAE": _vae,
+    "MODEL": _model,
+    "CLIP": _clip,
+    "CONDITIONING": _conditioning,
+    "SIGMAS": _sigmas,
+    "FASTVAE_LORA_STACK": _lora_stack,
 }
 
 

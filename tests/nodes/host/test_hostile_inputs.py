@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from fast_video_vae.tests.nodes.extra_nodes import BAD
-from fast_video_vae.tests.nodes.sampling.sampler_models import DEFAULTS
-from fast_video_vae.tests.nodes.server import AUTO, VIDEO, PromptError, Workflow
+from fast_video_vae.tests.nodes.extra_nodes import BAD, GOOD
+from fast_video_vae.tests.nodes.server import AUTO, NODES, VIDEO, PromptError, Workflow
+from fast_video_vae.tests.tools.locales import inputs
 
 pytestmark = pytest.mark.comfyui
 
@@ -28,67 +28,95 @@ def link(name):
     return ("value", name)
 
 
-VAE = {"class_type": "FastVAE_Load", "inputs": {"vae_name": "bundled demo", **AUTO}}
-MODEL = {
-    "class_type": "UNETLoader",
-    "inputs": {"unet_name": "expert-0.safetensors", "weight_dtype": "default"},
+def node(kind, **inputs):
+    return {"class_type": kind, "inputs": inputs}
+
+
+LORA = node("FastVAE_LoraStack", lora_name="lora-0.safetensors", strength="1", blocks="")
+
+# A valid value for each type of links, and inputs for which the default is none or slow.
+LINKS = {name.upper(): link(name) for name in GOOD} | {
+    "VAE": node("FastVAE_Load", vae_name="bundled demo", **AUTO),
+    "MODEL": node("UNETLoader", unet_name="expert-0.safetensors", weight_dtype="default"),
+    "FASTVAE_LORA_STACK": LORA,
 }
-LORA = {
-    "class_type": "FastVAE_LoraStack",
-    "inputs": {"lora_name": "lora-0.safetensors", "strength": "1", "blocks": ""},
+CHANGED = {
+    "FastVAE_Load": {"vae_name": "bundled demo"},
+    "FastVAE_DecodeVideo": VIDEO,
+    "FastVAE_LoraStack": LORA["inputs"],
+    "FastVAE_TextEncode": {"positive": "a", "negative": "b"},
+    "FastVAE_WanSampler": {"steps": 1, "latent_image": link("small latent")},
+    "FastVAE_Benchmark": {"width": 16, "height": 16, "frames": 1, "rounds": 1},
 }
-
-# Valid inputs of each node.
-WORKING = {
-    "FastVAE_Load": VAE["inputs"],
-    "FastVAE_Accelerate": {"vae": VAE, **AUTO},
-    "FastVAE_Encode": {"pixels": link("image"), "vae": VAE, "batch": "video", "dtype": "auto",
-                       "chunk": 0},
-    "FastVAE_Decode": {"samples": link("latent"), "vae": VAE, "dtype": "auto", "chunk": 0},
-    "FastVAE_EncodeVideo": {"video": link("video"), "vae": VAE, "fps": 0.0, "width": 0, "height": 0,
-                            "max_frames": 0, "dtype": "auto", "chunk": 0},
-    "FastVAE_DecodeVideo": VIDEO | {"samples": link("latent"), "vae": VAE, "audio": link("audio"),
-                                    "hardware": False, "frames": "", "dtype": "auto", "chunk": 0},
-    "FastVAE_PreviewLatent": {"samples": link("latent"), "decoder": "auto", "fps": 16.0},
-    "FastVAE_LoraStack": LORA["inputs"] | {"stack": LORA},
-    "FastVAE_ApplyLora": {"model": MODEL, "stack": LORA, "mode": "auto", "phase": "auto"},
-    "FastVAE_TextEncode": {"clip": link("clip"), "positive": "a", "negative": "b", "dtype": "auto",
-                           "compile": "off", "cache": 0},
-    "FastVAE_WanSampler": DEFAULTS | {
-        "steps": 1, "model_high": MODEL, "model_low": MODEL, "positive": link("conditioning"),
-        "negative": link("conditioning"), "latent_image": link("small latent"),
-        "loras_high": LORA, "loras_low": LORA, "sigmas": link("sigmas"),
-    },
-    "FastVAE_FuseMLP": {"model": MODEL},
-    "FastVAE_ToWanVideoWrapper": {"vae": VAE},
-    "FastVAE_Benchmark": {"vae": VAE, "task": "decode", "width": 16, "height": 16, "frames": 1,
-                          "rounds": 1, "dtype": "auto", "samples": link("latent"),
-                          "pixels": link("image")},
-}  # fmt: skip
+WITH_INPUTS = [each for each in NODES if each != "FastVAE_DemoClip"]
 
 
-def values_for(usual):
-    """Return all values for a link; for a widget those that are not tensors, and two more."""
-    if isinstance(usual, (tuple, dict)):
-        return list(BAD)
-    return [*list(BAD)[: list(BAD).index("flat latent")], "flat image", "bool"]
+class Working(dict):
+    """Valid inputs of a node, and the names of the optional ones."""
+
+    def __init__(self, kind, info):
+        self.kind, self.optional = kind, {*info["input"].get("optional", {})}
+        for name, link_type, options in inputs(info):
+            choices = options.get("options") or [""]
+            self[name] = LINKS.get(link_type) or options.get("default", choices[0])
+        self |= CHANGED.get(kind, {})
+
+    def values_for(self, name):
+        """Return all values for a link; for a widget those that are not tensors, and two more."""
+        if isinstance(self[name], (tuple, dict)):
+            return list(BAD)
+        return [*list(BAD)[: list(BAD).index("flat latent")], "flat image", "bool"]
+
+    def few_rows(self):
+        """Return some values for each input, so that every value is sent into some input."""
+        always = ("None", "list", "empty dict", "NUL", "NaN")
+        rows = []
+        for at, name in enumerate(self):
+            own = [value for value in self.values_for(name) if value not in always]
+            linked = isinstance(self[name], (tuple, dict))
+            few = own[at % 9 :: 9] if linked else own[at % 4 :: 10]
+            rows += [(name, each) for each in self.values_for(name) if each in (*always, *few)]
+        return rows
+
+    def accepts(self, name, value):
+        if value == "None":
+            return name in self.optional
+        if value == "fraction":
+            return not isinstance(self[name], int) or isinstance(self[name], float)
+        words = {"text", "NUL", "lines", "long text", "half a character", "out of the folder"}
+        taken = {
+            "positive": words,
+            "negative": words,
+            "blocks": {"text", "NUL"},
+            "filename_prefix": {"text"},
+            "stack": {"empty list"},
+            "loras_high": {"empty list"},
+            "loras_low": {"empty list"},
+            "latent_image": {"latent of 5 channels"},  # all zeros fit any number of channels
+        }
+        return value in taken.get(name, set())
+
+    def prompt(self, **changed):
+        """Return a workflow of the node with `changed` inputs, and the nodes that it needs."""
+        workflow = Workflow()
+
+        def added(value):
+            if isinstance(value, tuple):
+                return workflow.add("Test_Value", name=value[1])
+            if isinstance(value, dict):
+                given = {key: added(each) for key, each in value["inputs"].items()}
+                return workflow.add(value["class_type"], **given)
+            return value
+
+        given = {key: added(value) for key, value in (self | changed).items()}
+        workflow.add("PreviewAny", source=workflow.add(self.kind, **given))
+        return workflow
 
 
-def prompt(node, **changed):
-    """Return a workflow of one node with `changed` inputs, and the nodes that it needs."""
-    workflow = Workflow()
-
-    def added(value):
-        if isinstance(value, tuple):
-            return workflow.add("Test_Value", name=value[1])
-        if isinstance(value, dict):
-            inputs = {key: added(each) for key, each in value["inputs"].items()}
-            return workflow.add(value["class_type"], **inputs)
-        return value
-
-    inputs = {key: added(value) for key, value in (WORKING[node] | changed).items()}
-    workflow.add("PreviewAny", source=workflow.add(node, **inputs))
-    return workflow
+@pytest.fixture
+def working(request, expert_server):
+    (info,) = expert_server.get(f"/object_info/{request.param}").values()
+    return Working(request.param, info)
 
 
 def failures(server, prompts):
@@ -108,66 +136,45 @@ def failures(server, prompts):
     return found
 
 
-def check(server, node, rows):
+def check(server, working, rows):
     """Send the value of each row into its input, and check the errors."""
-    changes = [{name: link(value)} for name, value in rows]
-    if node == "FastVAE_WanSampler":  # LoRAs for a second model need a second model
-        changes = [{"loras_low": link("None")} | each for each in changes]
-    errors = failures(server, [prompt(node, **each) for each in changes])
+    # LoRAs for a second model need a second model.
+    alone = {"loras_low": link("None")} if "loras_low" in working else {}
+    prompts = [working.prompt(**alone | {name: link(value)}) for name, value in rows]
     wrong = []
-    for (name, value), error in zip(rows, errors, strict=True):
+    for (name, value), error in zip(rows, failures(server, prompts), strict=True):
         if error is None:
-            if not is_fine(node, name, value):
-                wrong.append(f"{name}, {value}: accepted")
+            wrong += [] if working.accepts(name, value) else [f"{name}, {value}: accepted"]
             continue
         text, kind = error
         is_line = text.isprintable() and len(text) <= LONGEST
-        named = re.match(rf"{name}[ :]", text)
-        if kind not in KINDS or not named or RAW.search(text) or not is_line:
-            wrong.append(f"{name}, {value}: {kind} {text!r}")
+        if kind not in KINDS or not re.match(rf"{name}[ :]", text) or RAW.search(text):
+            is_line = False
+        wrong += [] if is_line else [f"{name}, {value}: {kind} {text!r}"]
     assert wrong == []
 
 
-def is_fine(node, name, value):
-    """Return whether the input is to accept a value."""
-    usual = WORKING[node][name]
-    if value == "None":
-        return name in OPTIONAL
-    if value == "fraction":
-        return not isinstance(usual, int) or isinstance(usual, float)
-    words = {"text", "NUL", "lines", "long text", "half a character", "out of the folder"}
-    taken = {
-        "positive": words,
-        "negative": words,
-        "blocks": {"text", "NUL"},
-        "filename_prefix": {"text"},
-        "stack": {"empty list"},
-        "loras_high": {"empty list"},
-        "loras_low": {"empty list"},
-        "latent_image": {"latent of 5 channels"},  # all zeros: accepted with any number of channels
-    }
-    return value in taken.get(name, set())
+@pytest.mark.parametrize("working", WITH_INPUTS, indirect=True)
+def test_a_wrong_value_is_a_one_line_error_naming_its_input(expert_server, working):
+    check(expert_server, working, working.few_rows())
 
 
-# Inputs for which None is the same as not connected.
-OPTIONAL = {
-    "quality", "batch", "dtype", "chunk", "fps", "width", "height", "max_frames", "audio",
-    "hardware", "frames", "stack", "phase", "model_low", "negative", "loras_high", "loras_low",
-    "sigmas", "samples", "pixels", "compile", "cache",
-}  # fmt: skip
-
-# Values that `few_rows` sends into every input.
-ALWAYS = ("None", "list", "empty dict", "NUL", "NaN")
+@pytest.mark.slow
+@pytest.mark.parametrize("working", WITH_INPUTS, indirect=True)
+def test_all_other_wrong_values_into_every_input(expert_server, working):
+    few = working.few_rows()
+    rows = [(name, value) for name in working for value in working.values_for(name)]
+    check(expert_server, working, [row for row in rows if row not in few])
 
 
-@pytest.mark.parametrize("node", ["FastVAE_Load", "FastVAE_Accelerate"])
+@pytest.mark.parametrize("working", ["FastVAE_Load", "FastVAE_Accelerate"], indirect=True)
 @pytest.mark.parametrize("value", ["exact", link("text")])
-def test_a_prompt_with_the_removed_input_quality_runs(expert_server, node, value):
-    assert failures(expert_server, [prompt(node, quality=value)]) == [None]
+def test_a_prompt_with_the_removed_input_quality_runs(expert_server, working, value):
+    assert failures(expert_server, [working.prompt(quality=value)]) == [None]
 
 
 @pytest.mark.parametrize(
-    ("node", "changed", "said"),
+    ("working", "changed", "said"),
     [
         ("FastVAE_Load", {"vae_name": "gone.safetensors"}, "vae_name: 'gone.safetensors'"),
         ("FastVAE_Load", {"chunk": -2}, "chunk"),
@@ -180,35 +187,12 @@ def test_a_prompt_with_the_removed_input_quality_runs(expert_server, node, value
         ("FastVAE_WanSampler", {"cfg_high": "one"}, "cfg_high: got 'one'"),
         ("FastVAE_WanSampler", {"shift_low": "-1"}, "shift_low: got -1"),
     ],
+    indirect=["working"],
 )
-def test_an_invalid_widget_value_is_refused_before_the_run(expert_server, node, changed, said):
+def test_an_invalid_widget_value_is_refused_before_the_run(expert_server, working, changed, said):
     with pytest.raises(PromptError) as refused:
-        expert_server.run(prompt(node, **changed))
+        expert_server.run(working.prompt(**changed))
     assert not refused.value.messages  # the prompt was refused, not run
-    found = [each for each in refused.value.node_errors.values() if each["class_type"] == node]
+    errors = refused.value.node_errors.values()
+    found = [each for each in errors if each["class_type"] == working.kind]
     assert said in " ".join(error["details"] for each in found for error in each["errors"])
-
-
-def few_rows(node):
-    """Return some values for each input, so that every value is sent into some input."""
-    rows = []
-    for at, name in enumerate(WORKING[node]):
-        values = values_for(WORKING[node][name])
-        own = [value for value in values if value not in ALWAYS]
-        linked = isinstance(WORKING[node][name], (tuple, dict))
-        few = own[at % 9 :: 9] if linked else own[at % 4 :: 10]
-        rows += [(name, value) for value in values if value in ALWAYS or value in few]
-    return rows
-
-
-@pytest.mark.parametrize("node", WORKING)
-def test_a_wrong_value_is_a_one_line_error_naming_its_input(expert_server, node):
-    check(expert_server, node, few_rows(node))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("node", WORKING)
-def test_all_other_wrong_values_into_every_input(expert_server, node):
-    rows = [(name, value) for name in WORKING[node] for value in values_for(WORKING[node][name])]
-    few = few_rows(node)
-    check(expert_server, node, [row for row in rows if row not in few])

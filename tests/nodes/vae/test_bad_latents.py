@@ -66,13 +66,13 @@ def test_every_way_names_the_first_bad_latent_frame(fast, approx, way):
 
 
 def test_another_vae_and_the_sampler_refuse_it_with_the_same_words(stock):
-    from fast_video_vae.nodes.host.input_types import latent
+    from fast_video_vae.nodes.host.input_types import TYPES
 
     with refused(f"^samples: .* latent frame 3 of 5{FROM}"):
         WAYS["Decode"][1](stock, spoiled(latents(5), (0, 3)))
     sound = torch.full((1, 64, 20), torch.inf)
     with refused("^latent has 1280 values that are NaN or infinite"):
-        latent({"samples": sound})
+        TYPES["LATENT"]({"samples": sound})
 
 
 @pytest.fixture
