@@ -1,55 +1,76 @@
-"""Fuse SwiGLU MLPs: which classes are recognised, and small models of ComfyUI's, fused or not.
+"""Fuse SwiGLU MLPs: every class of the table against its own forward, and whole models.
 
 With LoRAs, offloading and quantised weights, and after the patches are removed.
 """
 
 import importlib
+import inspect
 import logging
 from contextlib import contextmanager
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
-import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from torch import nn
 
-from fast_video_vae.tests.kernels import formulas
-from fast_video_vae.tests.kernels.cases import missing
 from fast_video_vae.tests.nodes.dits import MLPS, model_of, output, patcher
-from fast_video_vae.tests.nodes.mlp.mlps import (
-    GATED,
-    MLP,
-    UNLIKE,
-    GateAlone,
-    Halves,
-    Nest,
-    Saturated,
-    SecondHalf,
-    TwoSteps,
-)
-from fast_video_vae.tests.nodes.server import Workflow
 from fast_video_vae.tests.nodes.vae.pairs import relative_error
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("comfyui")]
 
+CPU = torch.device("cpu")
+LLAMA = {"hidden_size": 8, "intermediate_size": 16, "mlp_activation": "silu"}
 
-# Models whose MLPs are modules with their own linear layers.
-every_whole_mlp = pytest.mark.parametrize("name", ["hidream", "lumina2", "seedvr2"])
+# The arguments of every class in the table.
+ROWS = {
+    "comfy.image_encoders.dino2.SwiGLUFFN": (8,),
+    "comfy.ldm.ace.ace_step15.MLP": (8, 16),
+    "comfy.ldm.audio.dit.GLU": (8, 16, nn.SiLU()),
+    "comfy.ldm.aura.mmdit.MLP": (8,),
+    "comfy.ldm.flux.layers.SiLUActivation": (),
+    "comfy.ldm.flux.layers.YakMLP": (8, 16),
+    "comfy.ldm.genmo.joint_model.layers.FeedForward": (8, 16, 8, None),
+    "comfy.ldm.hidream.model.FeedForwardSwiGLU": (8, 16, 8),
+    "comfy.ldm.krea2.model.SwiGLU": (8, 4),
+    "comfy.ldm.lens.model.GateMLP": (8, 16),
+    "comfy.ldm.lumina.model.FeedForward": (8, 16, 8, None),
+    "comfy.ldm.minimax_music.dit.GLU": (8, 16),
+    "comfy.ldm.modules.diffusionmodules.mmdit.SwiGLUFeedForward": (8, 16, 8),
+    "comfy.ldm.omnigen.omnigen2.LuminaFeedForward": (8, 16, 8),
+    "comfy.ldm.seedvr.model.SwiGLUMLP": (8, 4, 8),
+    "comfy.text_encoders.llama.MLP": (SimpleNamespace(**LLAMA),),
+}
+LUMINA, YAK = "comfy.ldm.lumina.model.FeedForward", "comfy.ldm.flux.layers.YakMLP"
+
+
+def class_of(path):
+    file, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(file), name)
+
+
+def block_of(path=YAK, *arguments, dtype=torch.float32):
+    """An MLP of a class of ComfyUI with random positive weights."""
+    import comfy.ops
+
+    cls, operations = class_of(path), comfy.ops.disable_weight_init
+    given = {"operations": operations, "ops": operations, "device": CPU, "dtype": dtype}
+    given["operation_settings"] = dict(given)
+    taken = given.keys() & inspect.signature(cls).parameters
+    block = cls(*(arguments or ROWS[path]), **{key: given[key] for key in taken}).to(dtype)
+    for tensor in block.state_dict().values():
+        tensor.uniform_(0, 1 / tensor.shape[-1])
+    return block
 
 
 @pytest.fixture
-def calls(monkeypatch):
-    """The input shape of each kernel call, and whether the call got an `out`."""
+def kernel(monkeypatch):
+    """A spy on the kernel's calls."""
     from fast_video_vae.nodes.mlp import fuse
 
-    seen, kernel = [], fuse.silu_mul_by_kernel
-
-    def counted(x, gate, out=None):
-        seen.append((x.shape, out is not None))
-        return kernel(x, gate, out)
-
-    monkeypatch.setattr(fuse, "silu_mul_by_kernel", counted)
-    return seen
+    spy = Mock(wraps=fuse.silu_mul_by_kernel)
+    monkeypatch.setattr(fuse, "silu_mul_by_kernel", spy)
+    return spy
 
 
 def fused(model):
@@ -63,24 +84,22 @@ def fused(model):
 @contextmanager
 def loaded(model, budget_bytes=0):
     """Load a MODEL with its patches; a budget limits the loaded bytes of weights."""
-    cpu = torch.device("cpu")
-    model.patch_model(cpu, lowvram_model_memory=budget_bytes)
+    model.patch_model(CPU, lowvram_model_memory=budget_bytes)
     try:
         yield model
     finally:
-        model.unpatch_model(cpu)
+        model.unpatch_model(CPU)
 
 
-def linears(model):
-    """Yield the names of the linear layers of a fused MODEL's MLPs."""
-    for key in model.object_patches:
-        name = key.removesuffix(".__class__")
-        for child, _ in model.model.get_submodule(name).named_children():
-            yield f"{name}.{child}"
+def outputs(block, *args, **named):
+    """Return the outputs of a module, fused and original."""
+    model, expected = model_of(nn.Sequential(block)), block(*args, **named)
+    with loaded(fused(model)):
+        return block(*args, **named), expected
 
 
 @pytest.mark.parametrize("name", MLPS)
-def test_fused_mlps_give_the_same_output(name, calls, caplog):
+def test_fused_mlps_give_the_same_output(name, kernel, caplog):
     model = patcher(name)
     expected = output(name, model)
     with caplog.at_level(logging.INFO):
@@ -88,308 +107,168 @@ def test_fused_mlps_give_the_same_output(name, calls, caplog):
     ((cls, count),) = MLPS[name].items()
     assert f"fused the SwiGLU MLPs of Model: {count} {cls}" in caplog.messages[-1]
     assert not model.object_patches
-    assert torch.equal(output(name, fast), expected)  # not loaded yet
-    assert not calls
+    assert fused(fast) is fast
     with loaded(fast):
+        assert fused(model).object_patches == fast.object_patches
         assert relative_error(output(name, fast), expected) <= 1e-5
-    assert len(calls) == count
+    assert kernel.call_count == count
     assert torch.equal(output(name, model), expected)
-
-
-def outputs(block, *args, **named):
-    """Return the outputs of a module, fused and original."""
-    model, expected = model_of(Nest(block)), block(*args, **named)
-    with loaded(fused(model)):
-        return block(*args, **named), expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("cls", GATED)
-def test_every_spelling_is_recognised_and_rounds_once(cls, dtype, calls):
-    torch.manual_seed(0)
-    block, seen, x = cls().to(dtype), {}, torch.randn(2, 5, 8, dtype=dtype)
-    for name, child in block.named_children():
-        child.register_forward_hook(lambda _, args, y, name=name: seen.update({name: (*args, y)}))
+@pytest.mark.parametrize("path", ROWS)
+def test_every_class_computes_what_its_own_code_does(path, dtype, kernel):
+    """A class that a release of ComfyUI has rewired fails here."""
+    from fast_video_vae.nodes.mlp.fuse import WIRINGS
+
+    assert ROWS.keys() == WIRINGS.keys()
+    block, x = block_of(path, dtype=dtype), torch.randn(2, 4, 8).to(dtype)
+    x[0, 2], x[0, 3, 0] = 1500, torch.nan  # products above the largest float16, and not a number
     result, expected = outputs(block, x)
-    assert len(calls) == 1
-    if cls is GateAlone:
-        value, gate = x.chunk(2, -1)
-        product = result
-    elif cls in (Halves, SecondHalf):
-        gate, value = seen["w1"][1].chunk(2, -1)
-        gate, value = (value, gate) if cls is SecondHalf else (gate, value)
-        product = seen["w2"][0]
-    else:
-        gate, value, product = seen["gate"][1], seen["up"][1], seen["down"][0]
-    if not missing("native"):
-        formulas.check(product, *formulas.silu_mul(gate, value))
+    assert kernel.call_count == 1
+    saturates = dtype == torch.float16 and path == LUMINA
+    assert expected.isfinite().all() == saturates
+    assert expected[0, 2].isinf().any() == (dtype == torch.float16 and not saturates)
     # Stock also rounds SiLU and the product, half an eps each; this bounds both.
-    eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(result, expected, rtol=8 * eps, atol=8 * eps)
-
-
-@pytest.mark.parametrize("cls", GATED)
-def test_without_a_kernel_the_result_is_bit_identical(cls, monkeypatch):
-    """A GPU without Triton must not be slower for the node."""
-    from fast_video_vae.nodes.mlp import fuse
-
-    monkeypatch.setattr(fuse, "silu_mul_by_kernel", lambda *_, **__: None)
+    bound = 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(result, expected, rtol=bound, atol=bound, equal_nan=True)
+    kernel.configure_mock(side_effect=lambda *_: None)  # a device without one
     with torch.inference_mode():
-        result, expected = outputs(cls(), torch.randn(2, 5, 8))
-    assert torch.equal(result, expected)
+        result, expected = outputs(block, x=x)
+    torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_float16_saturates_where_the_module_does_and_nowhere_else(calls):
-    for cls in (Saturated, MLP):
-        block = cls(bias=False).half()
-        for linear in block.children():
-            nn.init.eye_(linear.weight)
-        result, expected = outputs(block, torch.full((1, 8), 300, dtype=torch.float16))
-        torch.testing.assert_close(result, expected, equal_nan=True)
-        assert expected.isfinite().all() == (cls is Saturated)
-    assert len(calls) == 2
+# A class or a module, and an attribute that another pack or another release has changed.
+CHANGED = [
+    ("class", YAK, "forward", lambda self, x: x),
+    ("module", YAK, "forward", lambda x: x),
+    ("class", LUMINA, "_forward_silu_gating", lambda self, x, y: x),
+    ("module", LUMINA, "_forward_silu_gating", torch.mul),
+    ("module", YAK, "__class__", nn.Module),
+    ("module", YAK, "dropout", nn.Dropout()),
+    ("module", YAK, "act_fn", nn.GELU()),
+    ("module", YAK, "up_proj", nn.Linear(8, 32)),  # another size
+    ("module", YAK, "up_proj", None),
+    ("module", YAK, "scale", nn.Parameter(torch.ones(()))),
+    ("module", "comfy.text_encoders.llama.MLP", "activation", nn.functional.gelu),
+]
 
 
-def test_a_model_without_gated_mlps_passes_with_a_log_line(caplog):
-    from comfy.model_patcher import ModelPatcher
-
-    cpu = torch.device("cpu")
-    for model in (model_of(Nest(UNLIKE[0]())), ModelPatcher(nn.Linear(2, 2), cpu, cpu)):
-        with caplog.at_level(logging.INFO):
-            assert fused(model) is model
-        name = type(model.model).__name__
-        assert f"{name} has no SwiGLU MLPs to fuse; the model is unchanged" in caplog.messages[-1]
-
-
-def test_fusing_is_idempotent_and_works_with_a_loaded_clone():
-    model = patcher("lumina2")
-    first = fused(model)
-    assert fused(first) is first
-    with loaded(first):
-        second = fused(model)
-    assert second is not first
-    assert second.object_patches == first.object_patches
-
-
-def test_unloading_restores_the_network_after_another_node_patches_forward():
-    block, x = MLP(), torch.randn(3, 8)
-    model, expected, before = model_of(Nest(block)), block(x), dict(vars(block))
-    keys, fast = list(model.model.state_dict()), fused(model)
-    with loaded(fast):
-        assert list(model.model.state_dict()) == keys
-        assert type(block) is not MLP
-    assert type(block) is MLP
-    assert vars(block) == before
-    fast.add_object_patch("diffusion_model.block.forward", lambda x: x)
-    with loaded(fast):
-        assert block(x) is x
-    # ComfyUI leaves on the module the forward that it read while the fused class was set.
-    torch.testing.assert_close(block(x), expected)
-    assert type(block) is MLP
-    assert fused(model) is model
-
-
-def adapters(model, rank=2):
-    """Yield a LoRA for every linear layer of the MLPs."""
-    from comfy.weight_adapter import LoRAAdapter
-
-    generator = torch.Generator().manual_seed(2)
-    for name in linears(model):
-        height, width = model.model.state_dict()[f"{name}.weight"].shape
-        up = torch.randn(height, rank, generator=generator)
-        down = torch.randn(rank, width, generator=generator) / width**0.5
-        yield f"{name}.weight", LoRAAdapter(set(), (up, down, float(rank), None, None, None))
+@pytest.mark.parametrize(("what", "path", "name", "value"), CHANGED)
+def test_a_changed_mlp_is_unchanged_with_a_log_line(what, path, name, value, monkeypatch, caplog):
+    block = block_of(path)
+    if name == "__class__":  # a subclass of the same name
+        names = {"__module__": type(block).__module__, "__qualname__": type(block).__qualname__}
+        value = type(type(block).__name__, (type(block),), names)
+    monkeypatch.setattr(block if what == "module" else type(block), name, value, raising=False)
+    model = model_of(nn.Sequential(block))
+    with caplog.at_level(logging.INFO):
+        assert fused(model) is model
+    assert "Model has no SwiGLU MLPs to fuse; the model is unchanged" in caplog.messages[-1]
 
 
 @pytest.mark.parametrize("budget_bytes", [0, 1], ids=["loaded", "offloaded"])
-@every_whole_mlp
-def test_a_lora_on_the_mlps_works_in_every_order(name, budget_bytes, calls):
-    model = patcher(name)
-    fast = fused(model)
-    lora, stock = dict(adapters(fast)), output(name, model)
-    with_lora, before = model.clone(), fast.clone()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # of the weights
+def test_a_lora_works_in_every_order(dtype, budget_bytes, kernel):
+    import comfy.ops
+    from comfy.weight_adapter import LoRAAdapter
+
+    name = "hidream"
+    model = patcher(name, dtype, comfy.ops.manual_cast)
+    stock, fast, with_lora, lora = output(name, model), fused(model), model.clone(), {}
+    for key, weight in model.model.state_dict().items():
+        if f"{key.rsplit('.', 2)[0]}.__class__" in fast.object_patches:
+            pair = torch.randn(len(weight), 2), torch.randn(2, weight.shape[1]) / 9
+            lora[key] = LoRAAdapter(set(), (*pair, 2.0, None, None, None))
     assert set(with_lora.add_patches(lora, 0.5)) == set(lora)
-    before.add_patches(lora, 0.5)
-    after = fused(with_lora)
-    with loaded(with_lora):
+    with loaded(with_lora, budget_bytes):
         expected = output(name, model)
     assert relative_error(expected, stock) > 0.01
-    assert not calls
-    for patched in (before, after):
+    assert not kernel.called
+    fast.add_patches(lora, 0.5)
+    for patched in (fast, fused(with_lora)):
         with loaded(patched, budget_bytes):
             assert patched.model.model_lowvram == bool(budget_bytes)
             assert relative_error(output(name, model), expected) <= 1e-5
-    assert calls
+    assert kernel.called
     assert torch.equal(output(name, model), stock)
-
-
-def test_offloaded_weights_that_are_cast_per_call_work(calls):
-    import comfy.ops
-
-    # bf16 weights that a float32 model casts in every call.
-    name, cpu = "hidream", torch.device("cpu")
-    model = patcher(name, torch.bfloat16, comfy.ops.manual_cast)
-    expected, fast = output(name, model), fused(model)
-    for extra_bytes in (1, model.model_size() // 2, 1 << 30):
-        fast.partially_load(cpu, extra_bytes)
-        assert relative_error(output(name, model), expected) <= 1e-5
-    assert calls
-    fast.partially_unload(cpu, fast.model_size())
-    assert relative_error(output(name, model), expected) <= 1e-5
-    fast.detach()
-    assert torch.equal(output(name, model), expected)
 
 
 # nvfp4 and mxfp8 do not run on a CPU: it cannot swizzle their scales.
 @pytest.mark.parametrize(
-    "algorithm",
-    ["float8_e4m3fn", "int8_tensorwise", "convrot_w4a4", "asym_w4a8_int8"],
+    "algorithm", ["float8_e4m3fn", "int8_tensorwise", "convrot_w4a4", "asym_w4a8_int8"]
 )
-def test_every_layout_of_quantised_weights_works(algorithm, calls):
+def test_every_layout_of_quantised_weights_works(algorithm, kernel):
     import comfy.ops
     from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
 
-    torch.manual_seed(0)
-    layout = QUANT_ALGOS[algorithm]["comfy_tensor_layout"]
-    operations, mlp = comfy.ops.mixed_precision_ops(), MLP(256, 512, bias=False).bfloat16()
-    x = torch.randn(1, 9, 256, dtype=torch.bfloat16)
-    truth = mlp(x).float()
-    for name, linear in mlp.named_children():
-        height, width = linear.weight.shape
-        layer = operations.Linear(width, height, bias=False, dtype=torch.bfloat16)
-        weight = QuantizedTensor.from_float(linear.weight.detach(), layout)
+    path, dtype = "comfy.ldm.ace.ace_step15.MLP", torch.bfloat16
+    block, operations = block_of(path, 256, 512, dtype=dtype), comfy.ops.mixed_precision_ops()
+    x, layout = torch.randn(1, 9, 256, dtype=dtype), QUANT_ALGOS[algorithm]["comfy_tensor_layout"]
+    truth = block(x).float()
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        weight = getattr(block, name).weight.detach()
+        layer = operations.Linear(*weight.shape[::-1], bias=False, dtype=dtype)
+        weight = QuantizedTensor.from_float(weight, layout)
         layer.weight = nn.Parameter(weight, requires_grad=False)
         layer.quant_format, layer.layout_type = algorithm, layout
-        setattr(mlp, name, layer)
-    model = model_of(Nest(mlp))
+        setattr(block, name, layer)
     with torch.no_grad():
-        expected = mlp(x).float()
-        with loaded(fused(model)):
-            result = mlp(x).float()
-    assert len(calls) == 1
+        result, expected = (each.float() for each in outputs(block, x))
+    assert kernel.call_count == 1
     # The product is rounded before it is quantised, which costs less than the quantisation.
     assert (result - expected).square().mean() < (expected - truth).square().mean() / 4
 
 
-def test_gradients_flow(calls):
-    model, x = model_of(Nest(MLP())), torch.randn(2, 5, 8, requires_grad=True)
-    model.model.requires_grad_(True)
-    leaves = [x, *model.model.parameters()]
+def test_unloading_restores_the_network_after_another_node_patches_forward():
+    block, x = block_of(), torch.randn(3, 8)
+    model, cls, before = model_of(nn.Sequential(block)), type(block), dict(vars(block))
+    expected, keys, fast = block(x), list(model.model.state_dict()), fused(model)
+    with loaded(fast):
+        assert list(model.model.state_dict()) == keys
+        assert type(block) is not cls
+    assert (type(block), vars(block)) == (cls, before)
+    fast.add_object_patch("diffusion_model.0.forward", lambda x: x)
+    with loaded(fast):
+        assert block(x) is x
+    # ComfyUI leaves on the module the forward that it read while the fused class was set.
+    torch.testing.assert_close(block(x), expected)
+    assert fused(model) is model
 
-    def gradients():
-        return torch.autograd.grad(model.model.diffusion_model(x).square().sum(), leaves)
 
-    expected = gradients()
+def test_gradients_flow(kernel):
+    x, block = torch.randn(2, 5, 8, requires_grad=True), block_of()
+    model = model_of(nn.Sequential(block))
+    leaves = [x, *block.requires_grad_(True).parameters()]
+    expected = torch.autograd.grad(block(x).square().sum(), leaves)
     with loaded(fused(model)):
-        torch.testing.assert_close(gradients(), expected, rtol=1e-5, atol=1e-6)
-    assert calls == [((2, 5, 16), False)]
+        result = torch.autograd.grad(block(x).square().sum(), leaves)
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
+    assert kernel.call_args.args[2] is None  # autograd needs the projections
 
 
-def test_it_overwrites_a_projection_unless_it_is_used_elsewhere(calls):
-    block, kept, x = MLP(), [], torch.randn(3, 8)
-    with loaded(fused(model_of(Nest(block)))):
+def test_it_overwrites_a_projection_unless_it_is_used_elsewhere(kernel):
+    block, kept, x = block_of(), [], torch.randn(3, 8)
+    with loaded(fused(model_of(nn.Sequential(block)))):
         block(x)
-        block.gate.register_forward_hook(lambda module, args, y: kept.append(y))
+        block.gate_proj.register_forward_hook(lambda module, args, y: kept.append(y))
         block(x)
-    assert [in_place for _, in_place in calls] == [True, False]
-    assert torch.equal(kept[0], F.linear(x, block.gate.weight, block.gate.bias))
+    assert [call.args[2] is None for call in kernel.call_args_list] == [False, True]
+    assert torch.equal(kept[0], block.gate_proj(x))
 
 
-@pytest.mark.parametrize("shape", [(8,), (0, 8), (2, 3, 4, 8)])
-def test_inputs_of_every_rank_and_by_name_work(shape):
-    for cls in (MLP, Halves):
-        torch.testing.assert_close(*outputs(cls(), torch.randn(shape)))
-    torch.testing.assert_close(*outputs(TwoSteps(), hidden_states=torch.randn(shape)))
-
-
-def test_layers_that_return_another_dtype_work(calls):
-    block = MLP()
-    block.gate.register_forward_hook(lambda module, args, y: y.double())
-    block.down.register_forward_pre_hook(lambda module, args: args[0].float())
+def test_layers_that_return_another_dtype_work(kernel):
+    block = block_of()
+    block.gate_proj.register_forward_hook(lambda module, args, y: y.double())
+    block.down_proj.register_forward_pre_hook(lambda module, args: args[0].float())
     assert torch.equal(*outputs(block, torch.randn(3, 8)))
-    assert not calls
+    assert not kernel.called
 
 
-def test_torch_compile_runs_the_module_s_own_code(calls):
-    model, x = model_of(Nest(MLP())), torch.randn(3, 8)
-    expected = model.model.diffusion_model(x)
-    compiled = torch.compile(model.model.diffusion_model, backend="eager", fullgraph=True)
-    with loaded(fused(model)):
+def test_torch_compile_runs_the_module_s_own_code(kernel):
+    block, x = block_of(), torch.randn(3, 8)
+    expected = block(x)
+    with loaded(fused(model_of(nn.Sequential(block)))):
+        compiled = torch.compile(block, backend="eager", fullgraph=True)
         assert torch.equal(compiled(x), expected)
-    assert not calls
-
-
-def test_a_saved_fused_model_has_the_original_weights(server):
-    weights = patcher("flux2").model.diffusion_model.state_dict()
-    save_file(weights, server.models("diffusion_models") / "flux2.safetensors")
-    workflow = Workflow()
-    model = workflow.add("UNETLoader", unet_name="flux2.safetensors", weight_dtype="default")
-    for _ in range(2):
-        model = workflow.add("FastVAE_FuseMLP", model=model)
-    workflow.add("ModelSave", model=model, filename_prefix="fused")
-    server.run(workflow)
-    saved = load_file(next(server.output.glob("fused*.safetensors")))
-    assert "fused the SwiGLU MLPs of Flux2: 3 SiLUActivation" in server.log()
-    assert saved.keys() == {f"model.diffusion_model.{key}" for key in weights}
-    for key, weight in weights.items():
-        assert torch.equal(saved[f"model.diffusion_model.{key}"].float(), weight.float())
-
-
-def recognised(module):
-    from fast_video_vae.nodes.mlp.swiglu import recognise
-
-    return recognise(module, type(module))
-
-
-def wiring(*arguments):
-    from fast_video_vae.nodes.mlp.swiglu import Wiring
-
-    return Wiring(*arguments)
-
-
-@pytest.mark.parametrize("cls", UNLIKE)
-def test_a_similar_class_is_not_recognised(cls):
-    assert recognised(cls()) is None
-    assert recognised(cls().eval()) is None
-
-
-def layers():
-    import comfy.ops
-
-    return {"device": "meta", "operations": comfy.ops.disable_weight_init}
-
-
-# File of comfy.ldm, class, arguments and wiring; those of whole models are tested above.
-CORE = [
-    ("ace.ace_step15", "MLP", (8, 16), (("gate_proj", "up_proj"), 0, "down_proj")),
-    ("audio.dit", "GLU", (8, 16, nn.SiLU()), (("proj",), 1, None)),
-    ("aura.mmdit", "MLP", (8,), (("c_fc1", "c_fc2"), 0, "c_proj")),
-    ("flux.layers", "YakMLP", (8, 16), (("gate_proj", "up_proj"), 0, "down_proj")),
-    ("genmo.joint_model.layers", "FeedForward", (8, 16, 8, None), (("w1",), 0, "w2")),
-    ("krea2.model", "SwiGLU", (8, 4), (("gate", "up"), 0, "down")),
-    ("lens.model", "GateMLP", (8, 16), (("w1", "w3"), 0, "w2")),
-    ("minimax_music.dit", "GLU", (8, 16), (("proj",), 1, None)),
-    ("omnigen.omnigen2", "LuminaFeedForward", (8, 16), (("linear_1", "linear_3"), 0, "linear_2")),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("file", "name", "arguments", "expected"), CORE)
-def test_the_classes_of_comfyui_are_recognised(file, name, arguments, expected):
-    """The weights are on the meta device, so that they cannot be read."""
-    cls = getattr(importlib.import_module(f"comfy.ldm.{file}"), name)
-    assert recognised(cls(*arguments, dtype=None, **layers())) == wiring(*expected)
-
-
-def test_the_mlp_of_lumina_saturates_in_float16():
-    from comfy.ldm.lumina.model import FeedForward
-
-    lumina = FeedForward(8, 16, 8, None, layers())
-    assert recognised(lumina) == wiring(("w1", "w3"), 0, "w2", frozenset({torch.float16}))
-
-
-def test_an_mlp_that_comfyui_fuses_is_not_recognised(caplog):
-    from comfy.ldm.minimax.model import MLP
-
-    with caplog.at_level(logging.DEBUG):
-        assert recognised(MLP(8, 16, **layers())) is None
-    assert "not a gated MLP" in caplog.messages[-1]
+    assert not kernel.called
