@@ -134,16 +134,8 @@ class Benchmark(io.ComfyNode):
         precision: str = AUTO,
     ) -> io.NodeOutput:
         """Measure, and show the results."""
-        done = run.benchmark(
-            vae,
-            task,
-            bench.Clip(width, height, frames),
-            rounds,
-            DTYPES.get(dtype),
-            None if samples is None else samples["samples"],
-            pixels,
-            precision,
-        )
+        clip, latent = bench.Clip(width, height, frames), samples and samples["samples"]
+        done = run.benchmark(vae, task, clip, rounds, DTYPES.get(dtype), latent, pixels, precision)
         chart, table = numpy.array(bench.draw_chart(done)), done.table()
         image = torch.from_numpy(chart).unsqueeze(0).float() / 255
         progress.show_text(done.summary())
