@@ -33,7 +33,7 @@ class Wiring(NamedTuple):
     saturates: bool = False  # float16 infinities are clamped, and NaN is set to zero
 
 
-# Every class that ComfyUI 0.33 builds diffusion models of, and the encoders in them.
+# All gated MLPs of the diffusion models of ComfyUI 0.33, and of the encoders inside them.
 WIRINGS = {
     "comfy.image_encoders.dino2.SwiGLUFFN": Wiring(("weights_in",), "weights_out"),
     "comfy.ldm.ace.ace_step15.MLP": Wiring(("gate_proj", "up_proj"), "down_proj"),

@@ -167,6 +167,14 @@ def test_a_changed_mlp_is_unchanged_with_a_log_line(what, path, name, value, mon
     assert "Model has no SwiGLU MLPs to fuse; the model is unchanged" in caplog.messages[-1]
 
 
+def test_a_network_that_is_no_module_is_unchanged():
+    from comfy.model_patcher import ModelPatcher
+
+    engine = ModelPatcher(nn.Linear(2, 2), CPU, CPU)
+    engine.model.diffusion_model = lambda x: x  # another pack's inference engine
+    assert fused(engine) is engine
+
+
 @pytest.mark.parametrize("budget_bytes", [0, 1], ids=["loaded", "offloaded"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # of the weights
 def test_a_lora_works_in_every_order(dtype, budget_bytes, kernel):
