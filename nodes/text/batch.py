@@ -1,28 +1,36 @@
-"""Calls of a text encoder, collected and run together.
+"""Rows of token ids of several prompts, run through ComfyUI's text encoders together.
 
-A call has the arguments of ComfyUI's `SDClipModel.encode`: rows of token ids of one length, and
-options such as the layer. Rows do not interact, so a row of several calls (such as the empty
-prompt, the reference for weights such as `(word:1.3)`) is computed once. Rows of different lengths
-share a batch where padding has no effect: in encoders that mask it, T5 and the llama family.
+ComfyUI calls `SDClipModel.encode` with the rows of a prompt, all of one length. An encoder's first
+call shows which part of a prompt's tokens it gets, and thus the rows that it gets for the other
+prompts. Rows do not interact, so all run in one batch, equal ones (such as the empty prompt, the
+reference for weights such as `(word:1.3)`) once. Rows of different lengths share a batch where
+padding has no effect: in encoders that mask it, T5 and the llama family.
 """
 
+import functools
+import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from typing import Any
 
 import comfy.model_management
 import torch
-from comfy.sd1_clip import SDClipModel
+from comfy.sd1_clip import SDClipModel, gen_empty_tokens
 from comfy.text_encoders.llama import BaseLlama
 from comfy.text_encoders.t5 import T5
+from torch import nn
 
-from .shadow import give_up_compiling, ready
+from ...kernels import first_line
 
-Tokens = tuple[int, ...]
+_logger = logging.getLogger(__name__)
+
+Row = tuple[int, ...]
 # Result of `SDClipModel.encode`: `[rows, ..., tokens, channels]`, pooled `[rows, channels]` or
 # None, and for some encoders a dict with the attention mask `[rows, tokens]`.
 Encoded = tuple
+Found = tuple[Encoded, int]  # a row of a result
 
-# Options that may be set for a call; see SDClipModel.set_clip_options.
+# The options of a call; see SDClipModel.set_clip_options.
 _OPTIONS = ("layer", "layer_idx", "return_projected_pooled", "execution_device")
 
 # A batch is padded to at most this many times its own tokens.
@@ -33,167 +41,141 @@ _MOST_PADDING = 1.5
 _MOST_TOKENS = 8192
 _BYTES_PER_TOKEN = 512 << 10
 
-
-@dataclass(frozen=True)
-class EncoderCall:
-    """A call of an encoder with its options, and rows of token ids of one length."""
-
-    encoder: SDClipModel
-    options: tuple[object, ...]
-    rows: tuple[Tokens, ...]
-
-    @staticmethod
-    def of(encoder: SDClipModel, tokens: Sequence[Sequence[object]]) -> "EncoderCall | None":
-        """Return the call of `encoder` with `tokens`; None: they include embeddings."""
-        if not all(isinstance(token, int) for row in tokens for token in row):
-            return None
-        options = tuple(getattr(encoder, name) for name in _OPTIONS)
-        return EncoderCall(encoder, options, tuple(tuple(row) for row in tokens))
-
-    @property
-    def setting(self) -> tuple[int, str]:
-        """The encoder and its options."""
-        return id(self.encoder), repr(self.options)
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Equal for calls with the same result."""
-        return *self.setting, self.rows
+_compiling = {"works": True}
 
 
-class Forwards:
-    """Runs calls in a dtype and compiled as `ready` says; counts forward calls and their rows."""
+class Batching:
+    """Answers encoders' calls for prompts with known `tokens`; counts forward calls and rows."""
 
-    def __init__(self, dtype: torch.dtype | None, compiled: bool) -> None:
-        self._dtype, self._compiled = dtype, compiled
-        self.count = self.rows = 0
+    def __init__(self, tokens: Sequence[object], dtype: torch.dtype | None, compiled: bool) -> None:
+        self._tokens, self._dtype, self._compiled = tokens, dtype, compiled
+        self._known: dict[tuple[SDClipModel, str], dict[Row, Found]] = {}
+        self.calls = self.rows = 0
 
-    def make(self, calls: Sequence[EncoderCall]) -> dict[tuple[object, ...], Encoded]:
-        """Return the results of `calls` by key."""
-        settings: dict[tuple[int, str], list[EncoderCall]] = {}
-        for call in calls:
-            settings.setdefault(call.setting, []).append(call)
-        results: dict[tuple[object, ...], Encoded] = {}
-        for group in settings.values():
-            encoder = group[0].encoder
-            for name, value in zip(_OPTIONS, group[0].options, strict=True):
-                setattr(encoder, name, value)
-            results |= self._make_group(encoder, group)
-        return results
+    def answer(self, encoder: SDClipModel, tokens: Sequence[Sequence[object]]) -> Encoded:
+        """Return the result of `encoder.encode(tokens)`."""
+        if not all(isinstance(token, int) for row in tokens for token in row):  # embeddings
+            return self._forward(encoder, tokens)
+        options = repr([getattr(encoder, name) for name in _OPTIONS])
+        known = self._known.setdefault((encoder, options), {})
+        rows = [tuple(row) for row in tokens]
+        if not all(row in known for row in rows):
+            parts = [part for prompt in self._tokens for part in _asked(encoder, prompt)]
+            names = {name for name, asked in parts if asked == rows}
+            later = [row for name, asked in parts if name in names for row in asked]
+            wanted = dict.fromkeys([*rows, *later])
+            for batch in _batches(encoder, [row for row in wanted if row not in known]):
+                known |= self._run(encoder, batch)
+        return _joined([known[row] for row in rows], len(rows[0]))
 
-    def encode(self, encoder: SDClipModel, tokens: Sequence[Sequence[object]]) -> Encoded:
-        """Run one forward call of `encoder`, with its options set, on `tokens`."""
+    def _run(self, encoder: SDClipModel, batch: list[Row]) -> dict[Row, Found]:
+        """Return the results of a batch; one that is out of memory runs in halves."""
+        try:
+            output = self._forward(encoder, _padded(encoder, batch, len(batch[0])))
+            return {row: (output, index) for index, row in enumerate(batch)}
+        except Exception as error:
+            if len(batch) == 1 or not comfy.model_management.is_oom(error):
+                raise
+        # Outside the except block, which holds tensors of the failed call.
+        comfy.model_management.soft_empty_cache()
+        half = len(batch) // 2
+        return self._run(encoder, batch[:half]) | self._run(encoder, batch[half:])
+
+    def _forward(self, encoder: SDClipModel, tokens: Sequence[Sequence[object]]) -> Encoded:
+        """Run an encoder. ComfyUI's modules are altered during the call alone, also if it fails."""
         comfy.model_management.throw_exception_if_processing_interrupted()
-        self.count += 1
-        self.rows += len(tokens)
-        prepared, is_compiled = ready(encoder, self._dtype, self._compiled)
+        blocks = _blocks(encoder.transformer) if self._compiled and _compiling["works"] else []
         try:
-            return type(encoder).encode(prepared, tokens)
+            with ExitStack() as undo:
+                convert = functools.partial(_converted, self._dtype)
+                hook = encoder.transformer.register_forward_pre_hook(convert, with_kwargs=True)
+                undo.callback(hook.remove)
+                for block in blocks:  # all of a class share its compiled forward
+                    undo.callback(vars(block).pop, "forward", None)
+                    block.forward = functools.partial(torch.compile(type(block).forward), block)
+                output = SDClipModel.encode(encoder, tokens)
+            self.calls, self.rows = self.calls + 1, self.rows + len(tokens)
+            return output
         except Exception as error:
-            if not is_compiled or comfy.model_management.is_oom(error):
+            if not blocks or comfy.model_management.is_oom(error):
                 raise
-            give_up_compiling(error)
-        prepared, _ = ready(encoder, self._dtype, compiled=False)
-        return type(encoder).encode(prepared, tokens)
-
-    def _make_group(
-        self, encoder: SDClipModel, calls: list[EncoderCall]
-    ) -> dict[tuple[object, ...], Encoded]:
-        known: dict[Tokens, Encoded] = {}
-        rows = list(dict.fromkeys(row for call in calls for row in call.rows))
-        for batch in _batches(encoder, rows):
-            parts = self._encode_rows(encoder, batch)
-            if parts is None:
-                return {call.key: self.encode(encoder, call.rows) for call in calls}
-            known |= parts
-        return {call.key: _joined([known[row] for row in call.rows]) for call in calls}
-
-    def _encode_rows(
-        self, encoder: SDClipModel, rows: list[Tokens]
-    ) -> dict[Tokens, Encoded] | None:
-        """Return the part of each row of a batch; None: the output cannot be split by rows."""
-        longest = max(len(row) for row in rows)
-        padded = [_padded(encoder, row, longest) for row in rows]
-        try:
-            output = self.encode(encoder, padded)
-        except Exception as error:
-            if len(rows) == 1 or not comfy.model_management.is_oom(error):
-                raise
-            output = None
-        if output is None:  # outside the except block, which holds tensors of the failed call
-            comfy.model_management.soft_empty_cache()
-            halves = rows[: len(rows) // 2], rows[len(rows) // 2 :]
-            parts = [self._encode_rows(encoder, half) for half in halves]
-            return None if None in parts else parts[0] | parts[1]
-        masks = [mask for extra in output[2:] for mask in extra.values()]
-        if any(each is not None and len(each) != len(rows) for each in (*output[:2], *masks)):
-            return None
-        return {row: _part(output, index, len(row)) for index, row in enumerate(rows)}
+            _compiling["works"] = False
+            _logger.warning(
+                "Fast Video VAE: torch.compile fails, the text encoder runs without it: %s: %s",
+                type(error).__name__,
+                first_line(error),
+            )
+        return self._forward(encoder, tokens)
 
 
-def _batches(encoder: SDClipModel, rows: list[Tokens]) -> Iterator[list[Tokens]]:
-    """Yield batches of rows that can run together and fit into memory."""
-    most = _most_tokens(encoder)
-    batch: list[Tokens] = []
-    own = 0
+def _converted(
+    dtype: torch.dtype | None, _: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
+    given = {} if dtype is None else {"dtype": dtype, "embeds": kwargs["embeds"].to(dtype)}
+    return args, kwargs | given
+
+
+def _blocks(module: nn.Module) -> list[nn.Module]:
+    """Return equal modules in a list, outermost first, except those whose forward is replaced."""
+    if isinstance(module, nn.ModuleList) and len(module) > 1 and len(set(map(type, module))) == 1:
+        return [block for block in module if "forward" not in vars(block)]
+    return [block for part in module.children() for block in _blocks(part)]
+
+
+def _asked(encoder: SDClipModel, tokens: object) -> Iterator[tuple[str, list[Row]]]:
+    """Yield the parts of a prompt by name, each as the rows with which ComfyUI calls `encoder`."""
+    empty = getattr(encoder, "gen_empty_tokens", gen_empty_tokens)
+    for name, part in tokens.items() if isinstance(tokens, dict) else ():
+        if isinstance(part, list) and part and all(isinstance(row, list) for row in part):
+            pairs = [pair for row in part for pair in row]
+            # Pairs of id and weight. An embedding has a tensor for the id.
+            if all(isinstance(p, tuple) and len(p) > 1 and isinstance(p[0], int) for p in pairs):
+                rows = [tuple(pair[0] for pair in row) for row in part]
+                if any(pair[1] != 1.0 for pair in pairs):
+                    rows.append(tuple(empty(encoder.special_tokens, max(map(len, rows)))))
+                yield name, rows
+
+
+def _batches(encoder: SDClipModel, rows: list[Row]) -> list[list[Row]]:
+    """Return batches of rows, the longest first, that can run together and fit into memory."""
+    most, device = _MOST_TOKENS, torch.device(encoder.execution_device or "cpu")
+    if device.type != "cpu":
+        free = comfy.model_management.get_free_memory(device)
+        most = min(most, int(free * 0.8) // _BYTES_PER_TOKEN)
+    batches: list[list[Row]] = []
     for row in sorted(rows, key=len, reverse=True):
-        longest = len(batch[0]) if batch else len(row)
-        padded = longest * (len(batch) + 1)
-        fits = padded <= max(most, longest) and padded <= _MOST_PADDING * (own + len(row))
-        if batch and not (fits and (len(row) == longest or _may_pad(encoder, row, longest))):
-            yield batch
-            batch, own = [], 0
-        batch.append(row)
-        own += len(row)
-    if batch:
-        yield batch
+        batch = [*batches[-1], row] if batches else [row]
+        padded = len(batch[0]) * len(batch)
+        fits = batches and padded <= min(most, _MOST_PADDING * sum(map(len, batch)))
+        if fits and (len(row) == len(batch[0]) or _may_pad(encoder, row, len(batch[0]))):
+            batches[-1] = batch
+        else:
+            batches.append([row])
+    return batches
 
 
-def _most_tokens(encoder: SDClipModel) -> int:
-    device = encoder.execution_device
-    if device is None or torch.device(device).type == "cpu":
-        return _MOST_TOKENS
-    free = comfy.model_management.get_free_memory(torch.device(device))
-    return min(_MOST_TOKENS, int(free * 0.8) // _BYTES_PER_TOKEN)
-
-
-def _may_pad(encoder: SDClipModel, row: Tokens, length: int) -> bool:
+def _may_pad(encoder: SDClipModel, row: Row, length: int) -> bool:
     """Return whether more pads have no effect on the result of a row."""
-    if not isinstance(encoder.transformer, T5 | BaseLlama) or not encoder.enable_attention_masks:
+    is_known = isinstance(encoder.transformer, T5 | BaseLlama) and encoder.enable_attention_masks
+    if not is_known or not isinstance(encoder.special_tokens.get("pad"), int):
         return False
-    if not isinstance(encoder.special_tokens.get("pad"), int):
-        return False
-    device = encoder.execution_device
-    if device is None:
-        device = encoder.transformer.get_input_embeddings().weight.device
-    mask = encoder.process_tokens([row], device)[1]
-    padded = encoder.process_tokens([_padded(encoder, row, length)], device)[1]
+    mask = encoder.process_tokens(_padded(encoder, [row], length), encoder.execution_device)[1][0]
     # The mean of a row without unmasked tokens is over its pads, which more pads would change.
-    return bool(
-        mask.any() and torch.equal(padded[:, : len(row)], mask) and not padded[:, len(row) :].any()
-    )
+    return bool(mask[: len(row)].any() and not mask[len(row) :].any())
 
 
-def _padded(encoder: SDClipModel, row: Tokens, length: int) -> list[int]:
-    return [*row, *[encoder.special_tokens.get("pad")] * (length - len(row))]
+def _padded(encoder: SDClipModel, rows: list[Row], length: int) -> list[list[int]]:
+    return [[*row, *[encoder.special_tokens.get("pad")] * (length - len(row))] for row in rows]
 
 
-def _part(output: Encoded, index: int, length: int) -> Encoded:
-    """Return a row of an output, cut to the length of its tokens."""
-    states, pooled, *extra = output
-    part = (states[index][..., :length, :], None if pooled is None else pooled[index])
-    return *part, *({name: mask[index][:length] for name, mask in each.items()} for each in extra)
-
-
-def _joined(rows: list[Encoded]) -> Encoded:
-    """Return an output of rows in new memory, because ComfyUI writes weighted tokens into it."""
-    states, pooled, *extra = zip(*rows, strict=True)
-    joined = (torch.stack(states), None if pooled[0] is None else torch.stack(pooled))
-    return *joined, *(
-        {key: torch.stack([d[key] for d in each]) for key in each[0]} for each in extra
-    )
-
-
-def copied(output: Encoded) -> Encoded:
-    """Return a copy of `output`, tensors `[rows, tokens, channels]`, in new memory."""
-    return _joined([_part(output, index, output[0].shape[-2]) for index in range(len(output[0]))])
+def _joined(found: list[Found], length: int) -> Encoded:
+    """Return rows of results in new memory, because ComfyUI writes weighted tokens into it."""
+    (_, pooled, *extra), _ = found[0]
+    states = torch.stack([output[0][index][..., :length, :] for output, index in found])
+    if pooled is not None:
+        pooled = torch.stack([output[1][index] for output, index in found])
+    masks = [
+        {name: torch.stack([o[2][name][i][:length] for o, i in found]) for name in each}
+        for each in extra
+    ]
+    return states, pooled, *masks

@@ -91,7 +91,13 @@ class TextEncode(io.ComfyNode):
         positives, negatives = _prompts(positive), _prompts(negative)
         if not positives or not all(map(str.strip, positives)):
             raise ValueError(_EMPTY)
-        count = _common_length(len(positives), len(negatives))
+        if not negatives:
+            raise ValueError("negative: got an empty list; expected at least one prompt")
+        first, second = len(positives), len(negatives)
+        if first != second and 1 not in (first, second):
+            raise ValueError(
+                f"negative: got {second} prompts; expected 1 or {first}, as many as positive"
+            )
         conditionings, report = encoding.encode(
             _only("clip", clip),
             [*positives, *negatives],
@@ -99,8 +105,9 @@ class TextEncode(io.ComfyNode):
             compiled=_only("compile", compile or ["off"]) == "on",
             cache_size=_only("cache", cache or [0]),
         )
-        first, second = conditionings[: len(positives)], conditionings[len(positives) :]
-        return io.NodeOutput(_spread(first, count), _spread(second, count), str(report))
+        count = max(first, second)
+        both = _spread(conditionings[:first], count), _spread(conditionings[first:], count)
+        return io.NodeOutput(*both, report)
 
 
 def _advanced() -> list[io.Input]:
@@ -145,24 +152,11 @@ def _prompts(texts: list[str]) -> list[str]:
 
 def _only(name: str, values: list) -> object:
     """Return the single value of an input that is not a list."""
-    first = values[0] if values else None
-    if any(value is not first and value != first for value in values[1:]):
+    if not values:
+        raise ValueError(f"{name}: got an empty list; expected one value")
+    if any(value is not values[0] and value != values[0] for value in values):
         raise ValueError(f"{name}: got {len(values)} different values; expected one")
-    if name == "clip" and first is None:
-        raise ValueError(
-            "clip: got None; expected a text encoder. The checkpoint has none: load it separately"
-        )
-    return first
-
-
-def _common_length(positives: int, negatives: int) -> int:
-    if not negatives:
-        raise ValueError("negative: got an empty list; expected at least one prompt")
-    if positives != negatives and 1 not in (positives, negatives):
-        raise ValueError(
-            f"negative: got {negatives} prompts; expected 1 or {positives}, as many as positive"
-        )
-    return max(positives, negatives)
+    return values[0]
 
 
 def _spread(conditionings: list, count: int) -> list:

@@ -1,4 +1,4 @@
-"""The node that encodes prompts, with small encoders and an empty cache."""
+"""The node that encodes prompts, with small encoders, an empty cache and no failed compilation."""
 
 import pytest
 import torch
@@ -6,14 +6,13 @@ import torch
 
 @pytest.fixture(autouse=True)
 def cache(monkeypatch, comfyui):
-    """An empty cache for the node."""
     from comfy.text_encoders import llama
 
-    from fast_video_vae.nodes.text import encode
-    from fast_video_vae.nodes.text.cache import TextCache
+    from fast_video_vae.nodes.text import batch, encode
 
     # Text does not need the vision tower of Qwen-VL, which has 0.6 G parameters.
     monkeypatch.setattr(llama.qwen_vl, "Qwen2VLVisionTransformer", lambda **_: torch.nn.Identity())
-    monkeypatch.setattr(encode, "cache", TextCache())
+    monkeypatch.setattr(encode, "cache", encode.TextCache())
+    monkeypatch.setattr(batch, "_compiling", {"works": True})
     with torch.inference_mode():
         yield encode.cache
