@@ -41,7 +41,6 @@ def _reason(prefix: str, folder: Path, *, windows: bool) -> str | None:
     place = Path(os.path.normpath(folder / prefix))
     if place != folder and folder not in place.parents:
         return "which leads out of it"
-    above = [each for each in place.parents if folder in each.parents]
-    if any(each.is_file() for each in above):
+    if any(each.is_file() for each in place.parents if folder in each.parents):
         return "with a file in place of a folder"
     return None

@@ -34,10 +34,22 @@ def decode_pictures(
 ) -> Iterator[Tensor]:
     """Decode `[1, C_latent, t, h, w]` and yield pictures `[n, H, W, C]` on the VAE's device."""
     vae.throw_exception_if_invalid()
+    convert = functools.partial(media.pictures_of, dtype=dtype, alpha=alpha)
+    options, deep = driver.options_for(vae, options), dtype != torch.uint8
+
+    # A function, so that its tensors are gone before memory is released.
+    def pictures() -> Iterator[Tensor]:
+        count = vae.first_stage_model.config.frames(latent.shape[2])
+        progress = Progress(count if frames is None else len(frames))
+        for piece in driver.decode_pieces(vae, latent, options, frames=frames, deep=deep):
+            for part in media.parts_of(piece, dtype):
+                made = functools.partial(convert, part)
+                done = retried(made, vae.device, "a decode", options.release)
+                progress.passed(len(done), done)
+                yield done
+
     try:
-        # In another function, so that its tensors are gone before memory is released.
-        made = _pictures(vae, latent, options, frames, dtype, alpha)
-        yield from timing.drawn("VAE decode", made, driver.label(vae), vae.device)
+        yield from timing.drawn("VAE decode", pictures(), driver.label(vae), vae.device)
     finally:
         give_back(vae.device)
 
@@ -50,68 +62,40 @@ def encode_video(
 ) -> Tensor:
     """Encode pieces `[1, C, t, H, W]`, which are read again if memory runs out, to a LATENT."""
     vae.throw_exception_if_invalid()
-    work = lambda _: _means(vae, pieces, count_estimate, options)  # noqa: E731
-    with timing.span("VAE encode", driver.label(vae), vae.device):
-        means = in_turn(vae.device, "an encode", work)
-    return means[0].movedim(1, 0).contiguous() if vae.latent_dim == 2 else means
-
-
-def _pictures(
-    vae: FastVAE,
-    latent: Tensor,
-    options: StreamOptions,
-    frames: range | None,
-    dtype: torch.dtype,
-    alpha: bool,
-) -> Iterator[Tensor]:
-    convert = functools.partial(media.pictures_of, dtype=dtype, alpha=alpha)
-    count = vae.first_stage_model.config.frames(latent.shape[2])
-    progress = Progress(count if frames is None else len(frames))
-    options = driver.options_for(vae, options)
-    deep = dtype != torch.uint8
-    for piece in driver.decode_pieces(vae, latent, options, frames=frames, deep=deep):
-        for part in media.parts_of(piece, dtype):
-            made = functools.partial(convert, part)
-            pictures = retried(made, vae.device, "a decode", options.release)
-            progress.passed(len(pictures), pictures)
-            yield pictures
-
-
-def _means(
-    vae: FastVAE,
-    pieces: Callable[[], Iterator[Tensor]],
-    count_estimate: int | None,
-    options: StreamOptions,
-) -> Tensor:
     model = vae.first_stage_model
 
     def groups() -> Iterator[Tensor]:
         read = timing.drawn("file", pieces(), device=vae.device)
         return _whole_groups(read, model.config.temporal_compression)
 
-    begun = groups()
-    first = next(begun, None)
-    if first is None:
-        raise ValueError("the video has no frames; expected at least one")
-    second = next(begun, None)
-    model.check_frames(first, vae.device, 0)
-    height, width = first.shape[3:]
-    frames = 1 if second is None else 1 + second.shape[2]
-    options = driver.options_for(vae, options, encode=True, single_frame=frames == 1)
-    shape = torch.Size((*first.shape[:2], frames, height, width))
-    driver.load(vae, driver.encode_bytes(vae, shape, options))
-    driver.log_cut(vae, height, width)
-    if options.chunk is None:
-        chunk = model.plan(height, width, options, encode=True).chunk
-        options = replace(options, chunk=chunk)
-    # A single frame is passed as a tensor, which takes a separate path.
-    source: Tensor | Rereadable = first
-    if second is not None:
-        readings = [itertools.chain([first, second], begun)]  # what was read is not read again
-        source = Rereadable(lambda: readings.pop() if readings else groups())
-    progress = Progress(model.config.latent_frames(max(count_estimate or 1, frames)))
-    stream = model.encode_stream(source, options, scaled=False)
-    return driver.moved(vae, progress.counted(stream))
+    def means(_: bool) -> Tensor:
+        begun = groups()
+        first = next(begun, None)
+        if first is None:
+            raise ValueError("the video has no frames; expected at least one")
+        second = next(begun, None)
+        model.check_frames(first, vae.device, 0)
+        height, width = first.shape[3:]
+        frames = 1 if second is None else 1 + second.shape[2]
+        setting = driver.options_for(vae, options, encode=True, single_frame=frames == 1)
+        shape = torch.Size((*first.shape[:2], frames, height, width))
+        driver.load(vae, driver.encode_bytes(vae, shape, setting))
+        driver.log_cut(vae, height, width)
+        if setting.chunk is None:
+            chunk = model.plan(height, width, setting, encode=True).chunk
+            setting = replace(setting, chunk=chunk)
+        # A single frame is passed as a tensor, which takes a separate path.
+        source: Tensor | Rereadable = first
+        if second is not None:
+            readings = [itertools.chain([first, second], begun)]  # what was read is not read again
+            source = Rereadable(lambda: readings.pop() if readings else groups())
+        progress = Progress(model.config.latent_frames(max(count_estimate or 1, frames)))
+        stream = model.encode_stream(source, setting, scaled=False)
+        return driver.moved(vae, progress.counted(stream))
+
+    with timing.span("VAE encode", driver.label(vae), vae.device):
+        found = in_turn(vae.device, "an encode", means)
+    return found[0].movedim(1, 0).contiguous() if vae.latent_dim == 2 else found
 
 
 def _whole_groups(pieces: Iterator[Tensor], size: int) -> Iterator[Tensor]:
@@ -119,12 +103,8 @@ def _whole_groups(pieces: Iterator[Tensor], size: int) -> Iterator[Tensor]:
     count = 0
     for run in rechunk(pieces, size):
         if count and run.shape[2] < size:
-            _logger.info(
-                "Fast Video VAE: the last %d of %d frames are dropped; the VAE needs %d n + 1",
-                run.shape[2],
-                count + run.shape[2],
-                size,
-            )
+            text = "Fast Video VAE: the last %d of %d frames are dropped; the VAE needs %d n + 1"
+            _logger.info(text, run.shape[2], count + run.shape[2], size)
             return
         count += run.shape[2]
         yield run

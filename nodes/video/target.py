@@ -23,7 +23,7 @@ from torch import Tensor
 from ... import vae as library
 from ...vae import media
 from ..host.api import io, ui
-from ..host.error_text import about
+from ..host.error_text import about, described
 from ..host.numbering import saved, unused_names
 
 if TYPE_CHECKING:
@@ -31,49 +31,38 @@ if TYPE_CHECKING:
 
 FOLDERS = (io.FolderType.output.value, io.FolderType.temp.value)
 
-_RANGE = re.compile(r"\s*(\d+)\s*(-\s*(\d*))?\s*")
+# Python does not parse numbers of thousands of digits.
+_RANGE = re.compile(r"\s*(\d{1,18})\s*(-\s*(\d{0,18}))?\s*")
 _JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
 @dataclass(frozen=True)
 class VideoTarget:
-    """Settings of a video file; None: those of the codec."""
+    """A video file of a rate and a codec, and its place in one of ComfyUI's folders."""
 
     fps: Fraction
     codec: str  # one of `available_codecs`
-    quality: int  # 0 to 100
-    hardware: bool
     prefix: str
     folder: str  # one of `FOLDERS`
-    bit_depth: int | None = None
-    dither: bool | None = None
-    alpha: bool | None = None
+    options: dict[str, Any]  # of `VideoWriter`
 
     @cached_property
-    def _model(self) -> "VideoWriter":
-        """A writer that writes nothing and knows the form of the pictures."""
-        return self._writer(Path("x" + media.codec_named(self.codec).suffix))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of pictures that keeps the depth of the file."""
-        return self._model.dtype
-
-    @property
-    def keeps_alpha(self) -> bool:
-        """Whether the alpha channel of frames that have one is stored."""
-        return self._model.keeps_alpha
+    def form(self) -> "VideoWriter":
+        """A writer that writes nothing: `dtype` and `keeps_alpha` of the pictures to write."""
+        with about("codec"):
+            return self._writer(Path("x" + media.codec_named(self.codec).suffix))
 
     def check(self, height: int, width: int, channels: int = 3) -> None:
         """Check that the file can be written, before any work is done."""
+        form = self.form
         with about("codec"):
-            self._model.check(height, width, channels)
+            form.check(height, width, channels)
 
     def sound(self, audio: dict[str, Any] | None, frames: range) -> "Audio | None":
         """Return the part of an AUDIO, or None, during the given frames of the video."""
         if audio is None:
             return None
-        if media.codec_named(self.codec).is_sequence:
+        if self.form.codec.is_sequence:
             raise ValueError(f"audio: {self.codec} is a sequence of images, which has no audio")
         waveform, rate = audio["waveform"], int(audio["sample_rate"])
         first, last = (round(frame / self.fps * rate) for frame in (frames.start, frames.stop))
@@ -81,21 +70,16 @@ class VideoTarget:
             return media.Audio(waveform[0, :, first:last], rate)
 
     def write(
-        self,
-        pieces: Iterator[Tensor],
-        height: int,
-        width: int,
-        audio: "Audio | None",
-        tags: dict[str, str],
+        self, pieces: Iterator[Tensor], size: tuple[int, int], audio: "Audio | None", tags: dict
     ) -> tuple[Path, ui.SavedResult]:
         """Write pictures `[n, H, W, C]` to a file, and return its path and frontend entry."""
         with closing(pieces):
-            kind, suffix = io.FolderType(self.folder), media.codec_named(self.codec).suffix
-            names = unused_names(self.prefix, kind, suffix, height, width)
+            kind = io.FolderType(self.folder)
+            names = unused_names(self.prefix, kind, self.form.codec.suffix, *size)
             path = next(names)
-            with self._writer(path, audio, tags, names) as writer:
+            with self._writer(path, others=names, audio=audio, metadata=tags) as writer:
                 with media.BackgroundWriter(
-                    writer.write, dtype=self.dtype, cancel=writer.cancel
+                    writer.write, dtype=self.form.dtype, cancel=writer.cancel
                 ) as background:
                     for pictures in pieces:
                         put = functools.partial(background.put, pictures)
@@ -104,26 +88,8 @@ class VideoTarget:
         shown = min(writer.path.iterdir()) if writer.codec.is_sequence else writer.path
         return writer.path, saved(shown, kind)
 
-    def _writer(
-        self,
-        path: Path,
-        audio: "Audio | None" = None,
-        tags: dict[str, str] | None = None,
-        others: Iterator[Path] | None = None,
-    ) -> "VideoWriter":
-        return media.VideoWriter(
-            path,
-            self.fps,
-            codec=self.codec,
-            quality=self.quality,
-            hardware=self.hardware,
-            audio=audio,
-            metadata=tags,
-            bit_depth=self.bit_depth,
-            dither=self.dither,
-            alpha=self.alpha,
-            others=others,
-        )
+    def _writer(self, path: Path, **more: Any) -> "VideoWriter":  # noqa: ANN401
+        return media.VideoWriter(path, self.fps, codec=self.codec, **self.options, **more)
 
 
 def frame_range(text: str, count: int | None) -> range:
@@ -132,7 +98,8 @@ def frame_range(text: str, count: int | None) -> range:
         return range(count or 0)
     match = _RANGE.fullmatch(text)
     if match is None:
-        raise ValueError(f"frames is {text!r}; expected the first and the last, such as 40-80")
+        got = described(text)
+        raise ValueError(f"frames is {got}; expected the first and the last, such as 40-80")
     if count is None:
         return range(0)
     first = int(match[1])

@@ -38,11 +38,15 @@ def assert_encoded(latent, vae, pixels):
     assert relative_error(latent, expected["samples"]) <= 1e-5
 
 
-def written(frames, path, **options):
-    """A VIDEO that is a file of these bytes."""
+def from_file(path):
     from comfy_api.latest import InputImpl
 
-    return InputImpl.VideoFromFile(str(write(path, frames, 16, codec="ffv1", **options)))
+    return InputImpl.VideoFromFile(str(path))
+
+
+def written(frames, path, **options):
+    """A VIDEO that is a file of these bytes."""
+    return from_file(write(path, frames, 16, codec="ffv1", **options))
 
 
 def deep(frames):
@@ -50,23 +54,16 @@ def deep(frames):
     return (clip(frames) * 65535).round() / 65535
 
 
-def deep_file(images, path, codec="ffv1", **options):
+def deep_file(images, path):
     """A VIDEO that is a file of 16 bits per component of these images `[N, H, W, 3]`."""
-    from comfy_api.latest import InputImpl
-
     numbers = (images * 65535).round().int().numpy()
     pictures = [[picture[..., channel] for channel in (1, 2, 0)] for picture in numbers]
-    return InputImpl.VideoFromFile(str(write_planes(path, codec, "gbrp16le", pictures, **options)))
+    return from_file(write_planes(path, "ffv1", "gbrp16le", pictures))
 
 
 def held(frames):
     """A VIDEO that is tensors, of these bytes."""
     return v3_node("nodes_video", "CreateVideo", images=frames.float() / 255, fps=16.0)[0]
-
-
-def decibels(images, expected):
-    assert images.shape == expected.shape
-    return -10 * torch.log10(((images - expected) ** 2).mean()).item()
 
 
 def tone(seconds, rate=44100, channels=2):
