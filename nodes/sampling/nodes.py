@@ -1,5 +1,6 @@
 """The sampler node: one or two experts in one run."""
 
+from functools import partial
 from typing import Any
 
 import comfy.samplers
@@ -36,7 +37,7 @@ class WanSampler(io.ComfyNode):
                 "ksampler", "sampler", "wan sampler", "wan 2.2", "moe", "two experts",
                 "high noise", "low noise", "lightning", "lightx2v", "denoise",
             ],
-            inputs=[*_sockets(), *_preset(), *_guidance(), *_range()],
+            inputs=_inputs(),
             outputs=[
                 io.Latent.Output(display_name="LATENT"),
                 io.Latent.Output(
@@ -61,15 +62,15 @@ class WanSampler(io.ComfyNode):
         boundary: str | None = None,
     ) -> bool | str:
         """Check the texts before anything runs."""
-        return check_text(
-            {
-                "shift_high": lambda: plans.parse_shift("shift_high", shift_high or ""),
-                "shift_low": lambda: plans.parse_shift("shift_low", shift_low or ""),
-                "cfg_high": lambda: plans.parse_values("cfg_high", cfg_high or ""),
-                "cfg_low": lambda: plans.parse_values("cfg_low", cfg_low or ""),
-                "boundary": lambda: plans.parse_boundary(boundary or ""),
-            }
-        )
+        texts = {
+            "shift_high": shift_high,
+            "shift_low": shift_low,
+            "cfg_high": cfg_high,
+            "cfg_low": cfg_low,
+            "boundary": boundary,
+        }
+        parse = {name: partial(plans.parse_text, name, text or "") for name, text in texts.items()}
+        return check_text(parse)
 
     @classmethod
     @checked
@@ -103,27 +104,22 @@ class WanSampler(io.ComfyNode):
         sigmas: object = None,
     ) -> io.NodeOutput:
         """Run the sampler."""
+        given = {
+            "steps": steps or None,
+            "plain_steps": None if plain_steps < 0 else plain_steps,
+            "sampler": None if sampler_name == AUTO else sampler_name,
+            "scheduler": None if scheduler == AUTO else scheduler,
+            "shift_high": plans.parse_text("shift_high", shift_high),
+            "shift_low": plans.parse_text("shift_low", shift_low),
+            "cfg_high": plans.parse_text("cfg_high", cfg_high),
+            "cfg_low": plans.parse_text("cfg_low", cfg_low),
+            "boundary": plans.parse_text("boundary", boundary),
+        }
+        leftover = return_with_leftover_noise == _ENABLE
         settings = run.Settings(
-            preset=preset,
-            steps=steps,
-            shift_high=plans.parse_shift("shift_high", shift_high),
-            shift_low=plans.parse_shift("shift_low", shift_low),
-            cfg_high=plans.parse_values("cfg_high", cfg_high),
-            cfg_low=plans.parse_values("cfg_low", cfg_low),
-            boundary=plans.parse_boundary(boundary),
-            sampler=sampler_name,
-            scheduler=scheduler,
-            sigmas=sigmas,
-            plain_steps=plain_steps,
-            start=start_at_step,
-            end=end_at_step,
-            denoise=denoise,
-            add_noise=add_noise == _ENABLE,
-            leftover=return_with_leftover_noise == _ENABLE,
-            seed=seed,
-            lora_mode=lora_mode,
-            free_high=free_high,
-        )
+            preset, given, sigmas, start_at_step, end_at_step, denoise, add_noise == _ENABLE,
+            leftover, seed, lora_mode, free_high,
+        )  # fmt: skip
         models = [model_high] if model_low is None else [model_high, model_low]
         if model_low is None and loras_low:
             raise ValueError(
@@ -137,169 +133,98 @@ class WanSampler(io.ComfyNode):
 
 _ENABLE, _DISABLE = "enable", "disable"
 
+_TEXTS = {
+    "model_high": "Diffusion model to sample with; with two experts, the one for high noise. The "
+    "input model is not modified.",
+    "model_low": "Expert for low noise, for example of Wan 2.2 14B; loaded after the last step of "
+    "the first expert. Not connected: the whole run uses one model.",
+    "positive": "Conditioning of the positive prompt.",
+    "negative": "Conditioning of the negative prompt. Not needed if CFG is 1, which skips it and "
+    "halves the time.",
+    "latent_image": "Latent to start from: an empty latent, or an encoded image or video.",
+    "loras_high": "LoRAs from LoRA Stack (Fast); with two experts, those for high noise. A "
+    "strength such as 1;0 acts in the first expert only.",
+    "loras_low": "LoRAs from LoRA Stack (Fast) for the low noise expert.",
+    "sigmas": "Noise levels of the run, for example from a scheduler node. Replaces steps, "
+    "scheduler and denoise; shift does not change them.",
+    "preset": "Meaning of auto in the inputs below. base: settings of the published model. 4-step, "
+    "8-step: for distilled LoRAs (lightx2v) with shift 5, CFG 1, euler. three-phase: 8 steps, the "
+    "first two without LoRAs at CFG 3.5, for more motion.",
+    "seed": "Seed of the noise.",
+    "steps": "Number of steps of the whole run, both experts together. Each step is one model "
+    "call, or two if CFG is not 1. 0: from the preset.",
+    "sampler_name": "Sampler of the whole run; multistep samplers keep their history when the "
+    "expert changes. auto: from the preset.",
+    "scheduler": "Scheduler, which sets the distribution of the noise levels. auto: from the "
+    "preset.",
+    "cfg_high": "CFG scale; with two experts, of the high noise one. A number, or one per step of "
+    "this expert or of the run: 3.5,3.5,1,1. 1: skips the negative prompt, half the time. auto: "
+    "from the preset.",
+    "cfg_low": "CFG scale of the low noise expert: a number, or one per step of this expert or of "
+    "the run. auto: from the preset. Not used with a single model.",
+    "shift_high": "Shift of the noise levels; with two experts, of the high noise one. Higher "
+    "values give more steps at high noise. A number, or one per step. auto: from the preset, or "
+    "the model's own value if it is not Wan.",
+    "shift_low": "Shift of the noise levels of the low noise expert. auto: same as the first "
+    "expert. Not used with a single model.",
+    "boundary": "Point where the second expert takes over: the lowest noise level of the first "
+    "expert (0.0 to 1.0), or the first step of the second (a whole number such as 2). auto: 0.875, "
+    "image-to-video models 0.9.",
+    "plain_steps": "Number of first steps of the first expert without LoRAs, except LoRAs whose "
+    "strength has three phases. -1: from the preset.",
+    "start_at_step": "First step of this run, counted from 0. 0: from the start.",
+    "end_at_step": "Step at which this run ends; that step is not done. 10000: to the end.",
+    "denoise": "Amount of denoising. Below 1, the steps cover only the last part of the noise "
+    "levels and keep more of the input latent. 1.0: full noise.",
+    "add_noise": "enable: adds noise to the latent. disable: the latent already contains noise, "
+    "from a run with leftover noise.",
+    "return_with_leftover_noise": "enable: a run that ends early returns the latent with its "
+    "remaining noise, for the next sampler. disable: the noise is removed.",
+    "lora_mode": "Method of applying the LoRAs, as mode in Apply LoRA (Fast). auto: the faster one "
+    "for each layer and call.",
+    "free_high": "Unload the first model completely before the second is loaded. Saves memory, but "
+    "the next run loads it again. Off: ComfyUI unloads only what it needs to.",
+}
 
-def _sockets() -> list[io.Input]:
+
+def _inputs() -> list[io.Input]:
+    known = comfy.samplers.KSampler
+    steps = {"min": 0, "max": _MAX_STEPS}
+    seeds = {"min": 0, "max": 0xFFFFFFFFFFFFFFFF, "control_after_generate": True}
+
+    def of(
+        kind: type, name: str, default: object = None, label: str | None = None, **more: object
+    ) -> io.Input:
+        more |= {} if default is None else {"default": default}
+        return kind.Input(name, display_name=label, tooltip=_TEXTS[name], **more)
+
+    late = partial(of, advanced=True)
+
     return [
-        io.Model.Input(
-            "model_high",
-            display_name="model",
-            tooltip="Diffusion model to sample with; with two experts, the one for high noise. "
-            "The input model is not modified.",
-        ),
-        io.Model.Input(
-            "model_low",
-            display_name="model (low noise)",
-            optional=True,
-            tooltip="Expert for low noise, for example of Wan 2.2 14B; loaded after the last "
-            "step of the first expert. Not connected: the whole run uses one model.",
-        ),
-        io.Conditioning.Input("positive", tooltip="Conditioning of the positive prompt."),
-        io.Conditioning.Input(
-            "negative",
-            optional=True,
-            tooltip="Conditioning of the negative prompt. Not needed if CFG is 1, which skips it "
-            "and halves the time.",
-        ),
-        io.Latent.Input(
-            "latent_image",
-            tooltip="Latent to start from: an empty latent, or an encoded image or video.",
-        ),
-        LoraStackType.Input(
-            "loras_high",
-            display_name="LoRAs",
-            optional=True,
-            tooltip="LoRAs from LoRA Stack (Fast); with two experts, those for high noise. A "
-            "strength such as 1;0 acts in the first expert only.",
-        ),
-        LoraStackType.Input(
-            "loras_low",
-            display_name="LoRAs (low noise)",
-            optional=True,
-            tooltip="LoRAs from LoRA Stack (Fast) for the low noise expert.",
-        ),
-        io.Sigmas.Input(
-            "sigmas",
-            optional=True,
-            tooltip="Noise levels of the run, for example from a scheduler node. Replaces steps, "
-            "scheduler and denoise; shift does not change them.",
-        ),
+        of(io.Model, "model_high", label="model"),
+        of(io.Model, "model_low", label="model (low noise)", optional=True),
+        of(io.Conditioning, "positive"),
+        of(io.Conditioning, "negative", optional=True),
+        of(io.Latent, "latent_image"),
+        of(LoraStackType, "loras_high", label="LoRAs", optional=True),
+        of(LoraStackType, "loras_low", label="LoRAs (low noise)", optional=True),
+        of(io.Sigmas, "sigmas", optional=True),
+        of(io.Combo, "preset", BASE, options=list(PRESETS)),
+        of(io.Int, "seed", 0, **seeds),
+        of(io.Int, "steps", 0, **steps),
+        of(io.Combo, "sampler_name", AUTO, options=[AUTO, *known.SAMPLERS]),
+        of(io.Combo, "scheduler", AUTO, options=[AUTO, *known.SCHEDULERS]),
+        of(io.String, "cfg_high", AUTO, "CFG"),
+        of(io.String, "cfg_low", AUTO, "CFG (low noise)"),
+        of(io.String, "shift_high", AUTO, "shift"),
+        of(io.String, "shift_low", AUTO, "shift (low noise)"),
+        of(io.String, "boundary", AUTO),
+        late(io.Int, "plain_steps", -1, "steps without LoRA", min=-1, max=_MAX_STEPS),
+        late(io.Int, "start_at_step", 0, **steps),
+        late(io.Int, "end_at_step", _MAX_STEPS, **steps),
+        late(io.Float, "denoise", 1.0, min=0.0, max=1.0, step=0.01),
+        late(io.Combo, "add_noise", _ENABLE, options=[_ENABLE, _DISABLE]),
+        late(io.Combo, "return_with_leftover_noise", _DISABLE, options=[_DISABLE, _ENABLE]),
+        late(io.Combo, "lora_mode", AUTO, options=[AUTO, "stream", "bypass", "merged"]),
+        late(io.Boolean, "free_high", False, "free first model"),
     ]
-
-
-def _preset() -> list[io.Input]:
-    return [
-        io.Combo.Input(
-            "preset",
-            options=list(PRESETS),
-            default=BASE,
-            tooltip="Meaning of auto in the inputs below. base: settings of the published model. "
-            "4-step, 8-step: for distilled LoRAs (lightx2v) with shift 5, CFG 1, euler. "
-            "three-phase: 8 steps, the first two without LoRAs at CFG 3.5, for more motion.",
-        ),
-        io.Int.Input(
-            "seed",
-            default=0,
-            min=0,
-            max=0xFFFFFFFFFFFFFFFF,
-            control_after_generate=True,
-            tooltip="Seed of the noise.",
-        ),
-        io.Int.Input(
-            "steps",
-            default=0,
-            min=0,
-            max=_MAX_STEPS,
-            tooltip="Number of steps of the whole run, both experts together. Each step is one "
-            "model call, or two if CFG is not 1. 0: from the preset.",
-        ),
-        io.Combo.Input(
-            "sampler_name",
-            options=[AUTO, *comfy.samplers.KSampler.SAMPLERS],
-            default=AUTO,
-            tooltip="Sampler of the whole run; multistep samplers keep their history when the "
-            "expert changes. auto: from the preset.",
-        ),
-        io.Combo.Input(
-            "scheduler",
-            options=[AUTO, *comfy.samplers.KSampler.SCHEDULERS],
-            default=AUTO,
-            tooltip="Scheduler, which sets the distribution of the noise levels. auto: from the "
-            "preset.",
-        ),
-    ]
-
-
-def _guidance() -> list[io.Input]:
-    texts = {
-        ("cfg_high", "CFG"): "CFG scale; with two experts, of the high noise one. A "
-        "number, or one per step of this expert or of the run: 3.5,3.5,1,1. 1: skips the "
-        "negative prompt, half the time. auto: from the preset.",
-        ("cfg_low", "CFG (low noise)"): "CFG scale of the low noise expert: a number, or one per "
-        "step of this expert or of the run. auto: from the preset. Not used with a single model.",
-        ("shift_high", "shift"): "Shift of the noise levels; with two experts, of "
-        "the high noise one. Higher values give more steps at high noise. A number, or one per "
-        "step. auto: from the preset, or the model's own value if it is not Wan.",
-        ("shift_low", "shift (low noise)"): "Shift of the noise levels of the low noise expert. "
-        "auto: same as the first expert. Not used with a single model.",
-        ("boundary", None): "Point where the second expert takes over: the lowest noise level of "
-        "the first expert (0.0 to 1.0), or the first step of the second (a whole number such as "
-        "2). auto: 0.875, image-to-video models 0.9.",
-    }
-    return [
-        io.String.Input(name, display_name=label, default=AUTO, tooltip=tooltip)
-        for (name, label), tooltip in texts.items()
-    ]
-
-
-def _range() -> list[io.Input]:
-    return [
-        io.Int.Input(
-            "plain_steps",
-            display_name="steps without LoRA",
-            default=-1,
-            min=-1,
-            max=_MAX_STEPS,
-            advanced=True,
-            tooltip="Number of first steps of the first expert without LoRAs, except LoRAs whose "
-            "strength has three phases. -1: from the preset.",
-        ),
-        io.Int.Input(
-            "start_at_step", default=0, min=0, max=_MAX_STEPS, advanced=True,
-            tooltip="First step of this run, counted from 0. 0: from the start.",
-        ),
-        io.Int.Input(
-            "end_at_step", default=_MAX_STEPS, min=0, max=_MAX_STEPS, advanced=True,
-            tooltip="Step at which this run ends; that step is not done. 10000: to the end.",
-        ),
-        io.Float.Input(
-            "denoise", default=1.0, min=0.0, max=1.0, step=0.01, advanced=True,
-            tooltip="Amount of denoising. Below 1, the steps cover only the last part of the "
-            "noise levels and keep more of the input latent. 1.0: full noise.",
-        ),
-        io.Combo.Input(
-            "add_noise", options=[_ENABLE, _DISABLE], default=_ENABLE, advanced=True,
-            tooltip="enable: adds noise to the latent. disable: the latent already contains "
-            "noise, from a run with leftover noise.",
-        ),
-        io.Combo.Input(
-            "return_with_leftover_noise",
-            options=[_DISABLE, _ENABLE],
-            default=_DISABLE,
-            advanced=True,
-            tooltip="enable: a run that ends early returns the latent with its remaining noise, "
-            "for the next sampler. disable: the noise is removed.",
-        ),
-        io.Combo.Input(
-            "lora_mode",
-            options=[AUTO, "stream", "bypass", "merged"],
-            default=AUTO,
-            advanced=True,
-            tooltip="Method of applying the LoRAs, as mode in Apply LoRA (Fast). auto: the "
-            "faster one for each layer and call.",
-        ),
-        io.Boolean.Input(
-            "free_high", display_name="free first model", default=False, advanced=True,
-            tooltip="Unload the first model completely before the second is loaded. Saves "
-            "memory, but the next run loads it again. Off: ComfyUI unloads only what it needs to.",
-        ),
-    ]  # fmt: skip

@@ -5,6 +5,7 @@ least the boundary (wan/text2video.py, `_prepare_model_for_timestep`); so calls 
 made by solvers with several stages, have an expert too.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,8 +13,10 @@ from dataclasses import dataclass
 from ...lora import SIGMA_TOLERANCE, parse_number, step_of
 from ..host.run_phase import Phase
 from ..host.widgets import AUTO
+from .presets import Preset
 
-# Relative. A boundary of 0.9 is 0.89999998 as a sigma in float32, whose eps is 6e-8.
+# Relative. A boundary of 0.9 is 0.89999998 as a sigma in float32, whose eps is 6e-8. A level at the
+# boundary belongs to the first expert.
 _ROUNDING = 1e-6
 
 Sigmas = tuple[float, ...]
@@ -21,15 +24,13 @@ Sigmas = tuple[float, ...]
 
 @dataclass(frozen=True)
 class SamplingStage:
-    """The part of a run that one model handles; steps are counted in the whole list."""
+    """The part of a run that one model handles."""
 
     name: str
     expert: int
     plain: bool  # runs without LoRAs, except those that name this phase
     floor: float  # it handles noise levels from this one up, after the stages before it
-    first: int
-    steps: int
-    cfg: tuple[float, ...]  # for each step of the list
+    cfg: tuple[float, ...]  # for each step of the whole list
 
 
 @dataclass(frozen=True)
@@ -64,33 +65,69 @@ class SamplingPlan:
         steps = [n for n, sigma in enumerate(self.run[:-1]) if self.stage_at(sigma) == stage]
         return Phase(stage, len(self.stages), steps[0] if steps else 0, len(steps))
 
+    def guidance(self, stage: int) -> list[float]:
+        """Return the different values of the guidance in the steps of `stage`, in order."""
+        phase = self.phase(stage)
+        levels = self.run[phase.first : phase.first + phase.steps]
+        return [*dict.fromkeys(self.cfg_at(stage, level) for level in levels)]
 
-def parse_values(name: str, text: str) -> tuple[float, ...] | None:
-    """Parse a number, or comma-separated numbers for the steps; None: `auto`."""
+
+def parse_text(name: str, text: str) -> tuple[float, ...] | float | None:
+    """Parse the text of an input, numbers for the steps or the boundary; None: `auto`."""
     if text.strip().lower() in ("", AUTO):
         return None
+    if name == "boundary":
+        return _parse_boundary(text.strip().lower())
     values = [parse_number(piece) for piece in text.split(",")]
     if None in values:
         raise ValueError(
             f"{name}: got {text!r}; expected a number, numbers with commas, or '{AUTO}'"
         )
-    return tuple(value for value in values if value is not None)
+    for value in values if name.startswith("shift") else ():
+        if value <= 0:
+            raise ValueError(f"{name}: got {value:g}; expected a shift above 0")
+    return tuple(values)
 
 
-def parse_shift(name: str, text: str) -> tuple[float, ...] | None:
-    """Parse shifts, which are above 0, as `parse_values`."""
-    values = parse_values(name, text)
-    wrong = next((value for value in values or () if value <= 0), None)
-    if wrong is not None:
-        raise ValueError(f"{name}: got {wrong:g}; expected a shift above 0")
-    return values
+def blend(lists: Callable[[float | None], Sigmas], preset: Preset, *, experts: int) -> Sigmas:
+    """Return one list of noise levels, each step with the shift of its expert."""
+    first = _shifted_steps("shift_high", preset.shift_high, lists)
+    if experts == 1:
+        return first
+    second = _shifted_steps("shift_low", preset.shift_low or preset.shift_high, lists)
+    count, floor = _switch(first, preset.boundary)
+    sigmas = (*first[:count], *second[count:])
+    if 0 < count < len(sigmas) - 1:
+        met, at = sigmas[count], f"shift_low: step {count} starts at noise level"
+        if met >= sigmas[count - 1]:
+            raise ValueError(f"{at} {met:.4f}, not below that of the step before; expected less")
+        if not isinstance(preset.boundary, int) and met >= floor:
+            raise ValueError(
+                f"{at} {met:.4f}, not below the boundary {preset.boundary:g}; expected a smaller "
+                "shift, or a step as the boundary"
+            )
+    return sigmas
 
 
-def parse_boundary(text: str) -> float | int | None:
-    """Parse a noise level with a decimal point, or a step as a whole number; None: `auto`."""
-    text = text.strip().lower()
-    if text in ("", AUTO):
-        return None
+def make_stages(sigmas: Sigmas, preset: Preset, *, experts: int) -> tuple[SamplingStage, ...]:
+    """Return the stages of a run of one or two experts, for the whole list of noise levels."""
+    steps = len(sigmas) - 1
+    count, floor = _switch(sigmas, preset.boundary) if experts == 2 else (steps, 0.0)
+    plain = min(preset.plain_steps, count)
+    high = _for_steps("cfg_high", preset.cfg_high, 0, count, steps)
+    stages = [SamplingStage("high noise" if experts == 2 else "denoise", 0, False, floor, high)]
+    if plain:
+        known = high if preset.plain_cfg is None else (preset.plain_cfg,) * steps
+        above = max(_above(sigmas, plain), floor)
+        stages.insert(0, SamplingStage("without LoRA", 0, True, above, known))
+    if experts == 2:
+        low = _for_steps("cfg_low", preset.cfg_low, count, steps - count, steps)
+        stages.append(SamplingStage("low noise", 1, False, 0.0, low))
+    return tuple(stages)
+
+
+def _parse_boundary(text: str) -> float | int:
+    """Parse a noise level with a decimal point, or a step as a whole number."""
     value = parse_number(text)
     if value is not None and value == int(value) >= 0 and not set(text) & {".", "e"}:
         return int(value)
@@ -102,83 +139,36 @@ def parse_boundary(text: str) -> float | int | None:
     return value
 
 
-def blend(
-    lists: Callable[[float | None], Sigmas],
-    high: Sequence[float | None],
-    low: Sequence[float | None] | None,
-    boundary: float | int,
-) -> Sigmas:
-    """Return one list of noise levels, each step with the shift of its expert."""
-    first = _of_steps("shift_high", high, lists)
-    if low is None:
-        return first
-    second = _of_steps("shift_low", low, lists)
-    count = switch_step(first, boundary)
-    sigmas = (*first[:count], *second[count:])
-    if 0 < count < len(sigmas) - 1:
-        met, at = sigmas[count], f"shift_low: step {count} starts at noise level"
-        if met >= sigmas[count - 1]:
-            raise ValueError(f"{at} {met:.4f}, not below that of the step before; expected less")
-        if not isinstance(boundary, int) and met >= _least(boundary):
-            raise ValueError(
-                f"{at} {met:.4f}, not below the boundary {boundary:g}; expected a smaller shift, "
-                "or a step as the boundary"
-            )
-    return sigmas
-
-
-def switch_step(sigmas: Sequence[float], boundary: float | int) -> int:
-    """Return the first step of the second expert in `sigmas` by `boundary`, at most all steps."""
-    if isinstance(boundary, int):
-        return min(boundary, len(sigmas) - 1)
-    floor = _least(boundary)
-    return next((n for n, sigma in enumerate(sigmas[:-1]) if sigma < floor), len(sigmas) - 1)
-
-
-def make_stages(
-    sigmas: Sigmas,
-    boundary: float | int,
-    *,
-    experts: int,
-    plain_steps: int,
-    cfg_high: Sequence[float],
-    cfg_low: Sequence[float],
-    plain_cfg: float | None,
-) -> tuple[SamplingStage, ...]:
-    """Return the stages of a run of one or two experts, for the whole list of noise levels."""
+def _switch(sigmas: Sigmas, boundary: float | int) -> tuple[int, float]:
+    """Return the first step of the second expert, and the lowest noise level of the first."""
+    if not isinstance(boundary, int):
+        floor = boundary * (1 - _ROUNDING)
+    else:
+        floor = math.inf if boundary == 0 else _above(sigmas, boundary)
     steps = len(sigmas) - 1
-    count = switch_step(sigmas, boundary) if experts == 2 else steps
-    plain = min(plain_steps, count)
-    high = _for_steps("cfg_high", cfg_high, 0, count, steps)
-    stages = []
-    floor = _floor(sigmas, boundary) if experts == 2 else 0.0
-    if plain:
-        known = high if plain_cfg is None else (plain_cfg,) * steps
-        above = max(_above(sigmas, plain), floor)
-        stages.append(SamplingStage("without LoRA", 0, True, above, 0, plain, known))
-    name = "high noise" if experts == 2 else "denoise"
-    stages.append(SamplingStage(name, 0, False, floor, plain, count - plain, high))
-    if experts == 2:
-        low = _for_steps("cfg_low", cfg_low, count, steps - count, steps)
-        stages.append(SamplingStage("low noise", 1, False, 0.0, count, steps - count, low))
-    return tuple(stages)
+    return next((n for n, sigma in enumerate(sigmas[:-1]) if sigma < floor), steps), floor
 
 
-def _of_steps(
+def _above(sigmas: Sigmas, step: int) -> float:
+    """Return a noise level just above that of a step; 0 for the end of the list."""
+    return sigmas[step] * (1 + SIGMA_TOLERANCE) if step < len(sigmas) - 1 else 0.0
+
+
+def _shifted_steps(
     name: str, shifts: Sequence[float | None], lists: Callable[[float | None], Sigmas]
 ) -> Sigmas:
-    if len(shifts) == 1:
-        return lists(shifts[0])
     known = {shift: lists(shift) for shift in shifts}
     steps = len(known[shifts[0]]) - 1
+    if len(shifts) == 1:
+        return known[shifts[0]]
     if len(shifts) != steps:
         raise ValueError(f"{name}: {len(shifts)} values; expected 1 or {steps}, one for each step")
     sigmas = (*(known[shift][step] for step, shift in enumerate(shifts)), known[shifts[-1]][-1])
-    for step in range(steps):
-        if sigmas[step + 1] >= sigmas[step]:
+    for step, (level, following) in enumerate(itertools.pairwise(sigmas)):
+        if following >= level:
             raise ValueError(
-                f"{name}: step {step + 1} starts at noise level {sigmas[step + 1]:.4f}; expected "
-                f"less than {sigmas[step]:.4f}, the level of the step before"
+                f"{name}: step {step + 1} starts at noise level {following:.4f}; expected "
+                f"less than {level:.4f}, the level of the step before"
             )
     return sigmas
 
@@ -196,20 +186,3 @@ def _for_steps(
         return (values[0],) * first + tuple(values) + (values[-1],) * after
     own = f", {count} for its steps" if count not in (0, 1, steps) else ""
     raise ValueError(f"{name}: {len(values)} values; expected 1{own} or {steps} for all steps")
-
-
-def _floor(sigmas: Sigmas, boundary: float | int) -> float:
-    """Return the lowest noise level of the first of two experts."""
-    if not isinstance(boundary, int):
-        return _least(boundary)
-    return math.inf if boundary == 0 else _above(sigmas, boundary)
-
-
-def _least(boundary: float) -> float:
-    """Return the boundary without rounding errors; a level at it belongs to the first expert."""
-    return boundary * (1 - _ROUNDING)
-
-
-def _above(sigmas: Sigmas, step: int) -> float:
-    """Return a noise level just above that of a step; 0 for the end of the list."""
-    return sigmas[step] * (1 + SIGMA_TOLERANCE) if step < len(sigmas) - 1 else 0.0

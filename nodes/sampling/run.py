@@ -5,7 +5,7 @@ import itertools
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,6 @@ from torch import Tensor
 
 from ..host.patches import log_cut_patches
 from ..host.progress import show_text
-from ..host.widgets import AUTO
 from ..lora.apply import LoraMode
 from ..preview.live import Callback, playing
 from .guider import StagedGuider
@@ -34,19 +33,11 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Settings:
-    """The values of the widgets (see their tooltips); None, 0, -1 and "auto": the preset's."""
+    """The values of the widgets (see their tooltips)."""
 
     preset: str
-    steps: int
-    shift_high: tuple[float, ...] | None
-    shift_low: tuple[float, ...] | None
-    cfg_high: tuple[float, ...] | None
-    cfg_low: tuple[float, ...] | None
-    boundary: float | int | None
-    sampler: str
-    scheduler: str
+    given: dict[str, Any]  # fields of `Preset`; None: the preset's
     sigmas: Tensor | None
-    plain_steps: int
     start: int
     end: int
     denoise: float
@@ -80,9 +71,12 @@ def sample(
         if conditioning is not None and not len(conditioning):
             raise ValueError(f"{name}: the conditioning is empty; expected an encoded prompt")
     image = _checked_latent(models, latent)
-    preset = _resolved(models, settings)
+    config = getattr(models[0].model.model_config, "unet_config", {})
+    preset = preset_for(settings.preset, config, settings.given, experts=len(models))
     shifted, plan = _plan(models, preset, settings)
-    _check_negative(plan, negative)
+    used = {cfg for number in range(len(plan.stages)) for cfg in plan.guidance(number)} - {1}
+    if used and negative is None:
+        raise ValueError(f"negative: not connected, but CFG {max(used):g} needs it; expected CFG 1")
     staged, reports = with_loras(shifted, stacks, plan, settings.lora_mode)
     report = "\n".join([*_lines(plan, preset), *reports])
     sigmas = torch.tensor(plan.run)
@@ -140,45 +134,21 @@ def _checked_latent(models: Sequence[ModelPatcher], latent: dict[str, Any]) -> T
     return image
 
 
-def _resolved(models: Sequence[ModelPatcher], settings: Settings) -> Preset:
-    """Return the preset with the values of the widgets."""
-    config = getattr(models[0].model.model_config, "unet_config", {})
-    preset = preset_for(settings.preset, config, experts=len(models))
-    return replace(
-        preset,
-        steps=settings.steps or preset.steps,
-        plain_steps=preset.plain_steps if settings.plain_steps < 0 else settings.plain_steps,
-        sampler=preset.sampler if settings.sampler == AUTO else settings.sampler,
-        scheduler=preset.scheduler if settings.scheduler == AUTO else settings.scheduler,
-    )
-
-
 def _plan(
     models: Sequence[ModelPatcher], preset: Preset, settings: Settings
 ) -> tuple[list[ModelPatcher], SamplingPlan]:
-    boundary = preset.boundary if settings.boundary is None else settings.boundary
-    high = settings.shift_high or (preset.shift,)
-    low = settings.shift_low or high
-    shifts = (high, low)[: len(models)]
+    experts = len(models)
+    shifts = preset.shift_high, preset.shift_low or preset.shift_high
     shifted = [
-        _shifted(name, model, own[0])
-        for name, model, own in zip(("shift_high", "shift_low"), models, shifts, strict=False)
+        _shifted(name, model, shift[0])
+        for name, model, shift in zip(("shift_high", "shift_low"), models, shifts, strict=False)
     ]
     if settings.sigmas is not None:
         sigmas = _given_sigmas(settings.sigmas)
     else:
         lists = partial(_scheduled, models[0], preset, settings.denoise)
-        sigmas = blend(lists, high, low if models[1:] else None, boundary)
-    is_distilled = settings.cfg_high is None and preset.cfg_high == 1
-    stages = make_stages(
-        sigmas,
-        boundary,
-        experts=len(models),
-        plain_steps=preset.plain_steps,
-        cfg_high=settings.cfg_high or (preset.cfg_high,),
-        cfg_low=settings.cfg_low or (preset.cfg_low,),
-        plain_cfg=preset.plain_cfg if is_distilled else None,
-    )
+        sigmas = blend(lists, preset, experts=experts)
+    stages = make_stages(sigmas, preset, experts=experts)
     end = min(settings.end, max(len(sigmas) - 1, 0))
     return shifted, SamplingPlan(sigmas, stages, min(settings.start, end), end, settings.leftover)
 
@@ -217,25 +187,16 @@ def _given_sigmas(sigmas: Tensor) -> Sigmas:
     return values
 
 
-def _check_negative(plan: SamplingPlan, negative: list | None) -> None:
-    if negative is not None:
-        return
-    used = {value for stage in plan.stages for value in stage.cfg[stage.first :][: stage.steps]}
-    other = next((value for value in used if value != 1), None)
-    if other is not None:
-        raise ValueError(f"negative: not connected, but CFG {other:g} needs it; expected CFG 1")
-
-
 def _lines(plan: SamplingPlan, preset: Preset) -> list[str]:
     lines = [f"{preset.sampler}, {len(plan.run) - 1 if plan.run else 0} steps"]
     for number, stage in enumerate(plan.stages):
         phase = plan.phase(number)
         if phase.steps:
-            levels = plan.run[phase.first : phase.first + phase.steps + 1]
-            cfg = dict.fromkeys(f"{plan.cfg_at(number, level):g}" for level in levels[:-1])
+            end = phase.first + phase.steps
+            cfg = ", ".join(f"{value:g}" for value in plan.guidance(number))
             lines.append(
-                f"{stage.name}: steps {phase.first + 1}-{phase.first + phase.steps}, noise level "
-                f"{levels[0]:.4f} to {levels[-1]:.4f}, CFG {', '.join(cfg)}"
+                f"{stage.name}: steps {phase.first + 1}-{end}, noise level "
+                f"{plan.run[phase.first]:.4f} to {plan.run[end]:.4f}, CFG {cfg}"
             )
     return lines
 
