@@ -6,9 +6,9 @@ attributes are those of the current model, so that ComfyUI's base class cleans u
 in every case.
 """
 
+import inspect
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import comfy.hooks
@@ -29,13 +29,8 @@ _logger = logging.getLogger(__name__)
 Conds = dict[str, list[dict[str, Any]]]
 
 
-@dataclass
-class _Prepared:
-    """A model of the run before it is loaded."""
-
-    patcher: ModelPatcher
-    options: dict[str, Any]
-    conds: Conds
+# A model of the run before it is loaded: the attributes of the guider by ComfyUI's names.
+_State = tuple[ModelPatcher, dict[str, Any], Conds]
 
 
 class StagedGuider(comfy.samplers.CFGGuider):
@@ -45,50 +40,36 @@ class StagedGuider(comfy.samplers.CFGGuider):
         self,
         models: Sequence[ModelPatcher],
         plan: SamplingPlan,
+        conds: dict[str, list],
         *,
         free: bool,
         on_stage: Callable[[str], None],
     ) -> None:
-        super().__init__(models[0])
-        self._models, self._plan, self._free, self._on_stage = list(models), plan, free, on_stage
-        self._prepared: dict[int, _Prepared] = {}
-        self._first = self._last = self.stage = 0
-        self._given: tuple[Any, ...] = ()
+        """Take the model of each stage, and conditionings by `positive` and `negative`."""
+        if any(map(comfy.sampler_helpers.cond_has_hooks, conds.values())):
+            # Hooks patch weights, which is not possible for models streamed from the host.
+            models = [
+                model.get_non_dynamic_delegate() if model.is_dynamic() else model
+                for model in models
+            ]
+        self._first = self.stage = plan.stage_at(plan.run[0])
+        self._last = max(self._first, plan.stage_at(plan.run[-1]))
+        super().__init__(models[self._first])
+        self.inner_set_conds(conds)
+        self._models, self._plan, self._free, self._on_stage = models, plan, free, on_stage
+        self._prepared: dict[int, _State] = {}
+        self._given: dict[str, Any] = {}
         self._merged: tuple[tuple[int, int], dict[str, Any]] | None = None
         self._multigpu: list[ModelPatcher] = []
         self._since = timing.instant()
 
-    def set_conds(self, positive: list, negative: list | None) -> None:
-        """Set the conditionings `positive` and `negative`; None: guidance must be 1."""
-        conds = {"positive": positive}
-        if negative is not None:
-            conds["negative"] = negative
-        hooked = any(comfy.sampler_helpers.cond_has_hooks(cond) for cond in conds.values())
-        if hooked:  # hooks patch weights, which is not possible for models streamed from the host
-            self._models = [
-                model.get_non_dynamic_delegate() if model.is_dynamic() else model
-                for model in self._models
-            ]
-        self.model_patcher = self._models[0]
-        self.inner_set_conds(conds)
+    @property
+    def _state(self) -> _State:
+        return self.model_patcher, self.model_options, self.conds
 
-    def sample(
-        self,
-        noise: Tensor,
-        latent_image: Tensor,
-        sampler: comfy.samplers.Sampler,
-        sigmas: Tensor,
-        *args: Any,  # noqa: ANN401
-        **kwargs: Any,  # noqa: ANN401
-    ) -> Tensor:
-        """Run the sampler, as in the base class, from the model of the first noise level on."""
-        if len(sigmas):
-            self._first = self._plan.stage_at(float(sigmas[0]))
-            self._last = max(self._first, self._plan.stage_at(float(sigmas[-1])))
-        self.stage = self._first
-        self.model_patcher = self._models[self._first]
-        self.model_options = self.model_patcher.model_options
-        return super().sample(noise, latent_image, sampler, sigmas, *args, **kwargs)
+    @_state.setter
+    def _state(self, state: _State) -> None:
+        self.model_patcher, self.model_options, self.conds = state
 
     def outer_sample(self, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
         """Prepare the other models within their wrappers, then run as the base class."""
@@ -98,30 +79,16 @@ class StagedGuider(comfy.samplers.CFGGuider):
         finally:
             for one in self._multigpu:
                 one.cleanup()
-            self._return_to(first)
-            self._prepared, self._given, self._merged, self._multigpu = {}, (), None, []
+            self._state = first
+            self._prepared, self._given, self._merged, self._multigpu = {}, {}, None, []
 
-    def inner_sample(
-        self,
-        noise: Tensor,
-        latent_image: Tensor,
-        device: Any,  # noqa: ANN401
-        sampler: comfy.samplers.Sampler,
-        sigmas: Tensor,
-        denoise_mask: Tensor | None,
-        callback: Callable[..., None] | None,
-        disable_pbar: bool,
-        seed: int | None,
-        latent_shapes: list | None = None,
-    ) -> Tensor:
+    def inner_sample(self, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
         """Keep the arguments for the other models, then run as the base class."""
         self.add_time("load")
-        self._given = noise, latent_image, device, denoise_mask, seed, latent_shapes
+        call = super().inner_sample
+        self._given = inspect.signature(call).bind(*args, **kwargs).arguments
         self._on_stage(self._plan.stages[self.stage].name)
-        return super().inner_sample(
-            noise, latent_image, device, sampler, sigmas, denoise_mask, callback, disable_pbar,
-            seed, latent_shapes=latent_shapes,
-        )  # fmt: skip
+        return call(*args, **kwargs)
 
     def outer_predict_noise(
         self,
@@ -143,22 +110,22 @@ class StagedGuider(comfy.samplers.CFGGuider):
     def _prepare(self, stage: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
         """Enter the wrappers of a stage's model and of the following ones, then run."""
         if stage > self._last:
-            self._put(self._prepared[self._first])
+            self._state = _fresh(self._prepared[self._first])
             self._since = timing.instant(self.model_patcher.load_device)
             return super().outer_sample(*args, **kwargs)
         patcher = self._models[stage]
         options = create_model_options_clone(patcher.model_options)
         conds = _copy(self.original_conds)
         comfy.samplers.preprocess_conds_hooks(conds)
-        self._put(_Prepared(patcher, options, conds))
+        self._state = patcher, options, conds
         hook_mode = patcher.hook_mode
 
         def inside(*args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
-            prepared = self._take(stage)
+            state = self._take(stage)
             try:
                 return self._prepare(stage + 1, args, kwargs)
-            finally:
-                self._return_to(prepared)
+            finally:  # its wrappers end with the attributes that they began with
+                self._state = state
 
         try:
             if comfy.samplers.get_total_hook_groups_in_conds(conds) <= 1:
@@ -173,39 +140,28 @@ class StagedGuider(comfy.samplers.CFGGuider):
             patcher.hook_mode = hook_mode
             patcher.restore_hook_patches()
 
-    def _take(self, stage: int) -> _Prepared:
+    def _take(self, stage: int) -> _State:
         """Store the guider's current attributes as those of a stage."""
         known = {run_phase.KEY: self._plan.phase(stage)}
         self.model_options.setdefault("transformer_options", {}).update(known)
-        prepared = _Prepared(self.model_patcher, self.model_options, self.conds)
-        self._prepared[stage] = prepared
-        return prepared
-
-    def _return_to(self, prepared: _Prepared) -> None:
-        """Let the wrappers of a stage end with the attributes that they began with."""
-        self.model_patcher, self.model_options = prepared.patcher, prepared.options
-        self.conds = prepared.conds
-
-    def _put(self, prepared: _Prepared) -> None:
-        self.model_patcher, self.model_options = prepared.patcher, prepared.options
-        self.conds = _copy(prepared.conds)
+        self._prepared[stage] = self._state
+        return self._state
 
     def _switch(self, stage: int) -> None:
         """Leave the current model, and load that of a stage."""
-        noise, latent_image, device, denoise_mask, seed, latent_shapes = self._given
-        left, prepared = self.model_patcher, self._prepared[stage]
+        given, left, state = self._given, self.model_patcher, self._prepared[stage]
         start = timing.instant(left.load_device)
         for one in (left, *self._multigpu):
             one.cleanup()
         self._multigpu = []
         comfy.sampler_helpers.cleanup_models(self.conds, self.loaded_models)
-        if self._free and left.model is not prepared.patcher.model:
+        if self._free and left.model is not state[0].model:
             comfy.model_management.unload_model_and_clones(left)
         pool = self.model_options.pop("multigpu_thread_pool", None)
-        self._put(prepared)
+        self._state = _fresh(state)
         if pool is not None:  # the base class ends the pool through the current options
             self.model_options["multigpu_thread_pool"] = pool
-        patcher, options = self.model_patcher, self.model_options
+        patcher, options, device = self.model_patcher, self.model_options, given["device"]
         self._load()
         self._multigpu = comfy.sampler_helpers.prepare_model_patcher_multigpu_clones(
             patcher, self.loaded_models, options
@@ -213,12 +169,13 @@ class StagedGuider(comfy.samplers.CFGGuider):
         comfy.samplers.cast_to_load_options(options, device=device, dtype=patcher.model_dtype())
         for one in (patcher, *self._multigpu):
             one.pre_run()
-        self.inner_model.latent_shapes = latent_shapes
+        shapes, latent_image = given.get("latent_shapes"), given["latent_image"]
+        self.inner_model.latent_shapes = shapes
         if latent_image is not None and latent_image.any():  # an empty latent is not normalised
             latent_image = self.inner_model.process_latent_in(latent_image)
         self.conds = comfy.samplers.process_conds(
-            self.inner_model, noise, self.conds, device, latent_image, denoise_mask, seed,
-            latent_shapes=latent_shapes,
+            self.inner_model, given["noise"], self.conds, device, latent_image,
+            given["denoise_mask"], given["seed"], latent_shapes=shapes,
         )  # fmt: skip
         self.stage = stage
         self._since = timing.instant(patcher.load_device)
@@ -229,20 +186,23 @@ class StagedGuider(comfy.samplers.CFGGuider):
     def _load(self, *, on_host: bool = False) -> None:
         """Load the next model; on the host if its weights are to be streamed."""
         self.inner_model, self.conds, self.loaded_models = comfy.sampler_helpers.prepare_sampling(
-            self.model_patcher, self._given[0].shape, self.conds, self.model_options,
+            self.model_patcher, self._given["noise"].shape, self.conds, self.model_options,
             force_offload=on_host,
         )  # fmt: skip
 
     def _with_room(self, call: Callable[[], Tensor]) -> Tensor:
         """Call a model; if memory runs out, retry without other models, then stream weights."""
 
+        def short(words: str) -> None:
+            text = "Fast Video VAE: memory ran out in a step of %s; trying again, %s"
+            _logger.warning(text, self._plan.stages[self.stage].name, words)
+
         def settings() -> Iterator[None]:
             yield
-            self._short("with the other models unloaded")
-            device = self.model_patcher.load_device
-            free_others(device, self.model_patcher, *self.loaded_models)
+            short("with the other models unloaded")
+            free_others(self.model_patcher.load_device, self.model_patcher, *self.loaded_models)
             yield
-            self._short("with the weights on the host")
+            short("with the weights on the host")
             comfy.model_management.unload_all_models()
             comfy.model_management.soft_empty_cache()
             self._load(on_host=True)
@@ -253,12 +213,6 @@ class StagedGuider(comfy.samplers.CFGGuider):
 
         (result,) = resumed(settings(), run, comfy.model_management.is_oom)
         return result
-
-    def _short(self, words: str) -> None:
-        """Log that memory ran out, and how a step goes on."""
-        name = self._plan.stages[self.stage].name
-        text = "Fast Video VAE: memory ran out in a step of %s; trying again, %s"
-        _logger.warning(text, name, words)
 
     def _options_of_call(self, given: dict[str, Any]) -> dict[str, Any]:
         # A sampler gets the options of the first model; it may add a function after guidance,
@@ -271,7 +225,7 @@ class StagedGuider(comfy.samplers.CFGGuider):
         return self._merged[1]
 
     def _merge(self, given: dict[str, Any]) -> dict[str, Any]:
-        first = self._prepared[self._first].options
+        _, first, _ = self._prepared[self._first]
         own = create_model_options_clone(self.model_options)
         name = "sampler_post_cfg_function"
         added = [each for each in given.get(name, []) if each not in first.get(name, [])]
@@ -294,3 +248,8 @@ class StagedGuider(comfy.samplers.CFGGuider):
 
 def _copy(conds: Conds) -> Conds:
     return {name: [dict(cond) for cond in group] for name, group in conds.items()}
+
+
+def _fresh(state: _State) -> _State:
+    """Return a state with conditionings of its own, because a run changes them."""
+    return *state[:2], _copy(state[2])

@@ -62,13 +62,7 @@ class WanSampler(io.ComfyNode):
         boundary: str | None = None,
     ) -> bool | str:
         """Check the texts before anything runs."""
-        texts = {
-            "shift_high": shift_high,
-            "shift_low": shift_low,
-            "cfg_high": cfg_high,
-            "cfg_low": cfg_low,
-            "boundary": boundary,
-        }
+        texts = _by_name(shift_high, shift_low, cfg_high, cfg_low, boundary)
         parse = {name: partial(plans.parse_text, name, text or "") for name, text in texts.items()}
         return check_text(parse)
 
@@ -109,12 +103,9 @@ class WanSampler(io.ComfyNode):
             "plain_steps": None if plain_steps < 0 else plain_steps,
             "sampler": None if sampler_name == AUTO else sampler_name,
             "scheduler": None if scheduler == AUTO else scheduler,
-            "shift_high": plans.parse_text("shift_high", shift_high),
-            "shift_low": plans.parse_text("shift_low", shift_low),
-            "cfg_high": plans.parse_text("cfg_high", cfg_high),
-            "cfg_low": plans.parse_text("cfg_low", cfg_low),
-            "boundary": plans.parse_text("boundary", boundary),
         }
+        texts = _by_name(shift_high, shift_low, cfg_high, cfg_low, boundary)
+        given |= {name: plans.parse_text(name, text) for name, text in texts.items()}
         leftover = return_with_leftover_noise == _ENABLE
         settings = run.Settings(
             preset, given, sigmas, start_at_step, end_at_step, denoise, add_noise == _ENABLE,
@@ -125,10 +116,14 @@ class WanSampler(io.ComfyNode):
             raise ValueError(
                 "loras_low: there is no model_low; expected LoRAs for loras_high alone"
             )
-        done = run.sample(
-            models, (loras_high, loras_low), positive, negative, latent_image, settings
-        )
-        return io.NodeOutput(done.latent, done.denoised, done.sigmas, done.report, timing.text())
+        loras = loras_high, loras_low
+        done = run.sample(models, loras, positive, negative, latent_image, settings)
+        return io.NodeOutput(*done, timing.text())
+
+
+def _by_name(*texts: str | None) -> dict[str, str | None]:
+    names = "shift_high", "shift_low", "cfg_high", "cfg_low", "boundary"
+    return dict(zip(names, texts, strict=True))
 
 
 _ENABLE, _DISABLE = "enable", "disable"

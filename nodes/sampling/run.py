@@ -19,12 +19,12 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
+from ..host.error_text import about
 from ..host.patches import log_cut_patches
 from ..host.progress import show_text
-from ..lora.apply import LoraMode
+from ..lora.apply import KEY, AttachedLoras, LoraMode, apply_lora
 from ..preview.live import Callback, playing
 from .guider import StagedGuider
-from .loras import with_loras
 from .plan import SamplingPlan, Sigmas, blend, make_stages
 from .presets import Preset, preset_for
 
@@ -48,16 +48,6 @@ class Settings:
     free_high: bool
 
 
-@dataclass(frozen=True)
-class SamplingResult:
-    """Two LATENTs, the noise levels `[steps + 1]`, and lines about stages and LoRAs."""
-
-    latent: dict[str, Any]
-    denoised: dict[str, Any]
-    sigmas: Tensor
-    report: str
-
-
 def sample(
     models: Sequence[ModelPatcher],
     stacks: Sequence[tuple],
@@ -65,10 +55,16 @@ def sample(
     negative: list | None,
     latent: dict[str, Any],
     settings: Settings,
-) -> SamplingResult:
-    """Run a sampler over one model or two experts; the inputs are not modified."""
-    for name, conditioning in (("positive", positive), ("negative", negative)):
-        if conditioning is not None and not len(conditioning):
+) -> tuple[dict[str, Any], dict[str, Any], Tensor, str]:
+    """Run a sampler over one model or two experts; the inputs are not modified.
+
+    Returns:
+        Two LATENTs, the result and the estimate of the last step, the noise levels `[steps + 1]`,
+        and lines about stages and LoRAs.
+    """
+    conds = {"positive": positive} | ({} if negative is None else {"negative": negative})
+    for name, conditioning in conds.items():
+        if not len(conditioning):
             raise ValueError(f"{name}: the conditioning is empty; expected an encoded prompt")
     image = _checked_latent(models, latent)
     config = getattr(models[0].model.model_config, "unet_config", {})
@@ -77,14 +73,13 @@ def sample(
     used = {cfg for number in range(len(plan.stages)) for cfg in plan.guidance(number)} - {1}
     if used and negative is None:
         raise ValueError(f"negative: not connected, but CFG {max(used):g} needs it; expected CFG 1")
-    staged, reports = with_loras(shifted, stacks, plan, settings.lora_mode)
+    staged, reports = _with_loras(shifted, stacks, plan, settings.lora_mode)
     report = "\n".join([*_lines(plan, preset), *reports])
     sigmas = torch.tensor(plan.run)
     if not len(sigmas):
         _logger.info("Fast Video VAE: no step to run; the latent is unchanged")
-        return SamplingResult(latent, latent, sigmas, report)
-    guider = StagedGuider(staged, plan, free=settings.free_high, on_stage=_show_stage)
-    guider.set_conds(positive, negative)
+        return latent, latent, sigmas, report
+    guider = StagedGuider(staged, plan, conds, free=settings.free_high, on_stage=_show_stage)
     if settings.add_noise:
         noise = comfy.sample.prepare_noise(image, settings.seed, latent.get("batch_index"))
     else:
@@ -102,7 +97,7 @@ def sample(
             seed=settings.seed,
         )
     denoised = _denoised(guider, seen, samples)
-    return SamplingResult(_latent(latent, samples), _latent(latent, denoised), sigmas, report)
+    return _latent(latent, samples), _latent(latent, denoised), sigmas, report
 
 
 def _checked_latent(models: Sequence[ModelPatcher], latent: dict[str, Any]) -> Tensor:
@@ -113,12 +108,8 @@ def _checked_latent(models: Sequence[ModelPatcher], latent: dict[str, Any]) -> T
             f"model_low: its latents have {channels[1]} channels; expected {channels[0]}, as for "
             "model_high"
         )
-    image = comfy.sample.fix_empty_latent_channels(
-        models[0],
-        latent["samples"],
-        latent.get("downscale_ratio_spacial"),
-        latent.get("downscale_ratio_temporal"),
-    )
+    ratios = (latent.get(f"downscale_ratio_{kind}") for kind in ("spacial", "temporal"))
+    image = comfy.sample.fix_empty_latent_channels(models[0], latent["samples"], *ratios)
     if not image.is_nested and image.shape[1] != channels[0]:
         raise ValueError(
             f"latent_image: got {image.shape[1]} channels; expected {channels[0]} for this model"
@@ -185,6 +176,34 @@ def _given_sigmas(sigmas: Tensor) -> Sigmas:
             "sigmas: the noise levels do not fall; expected finite ones, the highest first"
         )
     return values
+
+
+def _with_loras(
+    models: Sequence[ModelPatcher], stacks: Sequence[tuple], plan: SamplingPlan, mode: LoraMode
+) -> tuple[list[ModelPatcher], list[str]]:
+    """Return the model of each stage with its LoRAs, and the key reports."""
+    staged, reports = [], []
+    for number, stage in enumerate(plan.stages):
+        part = ("high", "low")[stage.expert]
+        model, stack = models[stage.expert], stacks[stage.expert] or ()
+        applied: AttachedLoras | None = model.get_attachment(KEY)
+        before = [entry for entry, phase in applied.parts if phase is None] if applied else []
+        for name, entries in ((f"model_{part}", before), (f"loras_{part}", stack)):
+            for schedule in (entry.schedule for entry in entries):
+                count = len(schedule.phases)
+                if len(set(schedule.phases)) > 1 and count != len(plan.stages):
+                    raise ValueError(
+                        f"{name}: strength '{schedule}' has {count} phases, but the run has "
+                        f"{len(plan.stages)}"
+                    )
+        # A LoRA without phases is not used in the steps without LoRA.
+        entries = tuple(one for one in stack if len(one.schedule.phases) > 1 or not stage.plain)
+        if entries:
+            with about(f"loras_{part}"):
+                model, report = apply_lora(model, entries, mode, number)
+            reports += [f"{stage.name}: {line}" for line in report.splitlines()]
+        staged.append(model)
+    return staged, reports
 
 
 def _lines(plan: SamplingPlan, preset: Preset) -> list[str]:
