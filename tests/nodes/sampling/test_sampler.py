@@ -32,26 +32,24 @@ pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("comfyui")]
 # Least difference of two runs that are not the same.
 DIFFERENT = 1e-3
 
+AUTO = dict.fromkeys(("cfg_high", "cfg_low", "shift_high", "sampler_name", "scheduler"), "auto")
+
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Record the calls: network, noise level and number of rows."""
+    """Record the calls: expert, noise level and number of rows."""
     import comfy.model_base
 
     seen = []
     apply_model = comfy.model_base.BaseModel.apply_model
 
     def noted(self, x, t, *args, **kwargs):
-        seen.append((self, round(float(t.flatten()[0]), 4), len(x)))
+        low = any(self is expert(kind, 1).model for kind in ("wan21-t2v", "wan22-14b-i2v"))
+        seen.append(("L" if low else "H", round(float(t.flatten()[0]), 4), len(x)))
         return apply_model(self, x, t, *args, **kwargs)
 
     monkeypatch.setattr(comfy.model_base.BaseModel, "apply_model", noted)
     return seen
-
-
-def names(calls, models):
-    known = {id(model.model): name for name, model in models.items()}
-    return [(known[id(base)].removeprefix("model_"), sigma) for base, sigma, _ in calls]
 
 
 @pytest.mark.parametrize(
@@ -64,68 +62,59 @@ def names(calls, models):
     ],
 )
 def test_two_experts_equal_two_advanced_samplers(kind, cfg):
-    both = experts(kind)
-    high, low = (shifted(model, 5.0) for model in both.values())
-    expected = in_two(high, low, kind, cfg=cfg)
+    high, low = (shifted(model, 5.0) for model in experts(kind).values())
     result = samples(kind, cfg_high=str(cfg[0]), cfg_low=str(cfg[1]))
-    assert relative_error(result, expected) < ROUNDING
+    assert relative_error(result, in_two(high, low, kind, cfg=cfg)) < ROUNDING
     assert relative_error(result, in_two(low, high, kind, cfg=cfg)) > DIFFERENT
 
 
-def test_four_steps_are_split_two_and_two(calls):
-    both = experts()
-    result = run(preset="4-step", steps=0, sampler_name="auto", scheduler="auto", shift_high="auto",
-                 cfg_high="auto", cfg_low="auto")  # fmt: skip
-    expected = [("high", 1.0), ("high", 0.9375), ("low", 0.8333), ("low", 0.625)]
-    assert names(calls, both) == expected
-    assert {rows for _, _, rows in calls} == {1}  # no negative pass
+def test_a_preset_fills_in_what_is_auto(calls):
+    result = run(preset="4-step", steps=0, **AUTO)
     assert result["sigmas"].tolist() == pytest.approx([1, 0.9375, 0.83333, 0.625, 0], abs=1e-5)
+    expected = [("H", 1.0, 1), ("H", 0.9375, 1), ("L", 0.8333, 1), ("L", 0.625, 1)]
+    assert calls == expected  # one row: no negative pass
+    first = run(steps=0, end_at_step=1, **AUTO)["report"].splitlines()  # published for two experts
+    assert first == [
+        "uni_pc, 1 steps",
+        "high noise: steps 1-1, noise level 1.0000 to 0.0000, CFG 4",
+    ]
+    assert len(run(steps=0, start_at_step=39, **AUTO)["sigmas"]) == 2
 
 
 @pytest.mark.parametrize(
-    ("boundary", "expected"),
+    ("kind", "boundary", "steps", "expected"),
     [
-        ("auto", "HHLL"),  # 0.875
-        ("0.9375", "HHLL"),  # a level of the list: the first expert serves it
-        ("0.94", "HLLL"),
-        ("0.8333333", "HHHL"),
-        ("0.0", "HHHH"),
-        ("1", "HLLL"),  # a step
-        ("0", "LLLL"),
-        ("40", "HHHH"),
+        ("wan21-t2v", "auto", 4, "HHLL"),  # 0.875
+        ("wan22-14b-i2v", "auto", 8, "HHHLLLLL"),  # 0.9; sigmas 1, 0.972, 0.9375, 0.893, 0.833
+        ("wan21-t2v", "0.9375", 4, "HHLL"),  # a level of the list: the first expert serves it
+        ("wan21-t2v", "0.8333333", 4, "HHHL"),
+        ("wan21-t2v", "0.0", 4, "HHHH"),
+        ("wan21-t2v", "1", 4, "HLLL"),  # a step
+        ("wan21-t2v", "0", 4, "LLLL"),
+        ("wan21-t2v", "40", 4, "HHHH"),
     ],
 )
-def test_the_boundary_is_a_noise_level_or_a_step(calls, boundary, expected):
-    run(boundary=boundary)
-    assert "".join(name[0].upper() for name, _ in names(calls, experts())) == expected
-
-
-def test_image_to_video_models_have_a_boundary_of_0_9(calls):
-    kind = "wan22-14b-i2v"
-    run(kind, steps=8)  # sigmas 1, 0.972, 0.9375, 0.893, 0.833, ...
-    found = names(calls, experts(kind))
-    assert [sigma for name, sigma in found if name == "high"] == [1.0, 0.9722, 0.9375]
+def test_the_boundary_is_a_noise_level_or_a_step(calls, kind, boundary, steps, expected):
+    run(kind, boundary=boundary, steps=steps)
+    assert "".join(name for name, *_ in calls) == expected
 
 
 @pytest.mark.parametrize(
-    ("sampler", "cfg"),
+    ("sampler", "given"),
     [
-        ("euler", 4.0),
-        ("uni_pc", 1.0),
-        slow("dpmpp_2m", 4.0),
+        ("euler", {"cfg": 4.0}),
+        ("uni_pc", {}),
+        ("euler", {"denoise": 0.5}),  # of a latent with a mask
+        slow("dpmpp_2m", {"cfg": 4.0}),
     ],
-)  # fmt: skip
-def test_one_expert_equals_ksampler(sampler, cfg):
-    expected = ksampler(shifted(expert(), 5.0), cfg=cfg, sampler=sampler)
-    result = samples(model_low=None, cfg_high=str(cfg), sampler_name=sampler)
-    assert relative_error(result, expected) < ROUNDING
-
-
-def test_one_expert_equals_ksampler_for_other_latents():
+)
+def test_one_expert_equals_ksampler(sampler, given):
     latent = {"samples": torch.randn(1, 16, 3, 8, 8), "noise_mask": torch.ones(1, 1, 3, 8, 8)}
     latent["noise_mask"][..., :4] = 0
-    expected = ksampler(shifted(expert(), 5.0), denoise=0.5, latent=latent)
-    result = samples(model_low=None, denoise=0.5, latent_image=latent)
+    latent = latent if "denoise" in given else empty()
+    expected = ksampler(shifted(expert(), 5.0), sampler=sampler, latent=latent, **given)
+    same = {"sampler_name": sampler, "latent_image": latent, "denoise": given.get("denoise", 1.0)}
+    result = samples(model_low=None, cfg_high=str(given.get("cfg", 1)), **same)
     assert relative_error(result, expected) < ROUNDING
 
 
@@ -141,33 +130,17 @@ def test_every_kind_of_model_works_as_one_expert(kind):
     assert relative_error(result, expected) < ROUNDING
 
 
-def windows(model):
-    """A model that sees two latent frames at a time."""
-    return v3_node(
-        "nodes_context_windows", "WanContextWindowsManualNode", model=model, context_length=5,
-        context_overlap=4, context_schedule="standard_uniform", context_stride=1,
-        closed_loop=False, fuse_method="pyramid", freenoise=True,
-    )[0]  # fmt: skip
-
-
-def cached(model):
-    """A model that skips steps similar to the previous one."""
-    return v3_node(
-        "nodes_easycache", "EasyCacheNode", model=model, reuse_threshold=2.0, start_percent=0.0,
-        end_percent=1.0, verbose=False,
-    )[0]  # fmt: skip
-
-
-@pytest.mark.parametrize("patch", [windows, cached])
-def test_patches_of_other_nodes_apply_to_both_experts(patch):
-    high, low = (patch(model) for model in experts().values())
-    plain = samples(steps=8)
-    given = {"model_high": high, "model_low": low, "steps": 8, "boundary": "4"}
-    result = samples(**given)
-    assert relative_error(result, plain) > DIFFERENT
-    expected = in_two(shifted(high, 5.0), shifted(low, 5.0), at=4, steps=8)
-    assert relative_error(result, expected) < ROUNDING
-    assert torch.equal(samples(**given), result)
+def test_patches_of_other_nodes_apply_to_both_experts():
+    """Context windows of two latent frames."""
+    window = {"context_length": 5, "context_overlap": 4, "context_schedule": "standard_uniform"}
+    window |= {"context_stride": 1, "closed_loop": False, "fuse_method": "pyramid"}
+    node = "nodes_context_windows", "WanContextWindowsManualNode"
+    high, low = (
+        v3_node(*node, model=each, freenoise=True, **window)[0] for each in experts().values()
+    )
+    result = samples(model_high=high, model_low=low)
+    assert relative_error(result, samples()) > DIFFERENT
+    assert relative_error(result, in_two(shifted(high, 5.0), shifted(low, 5.0))) < ROUNDING
 
 
 @pytest.mark.parametrize(
@@ -191,30 +164,26 @@ def test_a_multistep_sampler_continues_over_the_switch(sampler, remembers):
 
 
 def test_calls_between_steps_use_the_expert_of_their_noise_level(calls):
-    run(sampler_name="dpm_2", steps=4)
-    found = names(calls, experts())
-    assert found == [("high" if sigma >= 0.875 else "low", sigma) for _, sigma in found]
-    assert len({sigma for _, sigma in found}) > 4
-    assert {name for name, _ in found} == {"high", "low"}
+    run(sampler_name="dpm_2")
+    assert all(name == ("H" if sigma >= 0.875 else "L") for name, sigma, _ in calls)
+    assert len({sigma for _, sigma, _ in calls}) > 4
+    assert {name for name, *_ in calls} == {"H", "L"}
 
 
 def test_each_step_has_its_guidance(calls):
     run(cfg_high="3.5,1", cfg_low="1,2")
     # Both passes in one call where there are two.
-    assert [(sigma, rows) for _, sigma, rows in calls] == [
-        (1.0, 2), (0.9375, 1), (0.8333, 1), (0.625, 2),
-    ]  # fmt: skip
+    assert [each[1:] for each in calls] == [(1.0, 2), (0.9375, 1), (0.8333, 1), (0.625, 2)]
     given = {"cfg_high": "3.5,1,1,1", "cfg_low": "1,1,1,2"}  # values for all steps
     assert torch.equal(samples(**given), samples(cfg_high="3.5,1", cfg_low="1,2"))
     assert relative_error(samples(cfg_high="3.5,1"), samples(cfg_high="1,3.5")) > DIFFERENT
 
 
-def test_each_expert_has_its_shift():
+def test_each_step_has_its_shift():
     sigmas = {shift: run(shift_high=shift)["sigmas"] for shift in ("8", "5")}
     result = run(shift_high="8", shift_low="5", boundary="2")["sigmas"]
     assert torch.equal(result, torch.cat([sigmas["8"][:2], sigmas["5"][2:]]))
-    listed = run(shift_high="8,8,5,5", boundary="2")["sigmas"]
-    assert torch.equal(listed, result)
+    assert torch.equal(run(shift_high="8,8,5,5", boundary="2")["sigmas"], result)
 
 
 def test_given_noise_levels_are_used_unchanged(calls):
@@ -223,21 +192,18 @@ def test_given_noise_levels_are_used_unchanged(calls):
     result = run(sigmas=given, sampler_name="uni_pc")
     assert torch.equal(result["sigmas"], given)
     assert torch.equal(given, before)  # this solver writes its last level into the list
-    assert [name for name, _ in names(calls, experts())] == ["high", "high", "low", "low"]
+    assert [name for name, *_ in calls] == ["H", "H", "L", "L"]
 
 
-def test_two_halves_of_a_run_equal_the_whole_run():
+def test_two_parts_of_a_run_equal_the_whole_run(calls):
     whole = samples(cfg_high="2", cfg_low="3")
     for at in (1, 2, 3):  # within the first expert, at the switch, within the second
         given = {"cfg_high": "2", "cfg_low": "3"}
-        first = run(**given, end_at_step=at, return_with_leftover_noise="enable")["LATENT"]
-        rest = samples(**given, start_at_step=at, add_noise="disable", latent_image=first)
-        assert relative_error(rest, whole) < ROUNDING
-
-
-def test_a_part_of_a_run_has_its_experts_and_noise_levels(calls):
-    run(start_at_step=2)
-    assert [name for name, _ in names(calls, experts())] == ["low", "low"]
+        first = run(**given, end_at_step=at, return_with_leftover_noise="enable")
+        calls.clear()
+        part = {"add_noise": "disable", "latent_image": first["LATENT"], "start_at_step": at}
+        assert relative_error(samples(**given, **part), whole) < ROUNDING
+        assert [name for name, *_ in calls] == [*"HHLL"[at:]]
     assert run(end_at_step=2)["sigmas"].tolist() == pytest.approx([1, 0.9375, 0])
 
 
@@ -268,39 +234,30 @@ def test_three_phases_equal_three_advanced_samplers():
         one, two = core(high, files[0], 0.8), core(low, files[1], 0.6)
         second = advanced("disable", model=one, latent=first, cfg=1.0, start=2, end=4, **known)
         last = advanced("disable", model=two, latent=second, cfg=1.0, start=4, **known)
-    auto = dict.fromkeys(("cfg_high", "cfg_low", "shift_high", "sampler_name", "scheduler"), "auto")
     loras = {"loras_high": stack(files[0], 0.8), "loras_low": stack(files[1], 0.6)}
-    result = samples(preset="three-phase", steps=0, **auto, **loras)
+    result = samples(preset="three-phase", steps=0, **AUTO, **loras)
     assert relative_error(result, last["samples"]) < ROUNDING
     named = {"loras_high": stack(files[0], "0;0.8;0"), "loras_low": stack(files[1], "0;0;0.6")}
-    assert torch.equal(samples(preset="three-phase", steps=0, **auto, **named), result)
+    assert torch.equal(samples(preset="three-phase", steps=0, **AUTO, **named), result)
 
 
 @pytest.mark.parametrize("mode", ["auto", "merged"])
 def test_loras_of_each_expert_equal_comfyuis_loader(mode):
-    files = [lora(seed) for seed in (0, 1)]
+    files, models = [lora(seed) for seed in (0, 1)], experts()
     high, low = (
         core(shifted(model, 5.0), file, 0.8)
-        for model, file in zip(experts().values(), files, strict=True)
+        for model, file in zip(models.values(), files, strict=True)
     )
     given = {"loras_high": stack(files[0], 0.8), "loras_low": stack(files[1], 0.8)}
     result = samples(**given, lora_mode=mode)
     assert relative_error(result, in_two(high, low)) < ROUNDING
-    # One stack for both, whose strengths say which is whose.
+    # One stack for both, whose strengths say which is whose; of the node and of Apply LoRA.
     both = stack(files[1], "0;0.8", before=stack(files[0], "0.8;0"))
     again = samples(loras_high=both, loras_low=both, lora_mode=mode)
     assert relative_error(again, result) < ROUNDING
-
-
-def test_apply_lora_follows_the_phase_of_the_sampler():
-    files = [lora(seed) for seed in (0, 1)]
-    strengths = ("0.8;0", "0;0.8")
-    models = {
-        name: apply(model, stack(file, strength))[0]
-        for (name, model), file, strength in zip(experts().items(), files, strengths, strict=True)
-    }
-    expected = samples(loras_high=stack(files[0], 0.8), loras_low=stack(files[1], 0.8))
-    assert torch.equal(samples(**models), expected)
+    if mode == "auto":
+        applied = {name: apply(model, both)[0] for name, model in models.items()}
+        assert relative_error(samples(**applied), result) < ROUNDING
 
 
 def test_a_list_of_strengths_is_spread_over_the_steps_of_its_phase():
