@@ -16,8 +16,9 @@ import comfy.sd
 import torch
 from comfy.cli_args import args
 from comfy.model_patcher import ModelPatcher
+from torch import Tensor
 
-from ...vae import SEEDVR2, Checkpoint, VAEConfig, VideoVAE, build_vae, read_checkpoint
+from ...vae import Checkpoint, VAEConfig, VideoVAE, build_vae, read_checkpoint
 from ..host.devices import ONE, names, selected
 from ..host.error_text import about
 from . import pieces
@@ -51,10 +52,7 @@ class Choice:
 
 def load(path: str | Path, choice: Choice) -> FastVAE:
     """Load a VAE from a checkpoint; ComfyUI reloads it from `path` for another device."""
-    vae = _loaded(path, choice)
-    _use_devices(vae)
-    vae.first_stage_model.prepare(vae.device)
-    return vae
+    return _ready(_loaded(path, choice))
 
 
 def accelerate(vae: comfy.sd.VAE, choice: Choice) -> comfy.sd.VAE:
@@ -69,9 +67,7 @@ def accelerate(vae: comfy.sd.VAE, choice: Choice) -> comfy.sd.VAE:
     origin = vae.patcher.cached_patcher_init
     if origin is not None:
         fast.patcher.cached_patcher_init = (_accelerate_patcher, (origin, settled))
-    _use_devices(fast)
-    fast.first_stage_model.prepare(fast.device)
-    return fast
+    return _ready(fast)
 
 
 def accelerated(vae: comfy.sd.VAE, choice: Choice, kinds: str) -> FastVAE:
@@ -85,7 +81,7 @@ def accelerated(vae: comfy.sd.VAE, choice: Choice, kinds: str) -> FastVAE:
     return fast
 
 
-def weights_of(patcher: ModelPatcher) -> dict[str, torch.Tensor]:
+def weights_of(patcher: ModelPatcher) -> dict[str, Tensor]:
     """Return the weights of the model of `patcher`, tensors `[...]`, without patches."""
     saved = {key: backup.weight for key, backup in patcher.backup.items()}
     return dict(patcher.model.state_dict()) | saved
@@ -99,29 +95,24 @@ def patches_of(patcher: ModelPatcher) -> dict[str, list]:
 def _loaded(path: str | Path, choice: Choice) -> FastVAE:
     checkpoint = read_checkpoint(path)
     core = _core_vae(checkpoint.config)
-    settled = _settled(core, choice)
-    vae = _swapped(core, _built(checkpoint, core.patcher, settled))
+    vae = _swapped(core, _built(checkpoint, core.patcher, _settled(core, choice)))
     vae.patcher.cached_patcher_init = (_load_patcher, (str(path), choice))
     return vae
 
 
-def _use_devices(vae: FastVAE) -> None:
-    found = pieces.devices(vae)
+def _ready(vae: FastVAE) -> FastVAE:
+    """Prepare the kernels of a VAE, and log the devices that it uses if several are selected."""
+    model, own, found = vae.first_stage_model, vae.device, pieces.devices(vae)
     if len(found) > 1:
         _logger.info("Fast Video VAE: this VAE shares each video among %s", names(found))
-        vae.first_stage_model.share(found)
-
-
-def _selection(choice: Choice, config: VAEConfig, own: torch.device) -> str:
-    """Return the devices that the VAE of `config` can use."""
-    chosen = choice.devices or ONE
-    if config.family != SEEDVR2 or all(each == own for each in selected(chosen)):
-        return chosen
-    _logger.info(
-        "Fast Video VAE: this VAE uses %s alone: the norms of SeedVR2 measure whole frames",
-        names([own]),
-    )
-    return ONE
+        model.share(found)
+    elif model.is_seedvr2 and any(each != own for each in selected(model.selection)):
+        _logger.info(
+            "Fast Video VAE: this VAE uses %s alone: the norms of SeedVR2 measure whole frames",
+            names(found),
+        )
+    model.prepare(own)
+    return vae
 
 
 def _refusal(vae: comfy.sd.VAE, choice: Choice) -> str | None:
@@ -143,34 +134,29 @@ def _refusal(vae: comfy.sd.VAE, choice: Choice) -> str | None:
 
 def _settled(vae: comfy.sd.VAE, choice: Choice) -> Choice:
     """Return the choice with open values filled in from the VAE."""
-    decodes = encodes = vae.vae_dtype
-    chunk, devices, precision = choice.chunk, choice.devices, choice.precision
     allow_fp16 = not any(getattr(args, flag, False) for flag in _DTYPE_FLAGS)
+    own = Choice(vae.vae_dtype, vae.vae_dtype, None, allow_fp16, ONE)
     if isinstance(vae, FastVAE):
         model = vae.first_stage_model
-        decodes, encodes, chunk = model.dtype, model.encode_dtype, chunk or model.chunk
-        allow_fp16 = model.allow_fp16
-        devices = devices or model.selection
-        precision = precision or model.precision
+        own = Choice(model.dtype, model.encode_dtype, model.chunk, model.allow_fp16)
+        own = replace(own, devices=model.selection, precision=model.precision)
     return Choice(
-        choice.dtype or decodes,
-        choice.encode_dtype or choice.dtype or encodes,
-        chunk,
-        choice.dtype is None and allow_fp16,
-        devices,
-        precision,
+        choice.dtype or own.dtype,
+        choice.encode_dtype or choice.dtype or own.encode_dtype,
+        choice.chunk or own.chunk,
+        choice.dtype is None and own.allow_fp16,
+        choice.devices or own.devices,
+        choice.precision or own.precision,
     )
 
 
 def _network(patcher: ModelPatcher, settled: Choice) -> FastVideoVAE:
-    checkpoint = read_checkpoint(weights_of(patcher))
-    return _built(checkpoint, patcher, settled, share=True)
+    return _built(read_checkpoint(weights_of(patcher)), patcher, settled, share=True)
 
 
 def _built(
     checkpoint: Checkpoint, patcher: ModelPatcher, settled: Choice, *, share: bool = False
 ) -> FastVideoVAE:
-    selection = _selection(settled, checkpoint.config, patcher.load_device)
     model = build_vae(
         checkpoint,
         device=patcher.offload_device,
@@ -180,7 +166,7 @@ def _built(
         kind=FastVideoVAE,
     )
     model.chunk, model.allow_fp16 = settled.chunk, settled.allow_fp16
-    model.selection = selection
+    model.selection = settled.devices
     if settled.precision is not None:
         with about("precision"):
             model.precision = settled.precision
@@ -204,7 +190,7 @@ def _core_vae(config: VAEConfig) -> comfy.sd.VAE:
 
 def _swapped(core: comfy.sd.VAE, model: FastVideoVAE) -> FastVAE:
     """Return a copy of ComfyUI's VAE object with this pack's network, patcher and values."""
-    config = model.config
+    config, scale = model.config, model.config.latent_scale
     vae = copy.copy(core)
     vae.__class__ = FastVAE
     vae.first_stage_model = model
@@ -212,7 +198,8 @@ def _swapped(core: comfy.sd.VAE, model: FastVideoVAE) -> FastVAE:
     # The weights are on the device as a whole or not at all, because our convolutions do not fetch
     # them.
     vae.disable_offload = True
-    vae.handles_tiling = True
+    # The network has no tiles; those of `FastVAE` are exact.
+    vae.handles_tiling = False
     # Rows and columns that do not fill a latent are cropped. For SeedVR2, ComfyUI leaves that to
     # the convolutions, which see them but output no latent for them.
     vae.crop_input = True
@@ -222,11 +209,12 @@ def _swapped(core: comfy.sd.VAE, model: FastVideoVAE) -> FastVAE:
     vae.model_size()
     # ComfyUI's are attributes of the object and keep its network alive; without them the class's
     # are used.
-    for name in ("memory_used_decode", "memory_used_encode", "format_encoded"):
+    vae.format_encoded = None if scale == 1 else (lambda means: means * scale)
+    for name in ("memory_used_decode", "memory_used_encode"):
         vae.__dict__.pop(name, None)
     small, frames = config.spatial_compression, config.temporal_compression
     large = small * config.output_scale
-    if frames == 1:  # a VAE of images
+    if config.is_of_pictures:
         vae.latent_dim, vae.downscale_ratio, vae.upscale_ratio = 2, small, large
         vae.downscale_index_formula = vae.upscale_index_formula = None
     else:

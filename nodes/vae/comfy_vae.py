@@ -5,10 +5,6 @@ video twice on the device; `accelerate.py` creates it. Facts about ComfyUI here 
 of 0.33.
 """
 
-import functools
-from collections.abc import Callable
-
-import comfy.model_management
 import comfy.sd
 import torch
 from torch import Tensor
@@ -19,7 +15,7 @@ from ..host.error_text import about
 from ..host.oom import give_back, in_turn, kept
 from ..host.progress import Progress
 from . import pieces
-from .first_stage import FastVideoVAE, tile_size
+from .first_stage import FastVideoVAE, log_ignored
 
 
 def one_video(vae: object, latent: Tensor) -> Tensor:
@@ -27,10 +23,9 @@ def one_video(vae: object, latent: Tensor) -> Tensor:
     if latent.is_nested:
         latent = latent.unbind()[0]
     if isinstance(vae, FastVAE):
-        model = vae.first_stage_model
-        latent = latent.reshape(model.video_shape(latent.shape))
+        latent = vae.first_stage_model.as_video(latent)
         with about("samples"):
-            model.check_latent(latent)
+            vae.first_stage_model.check_latent(latent)
         if vae.latent_dim == 2:  # pictures, which become the frames
             latent = latent[:, :, 0].movedim(0, 1).unsqueeze(0)
     if latent.ndim == 5 and len(latent) != 1:
@@ -40,19 +35,12 @@ def one_video(vae: object, latent: Tensor) -> Tensor:
     return latent
 
 
-# Unknown arguments, such as an option of a newer ComfyUI, are passed to ComfyUI's own methods,
-# which use the same network.
+# An option of a newer ComfyUI is named in the log and has no effect: ComfyUI's own methods, which
+# know it, would decode with seams where memory is short.
 class FastVAE(comfy.sd.VAE):
     """A `comfy.sd.VAE` around a `FastVideoVAE`; not created by calling this class."""
 
     first_stage_model: FastVideoVAE
-
-    # It belongs to the current network, because ComfyUI replaces the network in copies.
-    @property
-    def format_encoded(self) -> Callable[[Tensor], Tensor] | None:
-        """Conversion of the network's output for ComfyUI's methods; None: not needed."""
-        model = self.first_stage_model
-        return model.comfy_format_encoded if model.is_seedvr2 else None
 
     def decode(
         self,
@@ -64,11 +52,10 @@ class FastVAE(comfy.sd.VAE):
         **newer: object,
     ) -> Tensor:
         """Decode latents to an IMAGE `[B, T, H, W, C]` or `[B, H, W, C]` in [0, 1]."""
-        if newer:
-            return super().decode(samples_in, vae_options or {}, **newer)
+        log_ignored("decode", {**(vae_options or {}), **newer})
         self.throw_exception_if_invalid()
         model = self.first_stage_model
-        latent = samples_in.reshape(model.video_shape(samples_in.shape))
+        latent = model.as_video(samples_in)
         model.check_latent(latent)
         if self.latent_dim == 2:  # as in ComfyUI
             latent = latent[:, :, :1]
@@ -94,11 +81,7 @@ class FastVAE(comfy.sd.VAE):
 
         Overlaps and `tile_t` are ignored: a tile has the halo that it needs.
         """
-        if newer:
-            return super().decode_tiled(
-                samples, tile_x, tile_y, overlap, tile_t, overlap_t, **newer
-            )
-        return self.decode(samples, tile=tile_size(tile_x, tile_y))
+        return self.decode(samples, tile=_tile(tile_x, tile_y), **newer)
 
     def encode(
         self,
@@ -110,13 +93,17 @@ class FastVAE(comfy.sd.VAE):
         **newer: object,
     ) -> Tensor:
         """Encode an IMAGE `[N, H, W, C]`, or `[B, T, H, W, C]`; None: `not_video` is the VAE's."""
-        if newer:
-            return super().encode(pixel_samples, not_video=bool(not_video), **newer)
+        log_ignored("encode", newer)
         self.throw_exception_if_invalid()
         not_video = self.not_video if not_video is None else not_video
         view = lambda: self._as_video(pixel_samples, not_video)  # noqa: E731
         video = retried(view, self.device, "an encode", pieces.release(self))
-        work = lambda _: self._encode(video, options, tile)  # noqa: E731
+        count = len(video) * self.first_stage_model.config.latent_frames(video.shape[2])
+
+        def work(_: bool) -> Tensor:
+            given = video, video.shape, Progress(count), options, tile, self.process_input
+            return pieces.encoded(self, *given)
+
         with timing.span("VAE encode", pieces.label(self), self.device):
             try:
                 latents = in_turn(self.device, "an encode", work)
@@ -136,12 +123,8 @@ class FastVAE(comfy.sd.VAE):
         **newer: object,
     ) -> Tensor:
         """Encode in exact tiles, given in pixels; the result is that of `encode`."""
-        if newer:
-            return super().encode_tiled(
-                pixel_samples, tile_x, tile_y, overlap, tile_t, overlap_t, **newer
-            )
-        step, tile = self.spacial_compression_encode(), tile_size(tile_x, tile_y)
-        return self.encode(pixel_samples, tile=tile and (tile[0] // step, tile[1] // step))
+        step = self.spacial_compression_encode()
+        return self.encode(pixel_samples, tile=_tile(tile_x, tile_y, step), **newer)
 
     def memory_used_decode(self, shape: torch.Size, dtype: torch.dtype) -> int:
         """Return the bytes for decoding one latent of the batch of `shape`; `dtype` is ignored."""
@@ -151,14 +134,6 @@ class FastVAE(comfy.sd.VAE):
         """Return the bytes for encoding one video of the batch of `shape`; `dtype` is ignored."""
         return pieces.encode_bytes(self, shape)
 
-    def vae_encode_crop_pixels(self, pixels: Tensor) -> Tensor:
-        """Crop `pixels` `[..., H, W, C]` about the center in space only; drop or add channels."""
-        if pixels.ndim < 5:
-            return super().vae_encode_crop_pixels(pixels)
-        # A batch of videos would be cropped in time too.
-        pictures = super().vae_encode_crop_pixels(pixels.flatten(0, -4))
-        return pictures.unflatten(0, pixels.shape[:-3])
-
     def get_sd(self) -> dict[str, Tensor]:
         """Return the weights `[...]` by name, in the memory order of files."""
         weights = super().get_sd()
@@ -167,72 +142,45 @@ class FastVAE(comfy.sd.VAE):
             for key, value in weights.items()
         }
 
+    # In a function of its own, so that its tensors are gone before memory is released.
     def _decode(
         self, latent: Tensor, options: StreamOptions, tile: tuple[int, int] | None
     ) -> Tensor:
         """Stream `[B, C_latent, t, h, w]` into a new IMAGE."""
-        options = pieces.options_for(self, options, tile, single_frame=latent.shape[2] == 1)
-        needed = pieces.decode_bytes(self, latent.shape, options)
-        together = self._together(needed, latent, options)
         shape = self.first_stage_model.config.decoded_shape(latent.shape)
         batch, channels, frames, height, width = shape
-
-        def empty() -> Tensor:
-            size = batch, frames, height, width, channels
-            return torch.empty(size, device=self.output_device, dtype=self.vae_output_dtype())
-
+        size, dtype = (batch, frames, height, width, channels), self.vae_output_dtype()
+        empty = lambda: torch.empty(size, device=self.output_device, dtype=dtype)  # noqa: E731
         with kept():
-            images = retried(empty, self.device, "a decode", options.release)
-        progress = Progress(batch * frames)
-        for part, out in zip(latent.split(together), images.split(together), strict=True):
-            stream = pieces.decode_pieces(self, part, options, images=out)
-            for _ in progress.counted(stream, are_images=True):
-                pass
+            images = retried(empty, self.device, "a decode", pieces.release(self))
+        stream = pieces.decode_pieces(self, latent, options, tile, images=images)
+        for _ in Progress(batch * frames).counted(stream, are_images=True):
+            pass
         return images
 
-    def _encode(
-        self, video: Tensor, options: StreamOptions, tile: tuple[int, int] | None
-    ) -> Tensor:
-        """Stream `[B, C, T, H, W]` in [0, 1] into new latents."""
-        batch, _, frames, height, width = video.shape
-        options = pieces.options_for(self, options, tile, encode=True, single_frame=frames == 1)
-        pieces.log_cut(self, height, width)
-        model = self.first_stage_model
-        needed = pieces.encode_bytes(self, video.shape, options)
-        pieces.load(self, needed)
-        progress = Progress(batch * model.config.latent_frames(frames))
-        encode = functools.partial(model.encode_stream, scaled=False, to_range=self.process_input)
-        parts = video.split(self._together(needed, video, options))
-        means = [pieces.moved(self, progress.counted(encode(part, options))) for part in parts]
-        return retried(lambda: torch.cat(means), self.device, "an encode", options.release)
-
-    def _together(self, memory_bytes: int, batch: Tensor, options: StreamOptions) -> int:
-        """Return how many of a batch run at once: one video, or images as GPU memory allows."""
-        if options.limit_bytes is not None or batch.shape[2] > 1 or self.device.type == "cpu":
-            return 1
-        _, *others = pieces.devices(self)
-        free = [self.patcher.get_free_memory(self.device)]
-        free += [comfy.model_management.get_free_memory(each) for each in others]
-        return max(1, int(min(free) / max(1, memory_bytes)))
-
     def _as_video(self, pixels: Tensor, not_video: bool) -> Tensor:
-        """Crop an IMAGE and view it as `[B, C, T, H, W]` in [0, 1]."""
+        """Crop an IMAGE about the center in space and view it as `[B, C, T, H, W]` in [0, 1]."""
         if pixels.ndim not in (4, 5):
             raise ValueError(f"pixels is {list(pixels.shape)}; expected [N, H, W, C]")
-        step = self.spacial_compression_encode()
-        if min(pixels.shape[-3:-1]) < step:
-            height, width = pixels.shape[-3:-1]
+        (height, width), step = pixels.shape[-3:-1], self.spacial_compression_encode()
+        if min(height, width) < step:
             raise ValueError(
                 f"pixels is {height} x {width} (H x W); expected at least {step} x {step}"
             )
-        channels_first = self.vae_encode_crop_pixels(pixels).movedim(-1, 1)
+        # ComfyUI would crop a batch of videos in time too.
+        pictures = self.vae_encode_crop_pixels(pixels.flatten(0, -4)).movedim(-1, 1)
         if pixels.ndim == 5:
-            video = channels_first
+            video = pictures.unflatten(0, pixels.shape[:2]).movedim(1, 2)
         elif not_video or self.latent_dim == 2:
-            video = channels_first.unsqueeze(2)
+            video = pictures.unsqueeze(2)
         else:
-            video = channels_first.movedim(0, 1).unsqueeze(0)
+            video = pictures.movedim(0, 1).unsqueeze(0)
         if not video.is_floating_point():
             raise ValueError(f"pixels is {pixels.dtype}; expected a float dtype in [0, 1]")
         self.first_stage_model.check_frames(video, self.device)
         return self.first_stage_model.whole_groups(video)
+
+
+def _tile(tile_x: int | None, tile_y: int | None, step: int = 1) -> tuple[int, int] | None:
+    """Return height and width of a tile in latents of `step` units; None: no tile."""
+    return None if tile_x is None or tile_y is None else (tile_y // step, tile_x // step)

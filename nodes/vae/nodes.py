@@ -11,25 +11,12 @@ import nodes as core_nodes
 from ... import vae as library
 from ...vae import media
 from ..host import devices as machine
+from ..host import widgets
 from ..host.api import InputImpl, io
 from ..host.error_text import about
 from ..host.input_checks import check_text, checked
 from ..host.lazy import Later
-from ..host.widgets import (
-    AUTO,
-    CATEGORY,
-    DTYPES,
-    INT8,
-    INT8_AND_ENCODE,
-    PRECISIONS,
-    check_precision,
-    chunk_input,
-    dtype_input,
-    log_unused,
-    once,
-    precision_input,
-    timing_output,
-)
+from ..host.widgets import AUTO, CATEGORY, DTYPES, INT8, INT8_AND_ENCODE, PRECISIONS
 
 comfy_vae, accelerate = Later("nodes.vae.comfy_vae"), Later("nodes.vae.accelerate")
 other_vae, timing = Later("nodes.vae.other_vae"), Later("nodes.host.timing")
@@ -46,10 +33,10 @@ _VIDEO, _IMAGES = "video", "images"
 def _settings(dtype: str, encode_dtype: str, chunk: str, precision: str) -> list[io.Input]:
     """Return the inputs that a VAE keeps, with the meaning of their defaults."""
     return [
-        dtype_input(f"Data type of the computation. auto: {dtype}."),
-        dtype_input(f"Data type for encoding only. auto: {encode_dtype}.", "encode_dtype"),
-        chunk_input(chunk),
-        precision_input(precision),
+        widgets.dtype_input(f"Data type of the computation. auto: {dtype}."),
+        widgets.dtype_input(f"Data type for encoding only. auto: {encode_dtype}.", "encode_dtype"),
+        widgets.chunk_input(chunk),
+        widgets.precision_input(precision),
         *machine.devices_input(),
     ]
 
@@ -65,7 +52,7 @@ class _Kept(io.ComfyNode):
         # Before anything runs; linked ones are None.
         return check_text(
             {
-                "precision": lambda: precision is None or check_precision(precision),
+                "precision": lambda: precision is None or widgets.check_precision(precision),
                 "devices": lambda: devices is None or machine.check_selection(devices),
             }
         )
@@ -202,7 +189,7 @@ class Encode(io.ComfyNode):
                     tooltip="Meaning of several images. video: frames of one video, as in VAE "
                     "Encode. images: a batch of separate images.",
                 ),
-                *once(),
+                *widgets.once(),
             ],
             outputs=[io.Latent.Output(display_name="LATENT")],
         )
@@ -219,7 +206,7 @@ class Encode(io.ComfyNode):
     ) -> io.NodeOutput:
         """Encode."""
         if not isinstance(vae, comfy_vae.FastVAE):
-            log_unused(batch=batch != _VIDEO, dtype=dtype != AUTO, chunk=chunk != 0)
+            widgets.log_unused(batch=batch != _VIDEO, dtype=dtype != AUTO, chunk=chunk != 0)
             return io.NodeOutput({"samples": other_vae.encoded(vae, pixels)})
         if vae.first_stage_model.encoder is None:
             raise ValueError("vae: the checkpoint has no encoder; only decoding works with it")
@@ -250,9 +237,9 @@ class Decode(io.ComfyNode):
                     "vae",
                     tooltip="VAE to use. The options below have an effect only on a fast VAE.",
                 ),
-                *once(),
+                *widgets.once(),
             ],
-            outputs=[io.Image.Output(display_name="IMAGE"), timing_output()],
+            outputs=[io.Image.Output(display_name="IMAGE"), widgets.timing_output()],
         )
 
     @classmethod
@@ -269,7 +256,7 @@ class Decode(io.ComfyNode):
                 options = library.StreamOptions(chunk or None, DTYPES.get(dtype))
                 images = vae.decode(latent, options=options)
         else:
-            log_unused(dtype=dtype != AUTO, chunk=chunk != 0)
+            widgets.log_unused(dtype=dtype != AUTO, chunk=chunk != 0)
             images = other_vae.decoded(vae, latent)
         if images.ndim == 5:
             images = images.reshape(-1, *images.shape[-3:])

@@ -1,24 +1,27 @@
-"""Streams of a fast VAE in ComfyUI: their options, weights and memory.
+"""The work of a fast VAE in ComfyUI: every decode and encode passes through here.
 
-A stream holds a piece of a video at a time, so its memory does not grow with the length. A VAE here
-is ComfyUI's object around a `FastVideoVAE`. Facts about ComfyUI are from comfy/sd.py and
+The order is: options of the stream, memory and weights, then the stream in parts. A stream holds a
+piece of a video at a time, so its memory does not grow with the length. A VAE here is ComfyUI's
+object around a `FastVideoVAE`. Facts about ComfyUI are from comfy/sd.py and
 comfy/model_management.py of 0.33.
 """
 
 import functools
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import comfy.model_management
 import comfy.sd
 import torch
 from torch import Tensor
 
-from ...vae import StreamOptions, retried
+from ...vae import Rereadable, StreamOptions, retried
 from ..host import timing
 from ..host.devices import names, selected
 from ..host.oom import free_others, in_turn
 from ..host.patches import log_cut_patches
+from ..host.progress import Progress
 
 AUTOMATIC = StreamOptions()
 
@@ -26,6 +29,54 @@ AUTOMATIC = StreamOptions()
 _MOVED_TOGETHER = 16
 
 
+def decode_pieces(
+    vae: comfy.sd.VAE,
+    latent: Tensor,
+    options: StreamOptions = AUTOMATIC,
+    tile: tuple[int, int] | None = None,
+    *,
+    frames: range | None = None,
+    images: Tensor | None = None,
+    out: Tensor | None = None,
+    deep: bool = False,
+) -> Iterator[Tensor]:
+    """Decode `[B, C_latent, t, h, w]` into `images` or `out`, if given, and yield each part.
+
+    Arguments are those of `VideoVAE.decode_stream`, and a tile in latents.
+    """
+    options = options_for(vae, options, tile, single_frame=latent.shape[2] == 1)
+    decode, done = vae.first_stage_model.decode_stream, 0
+    with comfy.model_management.cuda_device_context(vae.device):
+        for part in _parts(vae, latent, options, decode_bytes(vae, latent.shape, options)):
+            to, into = (x if x is None else x[done : done + len(part)] for x in (out, images))
+            yield from decode(part, options, out=to, images=into, frames=frames, deep=deep)
+            done += len(part)
+
+
+def encoded(
+    vae: comfy.sd.VAE,
+    video: Tensor | Rereadable,
+    shape: torch.Size,
+    progress: Progress,
+    options: StreamOptions = AUTOMATIC,
+    tile: tuple[int, int] | None = None,
+    to_range: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Encode frames `[B, C, T, H, W]` of this `shape`, or of one video in pieces, to a LATENT."""
+    model, (count, height, width) = vae.first_stage_model, shape[2:]
+    options = options_for(vae, options, tile, encode=True, single_frame=count == 1)
+    log_cut(vae, height, width)
+    parts = _parts(vae, video, options, encode_bytes(vae, shape, options))
+    if options.chunk is None and not isinstance(video, Tensor):
+        chunk = model.plan(height, width, options, encode=True).chunk
+        options = replace(options, chunk=chunk)
+    encode = functools.partial(model.encode_stream, scaled=False, to_range=to_range)
+    latents = [moved(vae, progress.counted(encode(part, options))) for part in parts]
+    return retried(lambda: torch.cat(latents), vae.device, "an encode", options.release)
+
+
+# The norms of SeedVR2 are over the whole frame, so its tiles would differ for any overlap: there
+# the memory of the shortest steps on such a tile is the limit.
 def options_for(
     vae: comfy.sd.VAE,
     options: StreamOptions,
@@ -36,33 +87,20 @@ def options_for(
 ) -> StreamOptions:
     """Return the options of a stream with a tile in latents.
 
-    SeedVR2 cannot be tiled: there the memory of such a tile is the limit. When memory runs out, the
-    stream lets other models be unloaded, and goes on in smaller steps and tiles, at last on the
-    CPU.
+    When memory runs out, the stream lets other models be unloaded, and goes on in smaller steps and
+    tiles, at last on the CPU.
     """
     model = vae.first_stage_model
-    step = model.config.spatial_compression * model.config.output_scale
-    limit = model.tile_limit(tile, encode=encode, single_frame=single_frame)
-    if tile is not None:
-        tile = None if model.is_seedvr2 else (tile[0] * step, tile[1] * step)
-    return StreamOptions(options.chunk or model.chunk, options.dtype, limit, tile, release(vae))
-
-
-def decode_pieces(
-    vae: comfy.sd.VAE,
-    latent: Tensor,
-    options: StreamOptions,
-    *,
-    frames: range | None = None,
-    images: Tensor | None = None,
-    out: Tensor | None = None,
-    deep: bool = False,
-) -> Iterator[Tensor]:
-    """Decode `[B, C_latent, t, h, w]` into `images` or `out`, if given, and yield each part."""
-    with comfy.model_management.cuda_device_context(vae.device):
-        load(vae, decode_bytes(vae, latent.shape, options))
-        decode = vae.first_stage_model.decode_stream
-        yield from decode(latent, options, out=out, images=images, frames=frames, deep=deep)
+    options = replace(options, chunk=options.chunk or model.chunk, release=release(vae))
+    if tile is None:
+        return options
+    height, width = (max(1, side) * model.config.spatial_compression for side in tile)
+    if not model.is_seedvr2:
+        scale = model.config.output_scale
+        return replace(options, tile=(height * scale, width * scale))
+    least = StreamOptions(limit_bytes=1)
+    plan = model.plan(height, width, least, encode=encode, single_frame=single_frame)
+    return replace(options, limit_bytes=plan.peak_bytes)
 
 
 def moved(vae: comfy.sd.VAE, latents: Iterator[Tensor]) -> Tensor:
@@ -106,8 +144,12 @@ def load(vae: comfy.sd.VAE, memory_bytes: float) -> None:
         if vae.first_stage_model.device.type != vae.device.type:
             # With --novram ComfyUI leaves weights on the host, for operations that fetch them.
             vae.patcher.partially_load(vae.device, extra_memory=1e32)
+        # On the others, as ComfyUI does on the VAE's own. A band of the frames takes less than the
+        # frames; the copy of the weights is all of them.
+        work = memory_bytes + management.extra_reserved_memory()
+        work = 1.1 * vae.model_size() + max(work, management.minimum_inference_memory())
         for each in found[1:]:
-            _make_room(vae, memory_bytes, each)
+            management.free_memory(work, each)
         return found
 
     with timing.span("load", "VAE to its device", vae.device):
@@ -128,9 +170,9 @@ def release(vae: comfy.sd.VAE) -> Callable[[torch.device], None]:
 def devices(vae: comfy.sd.VAE) -> list[torch.device]:
     """Return the device of `vae`, then the selected ones of its type that share its work."""
     # ComfyUI can put the VAE on another device than that of its loader.
-    others = selected(vae.first_stage_model.selection)
-    near = [each for each in others if each.type == vae.device.type and each != vae.device]
-    return [vae.device, *near]
+    model, own = vae.first_stage_model, vae.device
+    others = [] if model.is_seedvr2 else selected(model.selection)
+    return [own, *(each for each in others if each.type == own.type and each != own)]
 
 
 def label(vae: comfy.sd.VAE) -> str:
@@ -139,51 +181,50 @@ def label(vae: comfy.sd.VAE) -> str:
     return names(found) if len(found) > 1 else ""
 
 
+# The memory of the plan that an empty device would run, so that ComfyUI unloads other models
+# before. Requested tiles mean that memory is short: request the smallest steps on a tile. The
+# stream finds any further free memory itself.
 def decode_bytes(vae: comfy.sd.VAE, shape: torch.Size, options: StreamOptions = AUTOMATIC) -> int:
     """Return the bytes for decoding a latent of `shape`, per video of `vae`'s batch."""
     model = vae.first_stage_model
-    height, width = (model.config.spatial_compression * length for length in shape[-2:])
-    return _plan_bytes(
-        vae, height, width, options, encode=False, single_frame=model.video_shape(shape)[2] == 1
-    )
+    *_, latents, height, width = model.video_shape(shape)
+    step = model.config.spatial_compression
+    return _plan_bytes(vae, (latents, height * step, width * step), options, encode=False)
 
 
 def encode_bytes(vae: comfy.sd.VAE, shape: torch.Size, options: StreamOptions = AUTOMATIC) -> int:
     """Return the bytes for encoding frames of `shape`, per video of `vae`'s batch."""
-    single_frame = len(shape) == 4 or shape[2] <= vae.first_stage_model.config.temporal_compression
-    return _plan_bytes(vae, *shape[-2:], options, encode=True, single_frame=single_frame)
-
-
-def _make_room(vae: comfy.sd.VAE, memory_bytes: float, device: torch.device) -> None:
-    """Unload models from another device of the work, as ComfyUI does for the VAE's own."""
-    management = comfy.model_management
-    # A band of the frames takes less than the frames; the copy of the weights is all of them.
-    work = max(
-        management.minimum_inference_memory(), memory_bytes + management.extra_reserved_memory()
-    )
-    management.free_memory(1.1 * vae.model_size() + work, device)
+    frames = 1 if len(shape) == 4 else shape[2]
+    latents = vae.first_stage_model.config.latent_frames(frames)
+    return _plan_bytes(vae, (latents, *shape[-2:]), options, encode=True)
 
 
 def _plan_bytes(
-    vae: comfy.sd.VAE,
-    height: int,
-    width: int,
-    options: StreamOptions,
-    *,
-    encode: bool,
-    single_frame: bool,
+    vae: comfy.sd.VAE, size: tuple[int, int, int], options: StreamOptions, *, encode: bool
 ) -> int:
-    # The memory of the plan that an empty device would run, so that ComfyUI unloads other models
-    # before. Requested tiles mean that memory is short: request the smallest steps on a tile. The
-    # stream finds any further free memory itself.
+    latents, height, width = size
     limit = options.limit_bytes or (None if options.tile is None else 1)
     plan = vae.first_stage_model.plan(
         height,
         width,
         StreamOptions(limit_bytes=limit, tile=options.tile),
         encode=encode,
-        single_frame=single_frame,
+        single_frame=latents == 1,
         device=vae.device,  # the weights may be on the host
         empty=True,
     )
     return plan.peak_bytes
+
+
+def _parts(
+    vae: comfy.sd.VAE, batch: Tensor | Rereadable, options: StreamOptions, memory_bytes: int
+) -> list[Tensor | Rereadable]:
+    """Load the weights; return what runs at once: a video, or images as GPU memory allows."""
+    load(vae, memory_bytes)
+    if not isinstance(batch, Tensor):
+        return [batch]
+    if options.limit_bytes is not None or batch.shape[2] > 1 or vae.device.type == "cpu":
+        return list(batch.split(1))
+    free = [vae.patcher.get_free_memory(vae.device)]
+    free += [comfy.model_management.get_free_memory(each) for each in devices(vae)[1:]]
+    return list(batch.split(max(1, int(min(free) / max(1, memory_bytes)))))

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from fast_video_vae.tests.builders import refused
-from fast_video_vae.tests.nodes.cards import GB, Cards
+from fast_video_vae.tests.builders import random_state_dict, refused
+from fast_video_vae.tests.nodes.cards import GB, Cards, a_prompt
 from fast_video_vae.tests.nodes.server import AUTO, Workflow
 from fast_video_vae.tests.nodes.vae.machines import known, machine
 from fast_video_vae.tests.nodes.vae.pairs import (
@@ -21,16 +21,18 @@ from fast_video_vae.tests.nodes.vae.pairs import (
     fast_vae,
     frames,
     latents,
+    node,
     ours,
     relative_error,
     small_latents,
+    stock_vae,
     stopped_at,
 )
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
 
-
 NODES = ("Load", "Accelerate")
+HOST = torch.device("cpu")
 
 
 @pytest.fixture
@@ -50,60 +52,44 @@ def node_class(name):
     return getattr(nodes, name)
 
 
-def inputs_of(name):
-    return node_class(name).define_schema().inputs
-
-
 def loaded(name, **options):
     return ours("Load", vae_name=name, **options).args[0]
 
 
 def devices_of(vae):
     """The devices that share the videos of a VAE; none: its own."""
-    model = vae.first_stage_model
-    # The network may name a device in another way.
-    assert len(getattr(model, "devices", [])) == len(model.shared_by)
-    return model.shared_by
+    return vae.first_stage_model.shared_by
 
 
 def lines(caplog):
-    texts = [record.getMessage() for record in caplog.records]
-    return [text for text in texts if "Fast Video VAE" in text]
+    return [text for text in caplog.messages if "Fast Video VAE" in text]
 
 
 @pytest.mark.parametrize("name", NODES)
-def test_only_a_machine_with_several_devices_has_the_input(name, monkeypatch):
-    """The last one: values of widgets are saved by position."""
+def test_a_machine_with_several_devices_has_the_input_as_its_last(name, monkeypatch):
+    """Values of widgets are saved by position."""
     from comfy.cli_args import args
+    from comfy.model_management import get_gpu_device_options
 
+    inputs = lambda: node_class(name).define_schema().inputs  # noqa: E731
     for count in (0, 1):
         machine(monkeypatch, count)
-        before = [each.id for each in inputs_of(name)]
+        before = [each.id for each in inputs()]
         assert "devices" not in before
-    machine(monkeypatch, 2)
-    *others, last = inputs_of(name)
-    assert [each.id for each in others] == before
-    assert (last.id, last.default, last.optional) == ("devices", "one", True)
-    info = node_class(name).GET_NODE_INFO_V1()
-    assert info["input"]["optional"]["devices"][1]["options"] == ["one", "all"]
+    for count in (2, 3, 4, 9):
+        machine(monkeypatch, count)
+        *others, last = inputs()
+        assert [each.id for each in others] == before
+        assert (last.id, last.default, last.optional) == ("devices", "one", True)
+        names = [each for each in get_gpu_device_options() if each.startswith("gpu:")]
+        every = [[*c] for size in range(2, count) for c in itertools.combinations(names, size)]
+        chosen = [choice.split(", ") for choice in last.options[2:]]
+        assert last.options[:2] == ["one", "all"]
+        assert len({*last.options}) == len(last.options) <= 12
+        assert [each for each in every if each in chosen] == chosen
+        assert count > 4 or chosen == every
     monkeypatch.setattr(args, "cpu_vae", True)  # VAEs are put on the CPU
-    assert [each.id for each in inputs_of(name)] == before
-
-
-@pytest.mark.parametrize("count", [2, 3, 4, 9])
-def test_the_choices_are_one_all_and_proper_selections(count, monkeypatch):
-    import comfy.model_management as management
-
-    machine(monkeypatch, count)
-    *_, last = inputs_of("Load")
-    assert last.options[:2] == ["one", "all"]
-    known = [name for name in management.get_gpu_device_options() if name.startswith("gpu:")]
-    selections = [choice.split(", ") for choice in last.options[2:]]
-    assert len({*last.options}) == len(last.options) <= 12
-    assert {len(each) for each in selections} <= {*range(2, count)}
-    every = [[*c] for size in range(2, count) for c in itertools.combinations(known, size)]
-    assert [each for each in every if each in selections] == selections
-    assert count > 4 or selections == every
+    assert [each.id for each in inputs()] == before
 
 
 @pytest.mark.parametrize(
@@ -113,7 +99,6 @@ def test_the_choices_are_one_all_and_proper_selections(count, monkeypatch):
         ("all", [0, 1, 2, 3], None),
         ("gpu:2,gpu:1 ", [0, 2, 1], None),  # the VAE's own device takes part, and is the first
         ("gpu:1, gpu:1", [0, 1], None),
-        ("gpu:0", [0], None),
         ("gpu:1, gpu:7", [0, 1], "gpu:7"),  # saved on a larger machine
         ("gpu:7", [0], "gpu:7"),
     ],
@@ -131,8 +116,12 @@ def test_a_vae_gets_the_selected_devices(
     texts = [f"this machine has no {missing}"] if missing else []
     texts += ["among " + ", ".join(f"gpu:{number}" for number in numbers)] if wanted else []
     assert all(text in line for text, line in zip(texts, lines(caplog), strict=True))
-    (again,) = ours("Accelerate", vae=loaded(vae_name), devices=selection).args
+    plain = loaded(vae_name)
+    (again,) = ours("Accelerate", vae=plain, devices=selection).args
     assert devices_of(again) == wanted
+    assert devices_of(plain) == []
+    assert accelerated(again) is again  # as other nodes of the pack, which keep the devices
+    assert devices_of(ours("Accelerate", vae=again).args[0]) == []
 
 
 @pytest.mark.parametrize("bad", ["", "two", "cuda:0", "gpu:", "gpu:0 gpu:1", "gpu:-1", 1])
@@ -145,53 +134,41 @@ def test_an_unknown_selection_is_an_error_before_the_file_is_read(two, monkeypat
 def test_a_vae_on_the_cpu_uses_no_gpu(vae_name, monkeypatch):
     machine(monkeypatch, 2, "cuda")
     vae = loaded(vae_name, devices="all")
-    assert devices_of(vae) == []
     assert vae.decode(latents(1, 4, 6)).device.type == "cpu"
     assert devices_of(vae) == []
 
 
-def test_accelerate_sets_the_devices_of_a_fast_vae(vae_name, two):
-    fast = loaded(vae_name, devices="all")
-    assert ours("Accelerate", vae=fast, devices="all").args[0] is fast
-    assert accelerated(fast) is fast  # as other nodes of the pack, which keep the devices
-    assert accelerated(fast, chunk=3).first_stage_model.selection == "all"
-    (one,) = ours("Accelerate", vae=fast).args
-    assert one is not fast
-    assert one.first_stage_model.selection == "one"
-    assert fast.first_stage_model.selection == "all"
-
-
-def prompt_of(devices):
-    """A prompt in the API format, as the frontend sends it, with the devices in both nodes."""
-    workflow = Workflow()
-    vae = workflow.add("FastVAE_Accelerate", vae=workflow.load(), **AUTO)
-    if devices is not None:
-        for number in "12":
-            workflow[number]["inputs"]["devices"] = devices
-    images = workflow.add("VAEDecode", samples=workflow.latent(16, 1), vae=vae)
-    workflow.add("PreviewImage", images=images)
-    return workflow
-
-
 @pytest.fixture
-def checked(monkeypatch):
-    """ComfyUI's check of such a prompt."""
+def prompt(monkeypatch):
+    """ComfyUI's answer to a prompt in the API format with the devices in both nodes."""
     import execution
     from comfy_extras.nodes_hunyuan import EmptyHunyuanLatentVideo
 
     import nodes as core
 
-    known = {f"FastVAE_{name}": node_class(name) for name in NODES}
-    for name, node in (known | {"EmptyHunyuanLatentVideo": EmptyHunyuanLatentVideo}).items():
-        monkeypatch.setitem(core.NODE_CLASS_MAPPINGS, name, node)
-    return lambda given: asyncio.run(execution.validate_prompt("test", prompt_of(given), None))
+    classes = {f"FastVAE_{name}": node_class(name) for name in NODES}
+    for name, each in (classes | {"EmptyHunyuanLatentVideo": EmptyHunyuanLatentVideo}).items():
+        monkeypatch.setitem(core.NODE_CLASS_MAPPINGS, name, each)
+
+    def answer(devices):
+        workflow = Workflow()
+        vae = workflow.add("FastVAE_Accelerate", vae=workflow.load(), **AUTO)
+        for number in "12" if devices is not None else "":
+            workflow[number]["inputs"]["devices"] = devices
+        images = workflow.add("VAEDecode", samples=workflow.latent(16, 1), vae=vae)
+        workflow.add("PreviewImage", images=images)
+        valid, _, _, errors = asyncio.run(execution.validate_prompt("test", workflow, None))
+        # The inputs that ComfyUI takes from a prompt.
+        taken, _, _ = execution.get_input_data(workflow["1"]["inputs"], node_class("Load"), "1")
+        return valid, errors, {key: value for key, (value,) in taken.items()}
+
+    return answer
 
 
 @pytest.mark.parametrize(
     ("count", "devices", "wanted"),
     [
         (1, "gpu:0, gpu:2", 0),  # saved on a machine with several
-        (1, "all", 0),
         (1, "nothing of today", 0),  # a value that is not read
         (2, None, 0),  # saved on a machine with one
         (2, "gpu:5", 0),
@@ -199,23 +176,18 @@ def checked(monkeypatch):
     ],
 )
 def test_a_workflow_of_another_machine_runs_on_its_devices(
-    vae_name, checked, monkeypatch, count, devices, wanted
+    vae_name, prompt, monkeypatch, count, devices, wanted
 ):
-    import execution
-
     found = machine(monkeypatch, count)
-    valid, error, _, errors = checked(devices)
-    assert (valid, error, errors) == (True, None, {})
-    # The inputs that ComfyUI takes from a prompt.
-    inputs = prompt_of(devices)["1"]["inputs"]
-    taken, _, _ = execution.get_input_data(inputs, node_class("Load"), "1")
-    given = {key: value for key, (value,) in taken.items()} | {"vae_name": vae_name}
+    valid, errors, given = prompt(devices)
+    assert (valid, errors) == (True, {})
     # The VAE of a test is on "cpu", which is none of the devices of the machine.
-    assert devices_of(loaded(given.pop("vae_name"), **given))[1:] == found[:wanted]
+    (vae,) = ours("Load", **given | {"vae_name": vae_name}).args
+    assert devices_of(vae)[1:] == found[:wanted]
 
 
-def test_a_wrong_selection_is_refused_before_anything_runs(checked, two):
-    valid, _, _, errors = checked("both")
+def test_a_wrong_selection_is_refused_before_anything_runs(prompt, two):
+    valid, errors, _ = prompt("both")
     assert not valid
     for number in "12":
         (found,) = errors[number]["errors"]
@@ -232,7 +204,6 @@ def test_seedvr2_uses_its_own_device(seedvr2, models, two, caplog, name, devices
         vae.decode(torch.zeros(1, 16, 1, 4, 4))
     (line,) = lines(caplog)
     assert "the norms of SeedVR2 measure whole frames" in line
-    assert vae.first_stage_model.selection == "one"
     assert devices_of(vae) == []
 
 
@@ -251,19 +222,11 @@ def test_several_devices_give_the_result_of_one_and_stop(fast, state, tmp_path, 
     assert relative_error(shared.decode(latent), expected) <= 1e-5
 
 
-HOST = torch.device("cpu")
-
-
 @pytest.fixture
 def cards(comfyui, monkeypatch):
     cards = Cards(monkeypatch, 2, dynamic=False)
     known(monkeypatch, cards.devices)
     return cards
-
-
-@pytest.fixture
-def vae(cards, state, tmp_path):
-    return fast_vae(state, tmp_path, devices="all")
 
 
 def fill(cards, *sizes):
@@ -280,69 +243,86 @@ def fill(cards, *sizes):
     return models
 
 
-def moved_to(device, vae):
-    """Return a copy of a VAE on another device, as Select VAE Device makes it."""
-    moved = copy.copy(vae)
-    moved.patcher = vae.patcher.deepclone_multigpu(new_load_device=device)
-    moved.first_stage_model, moved.device = moved.patcher.model, device
-    return moved
-
-
 def unloaded(cards):
     taken = [event for event in cards.events if event[0] in ("detached", "unloaded")]
     return sorted({name for _, name, *_ in taken})
 
 
 @pytest.mark.parametrize(
-    ("devices", "sizes", "expected", "encode"),
+    ("devices", "sizes", "expected"),
     [
-        ("all", (10, 10), [], False),  # there is room on both
-        ("all", (10, 23.9), ["model 1"], True),
-        ("all", (23.9, 10), ["model 0"], False),
-        ("all", (23.9, 23.9), ["model 0", "model 1"], True),
-        ("one", (10, 23.9), [], False),
+        ("all", (10, 10), []),  # there is room on both
+        ("all", (10, 23.9), ["model 1"]),
+        ("all", (23.9, 23.9), ["model 0", "model 1"]),
+        ("one", (10, 23.9), []),
     ],
 )
 def test_room_is_made_on_each_device_that_lacks_it(
-    cards, state, tmp_path, devices, sizes, expected, encode
+    cards, state, tmp_path, devices, sizes, expected
 ):
-    models, vae = fill(cards, *sizes), fast_vae(state, tmp_path, devices=devices)
-    vae.encode(frames(5)) if encode else vae.decode(small_latents(2))
-    assert unloaded(cards) == expected
-    del models
+    vae = fast_vae(state, tmp_path, devices=devices)
+    for run in (lambda: vae.encode(frames(5)), lambda: vae.decode(small_latents(2))):
+        models = fill(cards, *sizes)
+        run()
+        assert unloaded(cards) == expected
+        del models
 
 
 @pytest.mark.parametrize(("name", "taken"), [("cpu:0", 0), ("cpu:1", 1), ("cpu", 0)])
-def test_a_release_unloads_other_models_from_the_device_that_is_short(cards, vae, name, taken):
+def test_a_release_unloads_other_models_from_the_device_that_is_short(
+    cards, state, tmp_path, name, taken
+):
     """The VAE's own device has other names, such as mps:0 for mps."""
     import comfy.model_management as management
 
     from fast_video_vae.nodes.vae import pieces
 
+    vae = fast_vae(state, tmp_path, devices="all")
     vae.decode(small_latents(1))
     models = fill(cards, 5, 5)
     pieces.release(vae)(torch.device(name))
     assert unloaded(cards) == [f"model {taken}"]
     loaded = [each.model for each in management.current_loaded_models]
     assert set(loaded) == {vae.patcher, models[1 - taken]}
-    del models
 
 
-@pytest.mark.parametrize(
-    ("selection", "expected"),
-    [("all", [1, 0]), ("gpu:0, gpu:1", [1, 0]), ("gpu:0", [1, 0]), ("one", [])],
-)
-def test_the_device_of_a_vae_that_comfyui_has_moved_comes_first(
-    cards, state, tmp_path, selection, expected
-):
-    vae = fast_vae(state, tmp_path, devices=selection)
-    latent = small_latents(2)
-    frames_of_one = vae.decode(latent)
-    selected = moved_to(cards.devices[1], vae)
-    assert relative_error(selected.decode(latent), frames_of_one) <= 1e-5
-    wanted = [cards.devices[each] for each in expected]
-    assert selected.first_stage_model.shared_by == wanted
-    assert relative_error(vae.decode(latent), frames_of_one) <= 1e-5
+@pytest.mark.parametrize("selection", ["all", "gpu:0, gpu:1", "gpu:0", "one"])
+def test_the_device_of_a_vae_that_comfyui_has_moved_comes_first(cards, state, tmp_path, selection):
+    vae, latent = fast_vae(state, tmp_path, devices=selection), small_latents(2)
+    expected, moved = vae.decode(latent), copy.copy(vae)
+    first, second = cards.devices
+    # As Select VAE Device.
+    moved.patcher = vae.patcher.deepclone_multigpu(new_load_device=second)
+    moved.first_stage_model, moved.device = moved.patcher.model, second
+    assert relative_error(moved.decode(latent), expected) <= 1e-5
+    assert devices_of(moved) == ([] if selection == "one" else [second, first])
+    assert relative_error(vae.decode(latent), expected) <= 1e-5
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_prompts_give_the_same_bits_whatever_else_was_loaded(monkeypatch, state, tmp_path, dynamic):
+    import comfy.model_management as management
+
+    cards = Cards(monkeypatch, 2, dynamic=dynamic)
+    vae, pixels, samples = fast_vae(state, tmp_path), clip(5), {"samples": latents(3)}
+    others = [fast_vae(random_state_dict(8, seed=1), tmp_path), stock_vae(random_state_dict(8))]
+    found = []
+    for number in range(3):
+        with a_prompt(vae.patcher):
+            (images,) = node("VAEDecode", vae=vae, samples=samples)
+            (encoded,) = node("VAEEncode", vae=vae, pixels=pixels)
+        found.append((images, encoded["samples"]))
+        if number == 0:  # models take the card, and other VAEs decode
+            models = fill(cards, 23.9, 23.9)
+            assert vae.patcher not in [each.model for each in management.current_loaded_models]
+            for each in others:
+                each.decode(latents(1))
+            del models
+        else:
+            management.unload_all_models()
+    for images, encoded in found[1:]:
+        assert torch.equal(images, found[0][0])
+        assert torch.equal(encoded, found[0][1])
 
 
 @pytest.mark.parametrize("task", ["decode", "encode", "pictures"])

@@ -1,5 +1,6 @@
 """The VAE nodes, called as ComfyUI calls them: options, outputs, sources of a VAE, and errors."""
 
+import asyncio
 import gc
 import logging
 import weakref
@@ -8,8 +9,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from fast_video_vae.kernels import errors
+from fast_video_vae.kernels.ready import facts
 from fast_video_vae.tests.builders import refused
 from fast_video_vae.tests.nodes.server import NODES
+from fast_video_vae.tests.nodes.vae.machines import machine
 from fast_video_vae.tests.nodes.vae.pairs import (
     accelerated,
     clip,
@@ -20,8 +24,12 @@ from fast_video_vae.tests.nodes.vae.pairs import (
     stock_vae,
 )
 from fast_video_vae.tests.vae.families import computes_16_bits
+from fast_video_vae.vae.streaming.int8 import layers as int8_layers
+from fast_video_vae.vae.streaming.int8 import settings as int8_vae
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
+
+CPU = torch.device("cpu")
 
 
 def run(name, **inputs):
@@ -35,16 +43,13 @@ def vae_name(models, state):
 
 
 def test_the_menu_lists_the_nodes_in_order(comfyui):
-    import asyncio
-
     from fast_video_vae import comfy_entrypoint
 
     async def nodes():
         return await (await comfy_entrypoint()).get_node_list()
 
     schemas = [node.GET_SCHEMA() for node in asyncio.run(nodes())]
-    names = [(schema.node_id, schema.display_name) for schema in schemas]
-    assert names == [*NODES.items()]
+    assert [(schema.node_id, schema.display_name) for schema in schemas] == [*NODES.items()]
     assert {schema.category for schema in schemas} == {"Fast VAE"}
     for schema in schemas:
         schema.validate()
@@ -58,7 +63,6 @@ def test_the_options_of_the_loader(vae_name):
     options = Load.define_schema().inputs[0].options
     assert options == [*get_filename_list("vae"), "bundled demo"]
     assert vae_name in options
-    assert "bundled demo" not in get_filename_list("vae")
     (vae,) = run("Load", vae_name=vae_name, dtype="bf16", encode_dtype="fp32", chunk=3)
     model = vae.first_stage_model
     assert (model.dtype, model.encode_dtype, model.chunk) == (torch.bfloat16, torch.float32, 3)
@@ -68,7 +72,6 @@ def test_the_bundled_vae_reconstructs_the_bundled_clip():
     images, video = run("DemoClip")
     assert images.shape == (33, 256, 256, 3)
     assert images.dtype == torch.float32
-    assert video.get_dimensions() == (256, 256)
     assert float(video.get_components().frame_rate) == 16
     assert (video.get_components().images - images).abs().max() < 0.05
     (vae,) = run("Load", vae_name="bundled demo")
@@ -81,13 +84,18 @@ def test_the_bundled_vae_reconstructs_the_bundled_clip():
 def test_a_dtype_for_one_run_does_not_change_the_vae(fast, monkeypatch):
     # Also on a CPU that is slow in bfloat16, and would compute in float32.
     computes_16_bits(monkeypatch)
-    samples = {"samples": latents(2)}
-    exact, _ = run("Decode", samples=samples, vae=fast)
-    rounded, _ = run("Decode", samples=samples, vae=fast, dtype="bf16")
-    assert 1e-4 < (rounded - exact).abs().max() < 0.1
-    assert torch.equal(run("Decode", samples=samples, vae=fast)[0], exact)
-    (latent,) = run("Encode", pixels=clip(5), vae=fast, dtype="bf16")
-    assert latent["samples"].dtype == torch.float32
+    for name, given in (
+        ("Decode", {"samples": {"samples": latents(2)}}),
+        ("Encode", {"pixels": clip(5)}),
+    ):
+        exact, rounded, after = (
+            run(name, vae=fast, **given, dtype=dtype)[0] for dtype in ("auto", "bf16", "auto")
+        )
+        if name == "Encode":
+            exact, rounded, after = (each["samples"] for each in (exact, rounded, after))
+        assert 1e-4 < (rounded - exact).abs().max() < 0.1
+        assert rounded.dtype == torch.float32
+        assert torch.equal(after, exact)
 
 
 def test_another_vae_uses_its_own_method(stock, caplog):
@@ -127,19 +135,11 @@ def test_the_error_of_a_bad_file_names_the_input(models, state, change, reason):
         run("Load", vae_name=file.name)
 
 
-@pytest.mark.parametrize("name", ["Decode", "DecodeVideo"])
-def test_a_bad_latent_is_an_error_before_anything_is_loaded(fast, monkeypatch, name):
-    monkeypatch.setattr("fast_video_vae.nodes.vae.pieces.load", pytest.fail)
-    with refused("^samples: .*NaN"):
-        run(name, samples={"samples": torch.full((1, 16, 1, 8, 8), torch.nan)}, vae=fast)
-
-
 def test_accelerating_shares_the_weights_and_does_not_change_the_input(family):
     stock = family.another_stock()
     before = dict(stock.__dict__)
     fast = accelerated(stock)
     assert stock.__dict__ == before
-    assert all(torch.equal(value, family.state[key]) for key, value in stock.get_sd().items())
     theirs = dict(stock.first_stage_model.named_parameters())
     for key, parameter in fast.first_stage_model.named_parameters():
         assert parameter.data_ptr() == theirs[key].data_ptr(), key
@@ -166,40 +166,38 @@ def test_applied_patches_of_the_input_are_kept(state):
     assert torch.equal(stock.decode(latents(2)), expected)
 
 
+def settings(vae):
+    """What a VAE keeps, which a copy for another device has too."""
+    clone = vae.patcher.deepclone_multigpu(new_load_device=CPU).model
+    each = [(x.dtype, x.chunk, x.precision) for x in (vae.first_stage_model, clone)]
+    assert each[0] == each[1]
+    return each[0]
+
+
 def test_a_fast_vae_accepts_new_options_on_the_same_weights(state, tmp_path):
     fast = fast_vae(state, tmp_path, chunk=2)
     assert accelerated(fast) is fast
-    rough, other = accelerated(fast, dtype=torch.bfloat16), accelerated(fast, chunk=3)
-    assert rough.first_stage_model.dtype == torch.bfloat16
-    assert fast.first_stage_model.dtype == other.first_stage_model.dtype == torch.float32
-    for vae, chunk in ((fast, 2), (rough, 2), (other, 3)):
-        clone = vae.patcher.deepclone_multigpu(new_load_device=torch.device("cpu"))
-        assert vae.first_stage_model.chunk == clone.model.chunk == chunk
-    coded = fast_vae(state, tmp_path, precision="int8")
-    assert accelerated(coded) is coded
-    for vae in (coded, accelerated(coded, chunk=2)):
-        clone = vae.patcher.deepclone_multigpu(new_load_device=torch.device("cpu"))
-        assert vae.first_stage_model.precision == clone.model.precision == "int8"
+    other, coded = accelerated(fast, chunk=3), accelerated(fast, precision="int8")
+    rough = accelerated(coded, dtype=torch.bfloat16)
+    assert settings(fast) == (torch.float32, 2, "auto")
+    assert settings(other) == (torch.float32, 3, "auto")
+    assert settings(coded) == (torch.float32, 2, "int8")
+    assert settings(rough) == (torch.bfloat16, 2, "int8")
     for key, value in other.first_stage_model.state_dict().items():
         assert value.data_ptr() == fast.first_stage_model.state_dict()[key].data_ptr(), key
     assert relative_error(other.decode(latents(2)), fast.decode(latents(2))) <= 1e-5
 
 
-def test_an_accelerated_vae_reloads_through_its_loader(state, tmp_path):
+def test_an_accelerated_vae_reloads_through_its_loader(models, vae_name, state):
     import comfy.sd
-    from safetensors.torch import save_file
 
-    save_file(state, tmp_path / "stock.safetensors")
     stock = stock_vae(state)
-    stock.patcher.cached_patcher_init = (
-        comfy.sd.load_vae_patcher,
-        (str(tmp_path / "stock.safetensors"), None, None),
-    )
+    source = str(models / vae_name), None, None
+    stock.patcher.cached_patcher_init = comfy.sd.load_vae_patcher, source
     fast = accelerated(stock, chunk=2)
-    clone = fast.patcher.deepclone_multigpu(new_load_device=torch.device("cpu"))
-    assert type(clone.model) is type(fast.first_stage_model)
-    assert clone.model.chunk == 2
-    assert torch.equal(clone.model.decode(latents(2)), fast.first_stage_model.decode(latents(2)))
+    clone = fast.patcher.deepclone_multigpu(new_load_device=CPU).model
+    assert clone.chunk == 2
+    assert torch.equal(clone.decode(latents(2)), fast.first_stage_model.decode(latents(2)))
     assert accelerated(stock_vae(state)).patcher.cached_patcher_init is None
 
 
@@ -219,7 +217,7 @@ def test_other_vaes_are_returned_with_a_logged_reason(state, caplog, reason):
     with caplog.at_level(logging.INFO):
         assert accelerated(vae) is vae
     assert vae.__dict__ == before
-    (line,) = [r.getMessage() for r in caplog.records if "Fast Video VAE" in r.getMessage()]
+    (line,) = [text for text in caplog.messages if "Fast Video VAE" in text]
     assert reason in line
 
 
@@ -245,3 +243,68 @@ def test_float16_is_allowed_only_where_nothing_chose_a_dtype(state, tmp_path, mo
             assert vae.first_stage_model.allow_fp16 == allowed
         fast.first_stage_model.allow_fp16 = False  # as after an overflow
         assert not accelerated(fast, chunk=3).first_stage_model.allow_fp16
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        *((None, "auto"), ("auto", "auto"), ("int8", "int8"), ("int8 and encode", "int8")),
+        *((old, "auto") for old in ("exact", "fast", "one", "all", "gpu:0, gpu:1")),
+    ],
+)
+def test_both_nodes_store_the_precision(vae_name, stock, caplog, monkeypatch, given, kept):
+    """Values of widgets are saved by position: a removed choice, and the devices."""
+    from fast_video_vae.nodes.vae import nodes
+
+    monkeypatch.setattr(errors, "_logged", set())
+    for name, inputs in (("Load", {"vae_name": vae_name}), ("Accelerate", {"vae": stock})):
+        node = getattr(nodes, name)
+        (field,) = [each for each in node.define_schema().inputs if each.id == "precision"]
+        assert (field.options, field.default, field.optional) == (["auto", "int8"], "auto", True)
+        if given is None:  # a saved workflow has no such input
+            (vae,) = node.execute(**inputs, dtype="auto", encode_dtype="auto", chunk=0).args
+        else:
+            assert node.validate_inputs(precision=given) is True
+            (vae,) = run(name, **inputs, precision=given)
+        assert vae.first_stage_model.precision == kept
+    logged = [text for text in caplog.messages if "is 'int8', which is for decodes" in text]
+    assert len(logged) == (given == "int8 and encode")
+
+
+def test_the_devices_of_an_older_workflow_are_used(vae_name, monkeypatch):
+    import comfy.model_management as management
+
+    found = machine(monkeypatch, 2)
+    monkeypatch.setattr(management, "get_torch_device", lambda: found[0])
+    for given in (
+        {"precision": "all"},
+        {"precision": "all", "devices": "one"},
+        {"precision": "one", "devices": "all"},
+    ):
+        (vae,) = run("Load", vae_name=vae_name, **given)
+        assert vae.first_stage_model.shared_by == found
+
+
+def test_a_wrong_precision_is_refused(vae_name):
+    from fast_video_vae.nodes.vae import nodes
+
+    error = "precision: got 'fp8'; expected one of: auto, int8"
+    with refused(error):
+        run("Load", vae_name=vae_name, precision="fp8")
+    assert error in nodes.Load.validate_inputs(precision="fp8")
+
+
+def test_the_nodes_decode_in_int8(family, monkeypatch, tmp_path):
+    # A machine that supports int8, and keeps its choices in a new file.
+    kept = facts.Facts(tmp_path / "facts.json", {})
+    monkeypatch.setattr(int8_layers, "facts_of", lambda device: kept)
+    monkeypatch.setattr(int8_vae, "int8_lacks", lambda device, dtype: "")
+    (coded,) = run("Accelerate", vae=family.fast, precision="int8")
+    assert coded.first_stage_model.wait_until_prepared(60)
+    plain, images, again, after = (
+        run("Decode", samples={"samples": latents(2)}, vae=vae)[0]
+        for vae in (family.fast, coded, coded, family.fast)
+    )
+    assert 1e-5 < (images - plain).abs().max() < 0.1
+    assert torch.equal(again, images)
+    assert torch.equal(after, plain)
