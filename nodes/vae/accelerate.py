@@ -134,12 +134,13 @@ def _refusal(vae: comfy.sd.VAE, choice: Choice) -> str | None:
 
 def _settled(vae: comfy.sd.VAE, choice: Choice) -> Choice:
     """Return the choice with open values filled in from the VAE."""
-    allow_fp16 = not any(getattr(args, flag, False) for flag in _DTYPE_FLAGS)
-    own = Choice(vae.vae_dtype, vae.vae_dtype, None, allow_fp16, ONE)
     if isinstance(vae, FastVAE):
         model = vae.first_stage_model
         own = Choice(model.dtype, model.encode_dtype, model.chunk, model.allow_fp16)
         own = replace(own, devices=model.selection, precision=model.precision)
+    else:
+        allow_fp16 = not any(getattr(args, flag, False) for flag in _DTYPE_FLAGS)
+        own = Choice(vae.vae_dtype, vae.vae_dtype, allow_fp16=allow_fp16, devices=ONE)
     return Choice(
         choice.dtype or own.dtype,
         choice.encode_dtype or choice.dtype or own.encode_dtype,
@@ -173,17 +174,13 @@ def _built(
     return model
 
 
-# For this configuration if ComfyUI's class supports it, otherwise for the published VAE of the same
-# layout.
+# The published VAE of the same layout, because ComfyUI's classes do not support all widths.
 def _core_vae(config: VAEConfig) -> comfy.sd.VAE:
     """Return ComfyUI's own VAE object around a network without memory."""
     with torch.device("meta"):
-        for each in (config, config.standard()):
-            shapes = VideoVAE(each, torch.float32, torch.float32).state_dict()
-            with contextlib.suppress(NotImplementedError, RuntimeError, KeyError):
-                core = comfy.sd.VAE(sd=dict(shapes))
-                if core.first_stage_model.state_dict().keys() >= shapes.keys():
-                    return core
+        shapes = VideoVAE(config.standard(), torch.float32, torch.float32).state_dict()
+        with contextlib.suppress(NotImplementedError, RuntimeError):
+            return comfy.sd.VAE(sd=dict(shapes))
     # A ComfyUI that reads the weights gets zeros.
     return comfy.sd.VAE(sd={key: torch.zeros(value.shape) for key, value in shapes.items()})
 

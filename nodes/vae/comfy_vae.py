@@ -12,7 +12,7 @@ from torch import Tensor
 from ...vae import StreamOptions, retried
 from ..host import timing
 from ..host.error_text import about
-from ..host.oom import give_back, in_turn, kept
+from ..host.oom import in_turn, kept
 from ..host.progress import Progress
 from . import pieces
 from .first_stage import FastVideoVAE, log_ignored
@@ -59,11 +59,15 @@ class FastVAE(comfy.sd.VAE):
         model.check_latent(latent)
         if self.latent_dim == 2:  # as in ComfyUI
             latent = latent[:, :, :1]
-        try:
-            with timing.span("VAE decode", pieces.label(self), self.device):
-                images = self._decode(latent, options, tile)
-        finally:
-            give_back(self.device)
+        batch, channels, frames, height, width = model.config.decoded_shape(latent.shape)
+        size, dtype = (batch, frames, height, width, channels), self.vae_output_dtype()
+        empty = lambda: torch.empty(size, device=self.output_device, dtype=dtype)  # noqa: E731
+        with timing.span("VAE decode", pieces.label(self), self.device):
+            with kept():
+                images = retried(empty, self.device, "a decode", pieces.release(self))
+            stream = pieces.decode_pieces(self, latent, options, tile, images=images)
+            for _ in Progress(batch * frames).counted(stream, are_images=True):
+                pass
         is_flat = self.latent_dim == 2 or samples_in.ndim == 4
         return images.squeeze(1) if is_flat and not model.is_seedvr2 else images
 
@@ -141,22 +145,6 @@ class FastVAE(comfy.sd.VAE):
             key: value if value.is_contiguous() else value.cpu().contiguous()
             for key, value in weights.items()
         }
-
-    # In a function of its own, so that its tensors are gone before memory is released.
-    def _decode(
-        self, latent: Tensor, options: StreamOptions, tile: tuple[int, int] | None
-    ) -> Tensor:
-        """Stream `[B, C_latent, t, h, w]` into a new IMAGE."""
-        shape = self.first_stage_model.config.decoded_shape(latent.shape)
-        batch, channels, frames, height, width = shape
-        size, dtype = (batch, frames, height, width, channels), self.vae_output_dtype()
-        empty = lambda: torch.empty(size, device=self.output_device, dtype=dtype)  # noqa: E731
-        with kept():
-            images = retried(empty, self.device, "a decode", pieces.release(self))
-        stream = pieces.decode_pieces(self, latent, options, tile, images=images)
-        for _ in Progress(batch * frames).counted(stream, are_images=True):
-            pass
-        return images
 
     def _as_video(self, pixels: Tensor, not_video: bool) -> Tensor:
         """Crop an IMAGE about the center in space and view it as `[B, C, T, H, W]` in [0, 1]."""

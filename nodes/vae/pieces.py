@@ -19,7 +19,7 @@ from torch import Tensor
 from ...vae import Rereadable, StreamOptions, retried
 from ..host import timing
 from ..host.devices import names, selected
-from ..host.oom import free_others, in_turn
+from ..host.oom import free_others, give_back, in_turn
 from ..host.patches import log_cut_patches
 from ..host.progress import Progress
 
@@ -46,11 +46,14 @@ def decode_pieces(
     """
     options = options_for(vae, options, tile, single_frame=latent.shape[2] == 1)
     decode, done = vae.first_stage_model.decode_stream, 0
-    with comfy.model_management.cuda_device_context(vae.device):
-        for part in _parts(vae, latent, options, decode_bytes(vae, latent.shape, options)):
-            to, into = (x if x is None else x[done : done + len(part)] for x in (out, images))
-            yield from decode(part, options, out=to, images=into, frames=frames, deep=deep)
-            done += len(part)
+    try:
+        with comfy.model_management.cuda_device_context(vae.device):
+            for part in _parts(vae, latent, options, decode_bytes(vae, latent.shape, options)):
+                to, into = (x if x is None else x[done : done + len(part)] for x in (out, images))
+                yield from decode(part, options, out=to, images=into, frames=frames, deep=deep)
+                done += len(part)
+    finally:
+        give_back(vae.device)
 
 
 def encoded(
@@ -225,6 +228,5 @@ def _parts(
         return [batch]
     if options.limit_bytes is not None or batch.shape[2] > 1 or vae.device.type == "cpu":
         return list(batch.split(1))
-    free = [vae.patcher.get_free_memory(vae.device)]
-    free += [comfy.model_management.get_free_memory(each) for each in devices(vae)[1:]]
-    return list(batch.split(max(1, int(min(free) / max(1, memory_bytes)))))
+    free = min(map(comfy.model_management.get_free_memory, devices(vae)))
+    return list(batch.split(max(1, int(free / max(1, memory_bytes)))))
