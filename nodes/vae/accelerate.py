@@ -202,8 +202,7 @@ def _swapped(core: comfy.sd.VAE, model: FastVideoVAE) -> FastVAE:
     vae.crop_input = True
     # Inputs are cast to this dtype, so it is the wider of the two; each is cast again.
     vae.vae_dtype = torch.promote_types(model.dtype, model.encode_dtype)
-    vae.size = None
-    vae.model_size()
+    vae.size = None  # of ComfyUI's network
     # ComfyUI's are attributes of the object and keep its network alive; without them the class's
     # are used.
     vae.format_encoded = None if scale == 1 else (lambda means: means * scale)

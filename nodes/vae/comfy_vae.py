@@ -102,12 +102,7 @@ class FastVAE(comfy.sd.VAE):
         not_video = self.not_video if not_video is None else not_video
         view = lambda: self._as_video(pixel_samples, not_video)  # noqa: E731
         video = retried(view, self.device, "an encode", pieces.release(self))
-        count = len(video) * self.first_stage_model.config.latent_frames(video.shape[2])
-
-        def work(_: bool) -> Tensor:
-            given = video, video.shape, Progress(count), options, tile, self.process_input
-            return pieces.encoded(self, *given)
-
+        work = lambda _: pieces.encoded(self, video, options, tile)  # noqa: E731
         with timing.span("VAE encode", pieces.label(self), self.device):
             try:
                 latents = in_turn(self.device, "an encode", work)

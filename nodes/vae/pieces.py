@@ -16,7 +16,7 @@ import comfy.sd
 import torch
 from torch import Tensor
 
-from ...vae import Rereadable, StreamOptions, retried
+from ...vae import StreamOptions, retried
 from ..host import timing
 from ..host.devices import names, selected
 from ..host.oom import free_others, give_back, in_turn
@@ -58,23 +58,19 @@ def decode_pieces(
 
 def encoded(
     vae: comfy.sd.VAE,
-    video: Tensor | Rereadable,
-    shape: torch.Size,
-    progress: Progress,
+    video: Tensor,
     options: StreamOptions = AUTOMATIC,
     tile: tuple[int, int] | None = None,
-    to_range: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Encode frames `[B, C, T, H, W]` of this `shape`, or of one video in pieces, to a LATENT."""
-    model, (count, height, width) = vae.first_stage_model, shape[2:]
-    options = options_for(vae, options, tile, encode=True, single_frame=count == 1)
+    """Encode `[B, C, T, H, W]` in [0, 1], with a tile in latents, to a LATENT."""
+    *_, frames, height, width = video.shape
+    options = options_for(vae, options, tile, encode=True, single_frame=frames == 1)
     log_cut(vae, height, width)
-    parts = _parts(vae, video, options, encode_bytes(vae, shape, options))
-    if options.chunk is None and not isinstance(video, Tensor):
-        chunk = model.plan(height, width, options, encode=True).chunk
-        options = replace(options, chunk=chunk)
-    encode = functools.partial(model.encode_stream, scaled=False, to_range=to_range)
-    latents = [moved(vae, progress.counted(encode(part, options))) for part in parts]
+    model, latents = vae.first_stage_model, []
+    progress = Progress(len(video) * model.config.latent_frames(frames))
+    for part in _parts(vae, video, options, encode_bytes(vae, video.shape, options)):
+        stream = model.encode_stream(part, options, scaled=False, to_range=vae.process_input)
+        latents.append(moved(vae, progress.counted(stream)))
     return retried(lambda: torch.cat(latents), vae.device, "an encode", options.release)
 
 
@@ -220,13 +216,11 @@ def _plan_bytes(
 
 
 def _parts(
-    vae: comfy.sd.VAE, batch: Tensor | Rereadable, options: StreamOptions, memory_bytes: int
-) -> list[Tensor | Rereadable]:
+    vae: comfy.sd.VAE, batch: Tensor, options: StreamOptions, memory_bytes: int
+) -> tuple[Tensor, ...]:
     """Load the weights; return what runs at once: a video, or images as GPU memory allows."""
     load(vae, memory_bytes)
-    if not isinstance(batch, Tensor):
-        return [batch]
     if options.limit_bytes is not None or batch.shape[2] > 1 or vae.device.type == "cpu":
-        return list(batch.split(1))
-    free = min(map(comfy.model_management.get_free_memory, devices(vae)))
-    return list(batch.split(max(1, int(free / max(1, memory_bytes)))))
+        return batch.split(1)
+    free = min(map(vae.patcher.get_free_memory, devices(vae)))
+    return batch.split(max(1, int(free / max(1, memory_bytes))))

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import functools
 import itertools
 import logging
 from concurrent.futures import ThreadPoolExecutor
@@ -138,33 +139,6 @@ def test_a_vae_on_the_cpu_uses_no_gpu(vae_name, monkeypatch):
     assert devices_of(vae) == []
 
 
-@pytest.fixture
-def prompt(monkeypatch):
-    """ComfyUI's answer to a prompt in the API format with the devices in both nodes."""
-    import execution
-    from comfy_extras.nodes_hunyuan import EmptyHunyuanLatentVideo
-
-    import nodes as core
-
-    classes = {f"FastVAE_{name}": node_class(name) for name in NODES}
-    for name, each in (classes | {"EmptyHunyuanLatentVideo": EmptyHunyuanLatentVideo}).items():
-        monkeypatch.setitem(core.NODE_CLASS_MAPPINGS, name, each)
-
-    def answer(devices):
-        workflow = Workflow()
-        vae = workflow.add("FastVAE_Accelerate", vae=workflow.load(), **AUTO)
-        for number in "12" if devices is not None else "":
-            workflow[number]["inputs"]["devices"] = devices
-        images = workflow.add("VAEDecode", samples=workflow.latent(16, 1), vae=vae)
-        workflow.add("PreviewImage", images=images)
-        valid, _, _, errors = asyncio.run(execution.validate_prompt("test", workflow, None))
-        # The inputs that ComfyUI takes from a prompt.
-        taken, _, _ = execution.get_input_data(workflow["1"]["inputs"], node_class("Load"), "1")
-        return valid, errors, {key: value for key, (value,) in taken.items()}
-
-    return answer
-
-
 @pytest.mark.parametrize(
     ("count", "devices", "wanted"),
     [
@@ -173,34 +147,43 @@ def prompt(monkeypatch):
         (2, None, 0),  # saved on a machine with one
         (2, "gpu:5", 0),
         (2, "all", 2),
+        (2, "both", None),
     ],
 )
 def test_a_workflow_of_another_machine_runs_on_its_devices(
-    vae_name, prompt, monkeypatch, count, devices, wanted
+    vae_name, monkeypatch, count, devices, wanted
 ):
-    found = machine(monkeypatch, count)
-    valid, errors, given = prompt(devices)
-    assert (valid, errors) == (True, {})
+    import execution
+    from comfy_extras.nodes_hunyuan import EmptyHunyuanLatentVideo
+
+    import nodes as core
+
+    classes = {f"FastVAE_{name}": node_class(name) for name in NODES}
+    for name, each in (classes | {"EmptyHunyuanLatentVideo": EmptyHunyuanLatentVideo}).items():
+        monkeypatch.setitem(core.NODE_CLASS_MAPPINGS, name, each)
+    workflow, found = Workflow(), machine(monkeypatch, count)
+    vae = workflow.add("FastVAE_Accelerate", vae=workflow.load(), **AUTO)
+    for number in "12" if devices is not None else "":
+        workflow[number]["inputs"]["devices"] = devices
+    images = workflow.add("VAEDecode", samples=workflow.latent(16, 1), vae=vae)
+    workflow.add("PreviewImage", images=images)
+    valid, _, _, errors = asyncio.run(execution.validate_prompt("test", workflow, None))
+    assert valid == (wanted is not None)
+    if not valid:  # before anything runs
+        expected = "devices - devices: got 'both'; expected one, all, or"
+        assert all(errors[number]["errors"][0]["details"].startswith(expected) for number in "12")
+        return
+    # The inputs that ComfyUI takes from a prompt.
+    taken, _, _ = execution.get_input_data(workflow["1"]["inputs"], node_class("Load"), "1")
+    given = {key: value for key, (value,) in taken.items()} | {"vae_name": vae_name}
     # The VAE of a test is on "cpu", which is none of the devices of the machine.
-    (vae,) = ours("Load", **given | {"vae_name": vae_name}).args
-    assert devices_of(vae)[1:] == found[:wanted]
-
-
-def test_a_wrong_selection_is_refused_before_anything_runs(prompt, two):
-    valid, errors, _ = prompt("both")
-    assert not valid
-    for number in "12":
-        (found,) = errors[number]["errors"]
-        assert found["details"].startswith("devices - devices: got 'both'; expected one, all, or")
+    assert devices_of(ours("Load", **given).args[0])[1:] == found[:wanted]
 
 
 @pytest.mark.parametrize("devices", ["all", "gpu:0, gpu:1"])
-@pytest.mark.parametrize("name", NODES)
-def test_seedvr2_uses_its_own_device(seedvr2, models, two, caplog, name, devices):
-    save_file(seedvr2.state, models / "seedvr2.safetensors")
-    given = {"Load": {"vae_name": "seedvr2.safetensors"}, "Accelerate": {"vae": seedvr2.stock}}
+def test_seedvr2_uses_its_own_device(seedvr2, two, caplog, devices):
     with caplog.at_level(logging.INFO):
-        (vae,) = ours(name, **given[name], devices=devices).args
+        vae = accelerated(seedvr2.stock, devices=devices)
         vae.decode(torch.zeros(1, 16, 1, 4, 4))
     (line,) = lines(caplog)
     assert "the norms of SeedVR2 measure whole frames" in line
@@ -325,23 +308,20 @@ def test_prompts_give_the_same_bits_whatever_else_was_loaded(monkeypatch, state,
         assert torch.equal(encoded, found[0][1])
 
 
-@pytest.mark.parametrize("task", ["decode", "encode", "pictures"])
 @pytest.mark.parametrize(("devices", "label"), [("all", "gpu:0, gpu:1"), ("one", "")])
-def test_the_table_of_times_names_several_devices(cards, state, tmp_path, task, devices, label):
+def test_the_table_of_times_names_several_devices(cards, state, tmp_path, devices, label):
     from fast_video_vae.nodes.host import timing
     from fast_video_vae.nodes.video import stream
 
     vae = fast_vae(state, tmp_path, devices=devices)
-    work = {
-        "decode": lambda: vae.decode(small_latents(1)),
-        "encode": lambda: vae.encode(frames(1)),
-        "pictures": lambda: list(stream.decode_pictures(vae, small_latents(1))),
-    }[task]
 
     @torch.inference_mode()
-    def labels():
-        work()
+    def labels(work, given):
+        list(work(given))
         return [row.label for row in timing.report().rows() if row.kind.startswith("VAE")]
 
-    with ThreadPoolExecutor(1) as thread:  # a thread has a table of its own
-        assert thread.submit(labels).result() == [label]
+    pictures = functools.partial(stream.decode_pictures, vae)
+    latent = small_latents(1)
+    for work, given in ((vae.decode, latent), (vae.encode, frames(1)), (pictures, latent)):
+        with ThreadPoolExecutor(1) as thread:  # a thread has a table of its own
+            assert thread.submit(labels, work, given).result() == [label]
