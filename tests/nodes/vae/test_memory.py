@@ -207,10 +207,9 @@ def on_gpu(fast, monkeypatch):
     monkeypatch.setattr(fast, "device", torch.device("cuda"))
     monkeypatch.setattr(management, "cuda_device_context", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(management, "free_memory", lambda *_, **__: [])
-    return lambda load: monkeypatch.setattr(management, "load_models_gpu", load)
 
 
-def test_weights_without_room_stay_on_the_host(fast, request, caplog):
+def test_weights_without_room_stay_on_the_host(fast, request, monkeypatch, caplog):
     import comfy.model_management as management
 
     expected, loads = fast.decode(latents(2)), []
@@ -219,7 +218,8 @@ def test_weights_without_room_stay_on_the_host(fast, request, caplog):
         loads.append(options)
         raise management.OOM_EXCEPTION("no memory")
 
-    request.getfixturevalue("on_gpu")(full)
+    request.getfixturevalue("on_gpu")
+    monkeypatch.setattr(management, "load_models_gpu", full)
     with caplog.at_level(logging.WARNING):
         assert torch.equal(fast.decode(latents(2)), expected)
     assert len(loads) == 2
@@ -239,16 +239,24 @@ def test_weights_left_on_the_host_are_loaded(fast, monkeypatch):
     assert brought == [((torch.device("cpu"),), {"extra_memory": 1e32})]
 
 
-@pytest.mark.parametrize("encode", [False, True], ids=["decode", "encode"])
-def test_the_memory_that_is_requested_grows_with_the_size_and_the_tile(fast, on_gpu, encode):
-    """Not with the length of the video."""
-    asked = []
+@pytest.fixture
+def asked(comfyui, monkeypatch):
+    """The bytes that ComfyUI is asked for, where the work ends."""
+    import comfy.model_management as management
+
+    found = []
 
     def load(models, memory_required=0, **options):
-        asked.append(memory_required)
+        found.append(memory_required)
         raise InterruptedError
 
-    on_gpu(load)
+    monkeypatch.setattr(management, "load_models_gpu", load)
+    return found
+
+
+@pytest.mark.parametrize("encode", [False, True], ids=["decode", "encode"])
+def test_the_memory_that_is_requested_grows_with_the_size_and_the_tile(fast, on_gpu, asked, encode):
+    """Not with the length of the video."""
     name, given = "VAEDecodeTiled", {"samples": {"samples": latents(2, 90, 160)}}
     if encode:
         name, given = "VAEEncodeTiled", {"pixels": clip(5, 720, 1280)}
@@ -261,3 +269,15 @@ def test_the_memory_that_is_requested_grows_with_the_size_and_the_tile(fast, on_
     assert 0 < asked[0] < asked[3] / 2
     assert asked == sorted(asked)
     assert asked[3] < asked[4] == asked[5]
+
+
+def test_a_tile_of_seedvr2_is_a_limit_of_memory(seedvr2, asked):
+    """Its frames are never cut, so the steps are as long as the memory of the tile allows."""
+    for side in (64, 512):
+        size = {"tile_x": side // 8, "tile_y": side // 8}
+        with pytest.raises(InterruptedError):
+            seedvr2.fast.decode_tiled(latents(9, 8, 8), **size)
+        with pytest.raises(InterruptedError):
+            seedvr2.fast.encode_tiled(clip(33, 64, 64), tile_x=side, tile_y=side)
+    assert asked[0] < asked[2]
+    assert asked[1] < asked[3]
