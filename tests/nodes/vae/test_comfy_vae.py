@@ -403,6 +403,8 @@ def test_qwen_image_2_1_is_a_vae_of_images(picture_vae):
     images = peer.decode(one)[:, :, 0].movedim(1, -1).add(1).div(2)
     encoded = peer.encode(pixels.movedim(-1, 1)[:, :, None] * 2 - 1)
     assert_of_images(picture_vae, images, one, pixels, encoded)
+    first = picture_vae.decode(torch.cat([one, one.flip(0)], dim=2))  # as ComfyUI takes it
+    assert torch.equal(first, picture_vae.decode(one))
     assert (picture_vae.output_channels, picture_vae.spacial_compression_decode()) == (4, 16)
     opaque = torch.nn.functional.pad(pixels[..., :3], (0, 1), value=1.0)
     assert torch.equal(picture_vae.encode(pixels[..., :3]), picture_vae.encode(opaque))
