@@ -8,10 +8,6 @@ import re
 
 import torch
 
-from fast_video_vae.lora.blocks import parse_blocks
-from fast_video_vae.lora.schedule import parse_schedule
-from fast_video_vae.lora.strengths import Amounts, StackEntry
-
 PREFIX = "diffusion_model."
 
 # diffusers' names of Wan's modules and tables, in a block and outside, for Wan's own names.
@@ -148,11 +144,3 @@ def spelled(pairs, spelling="diffusion_model.{name}", ending=".lora_{B}.weight",
         if alpha is not None:
             tensors[f"{stem}.alpha"] = torch.tensor(float(alpha))
     return tensors
-
-
-def amounts_of(bank, *entries):
-    """Return the strengths of a stack of (file number, block filter); default: all files."""
-    entries = entries or [(number, "") for number in range(len(bank.files))]
-    every = parse_schedule("1")
-    stack = [StackEntry(bank.files[n].path, every, parse_blocks(text)) for n, text in entries]
-    return Amounts(bank, stack)

@@ -8,9 +8,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from fast_video_vae.lora.bank import load_bank
+from fast_video_vae.lora.blocks import parse_blocks
 from fast_video_vae.lora.keys import Target, Targets
+from fast_video_vae.lora.schedule import parse_schedule
 from fast_video_vae.lora.session import Session
-from fast_video_vae.tests.lora.models import PREFIX, amounts_of, modules
+from fast_video_vae.lora.strengths import Amounts, StackEntry, layer_name
+from fast_video_vae.tests.lora.models import PREFIX, modules
 from fast_video_vae.tests.products import each_value_once
 
 WIDTH, FFN = 16, 24
@@ -154,20 +157,27 @@ class Stack:
             save_file(tensors, self.paths[-1])
             self.deltas.append(deltas)
 
-    def session(self, strengths=(1, 1, 1), mode="auto", blocks="", **more):
+    def session(self, strengths=(1, 1, 1), mode="auto", entries=(), **more):
         bank = load_bank(self.paths, self.targets)
-        return session_of(bank, strengths, mode, blocks, **more)
+        return session_of(bank, strengths, mode, entries, **more)
 
-    def expected(self, x, strengths=(1, 1, 1)):
-        """Return the output of the dense model for `x`."""
-        files = list(zip(strengths, self.deltas, strict=True))
-        changes = {key: sum(each * deltas[key] for each, deltas in files) for key in files[0][1]}
+    def expected(self, x, strengths=(1, 1, 1), entries=()):
+        """Return the output of the dense model for `x`, of a stack as in `session_of`."""
+        changes = {key: torch.zeros_like(delta) for key, delta in self.deltas[0].items()}
+        entries = entries or [(number, "") for number in range(len(self.paths))]
+        for strength, (number, text) in zip(strengths, entries, strict=True):
+            factor = parse_blocks(text).factor
+            for key, delta in self.deltas[number].items():
+                changes[key] += strength * factor(layer_name(key)) * delta
         return dense(self.model, changes)(x.double())
 
 
-def session_of(bank, strengths, mode="auto", blocks="", **more):
-    """Return a session with all files of a bank."""
-    amounts = amounts_of(bank, *((number, blocks) for number in range(len(bank.files))))
+def session_of(bank, strengths, mode="auto", entries=(), **more):
+    """Return a session with a stack of (file number, block filter); default: all files."""
+    entries = entries or [(number, "") for number in range(len(bank.files))]
+    every = parse_schedule("1")
+    stack = [StackEntry(bank.files[n].path, every, parse_blocks(text)) for n, text in entries]
+    amounts = Amounts(bank, stack)
     amounts.set(strengths)
     return Session(bank, amounts, mode, **more)
 

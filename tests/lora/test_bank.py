@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import math
 import os
 import sys
 import weakref
@@ -13,45 +12,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fast_video_vae.lora.bank import load_bank
-from fast_video_vae.lora.keys import Target, Targets
+from fast_video_vae.lora.keys import Targets
 from fast_video_vae.lora.offload import BankLoader
 from fast_video_vae.tests.benchmarks import lora_loading
-from fast_video_vae.tests.lora import models, nets
+from fast_video_vae.tests.lora import nets
 from fast_video_vae.tests.lora.models import random_pairs, spelled
-
-
-def test_a_layer_has_the_pairs_of_all_files_padded_with_zeros(stack):
-    """In the dtype of the computation."""
-    made = stack(nets.Model())
-    bank = load_bank(made.paths, made.targets)
-    for layer in bank.layers.values():
-        at = max((last for _, last in layer.rows.values()), default=0)
-        down, up = layer.pairs(bank.flat)
-        scales = bank.scales[layer.row : layer.row + layer.rank]
-        assert layer.rank == len(down) == math.ceil(at / 8) * 8
-        assert not any(part.any() for part in (down[at:], up[:, at:], scales[at:]))
-    low = load_bank(made.paths, made.targets, torch.bfloat16)
-    assert torch.equal(low.flat, bank.flat.bfloat16())
-
-
-def test_strengths_and_block_filters_scale_rows(stack):
-    """The active rows are from the first active file to the last; a file can be there twice."""
-    made = stack(nets.Model(), "blocks")
-    bank = load_bank(made.paths, made.targets)
-    layer = bank.layers[Target(f"{nets.Q}.weight")]
-    for entries, strengths, (one, two, three), rows in (
-        (((0, ""), (1, ""), (2, "")), (0, -1, 2), (0, -1, 2), (4, 23)),
-        (((0, ""), (1, ""), (2, "")), (1, 0, 0.5), (1, 0, 0.5), (0, 23)),
-        (((0, "0-,1=0.5"), (1, "!1")), (2, 2), (1, 0, 0), (0, 4)),
-        (((1, ""), (1, "1"), (1, "0")), (1, 0.25, 9), (0, 1.25, 0), (4, 7)),
-        (((1, ""), (1, "1")), (1, -1), (0, 0, 0), (0, 0)),
-    ):
-        amounts = models.amounts_of(bank, *entries)
-        amounts.set(strengths)
-        found = amounts.flat[layer.row : layer.row + 23].tolist()
-        assert found == pytest.approx([one / 2] * 4 + [two * 2 / 3] * 3 + [three / 8] * 16)
-        assert [amounts.of(layer, file) for file in range(3)] == [one, two, three]
-        assert amounts.rows(layer) == rows
 
 
 def test_the_same_files_share_a_bank_in_use(stack):

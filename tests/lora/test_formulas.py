@@ -1,0 +1,144 @@
+"""Deltas on a weight or in bypass mode, and PEFT's DoRA, against float64; which are too weak."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fast_video_vae.lora.adapters import make_function
+from fast_video_vae.lora.apply import JoinedPairs
+from fast_video_vae.lora.precision import is_weak, rms_of, rms_of_pair
+from fast_video_vae.tests.products import each_value_once
+
+OUT, INNER, RANK = 24, 16, 8
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+PARTS = [None, (0, 0, 8), (0, 7, 9), (0, 23, 1), (1, 5, 11), (1, 0, 16)]
+
+
+def made(part, dtype=torch.float32):
+    torch.manual_seed(0)
+    sizes = [OUT, INNER]
+    if part is not None:
+        sizes[part[0]] = part[2]
+    down, up = torch.randn(RANK, sizes[1]).to(dtype), torch.randn(sizes[0], RANK).to(dtype)
+    return JoinedPairs(down, up, torch.linspace(-1, 2, RANK), part)
+
+
+def dense(low, magnitude=False):
+    """Return the delta in float64; with `magnitude`, that of absolute values, for error bounds."""
+    parts = [each.double() for each in (low.up, low.amounts, low.down)]
+    up, amounts, down = [each.abs() for each in parts] if magnitude else parts
+    delta = torch.zeros(OUT, INNER, dtype=torch.float64)
+    part = delta if low.part is None else delta.narrow(*low.part)
+    part += up * amounts @ down
+    return delta
+
+
+def assert_within(result, expected, roundings):
+    """Compare with half an eps of each rounded number, and the errors of float32 sums."""
+    assert result.shape == expected.shape
+    error, bound = (result.double() - expected).abs(), torch.finfo(result.dtype).eps / 2 * roundings
+    sums = 3e-6 * expected.abs().clamp(min=1).amax() if expected.numel() else 0
+    assert (error <= bound * 1.01 + sums).all(), error.max()
+
+
+@each_value_once(part=PARTS, dtype=DTYPES, same=[True, False])
+def test_a_delta_is_rounded_once_in_a_weight_and_in_an_output(part, dtype, same):
+    """Written in place only where it may be; without `same`, pairs of outputs are in float32."""
+    low, weight = made(part, dtype), torch.randn(OUT, INNER).to(dtype)
+    expected = weight.double() + dense(low)
+    for owned, stored in itertools.product((False, True), (weight, weight.T.clone().T)):
+        given = stored.clone()
+        result = low.into_weight(given, owned=owned)
+        assert (result.data_ptr() == given.data_ptr()) == owned
+        assert owned or torch.equal(given, weight)
+        # One rounding of `down` times its amounts, one of the sum.
+        assert_within(result, expected, dense(low, magnitude=True) + expected.abs())
+    low = low if same else made(part)
+    strided = torch.randn(3, INNER, 5).transpose(1, 2)
+    tokens = [torch.randn(*shape, INNER) for shape in ((), (7,), (2, 3, 4), (2, 0))]
+    for x in (each.to(dtype) for each in (*tokens, strided)):
+        y = torch.randn(*x.shape[:-1], 2 * OUT).to(dtype)
+        for some in (y[..., :OUT].clone(), y[..., :OUT], y[..., ::2]):
+            before, in_place = some.clone(), some.is_contiguous() and low.up.dtype == dtype
+            result = low.bypass(some, x)
+            delta, size = x.double() @ dense(low).T, x.double().abs() @ dense(low, True).T
+            expected = before.double() + delta
+            # Rounded: `x @ down.T`, its product with the amounts; the delta, if it is not added in
+            # place; the sum.
+            rounded = same * 2 * size + (not in_place) * delta.abs()
+            assert_within(result, expected, rounded + expected.abs())
+            assert torch.equal(some, result if in_place else before)
+
+
+@pytest.mark.parametrize("part", [None, (0, 7, 9), (1, 5, 11)], ids=str)
+def test_bypass_passes_gradients(part):
+    low, weight = made(part, torch.float64), torch.randn(OUT, INNER).double()
+    x = torch.randn(3, INNER).double().requires_grad_()
+    # The gradient of tanh needs its output, which must not be overwritten.
+    assert torch.autograd.gradcheck(lambda x: low.bypass(torch.tanh(x @ weight.T), x), x)
+
+
+@pytest.mark.parametrize("kernel", [(), (3, 3)])
+def test_dora_of_peft_equals_its_formula(kernel):
+    """Of peft/tuners/lora/dora.py: the rows of the sum have the magnitudes as norms."""
+    torch.manual_seed(0)
+    ones = [1] * len(kernel)
+    up, down = torch.randn(8, 4, *ones), torch.randn(4, 6, *kernel)
+    parts = {"up": up, "down": down, "magnitude": torch.randn(8), "alpha": torch.tensor(2.0)}
+    weight = torch.randn(8, 6, *kernel)
+    function = make_function(parts, tuple(weight.shape))
+    own = weight.double().flatten(1)
+    merged = own + 0.5 * up.double().flatten(1) @ down.double().flatten(1)
+    turned = merged * (parts["magnitude"].double() / merged.norm(dim=1))[:, None]
+    for strength in (-1.0, 0.0, 0.5, 4.0):
+        expected = (own + strength * (turned - own)).view_as(weight)
+        for dtype in (torch.float64, torch.float32, torch.bfloat16):
+            before = weight.to(dtype)
+            strided = torch.nn.Parameter(torch.stack([before, before], -1)[..., 0])
+            result = function.apply(strided, strength)
+            assert torch.equal(strided, before)
+            assert not result.requires_grad
+            rounded = function.apply(before.float(), strength).to(dtype)
+            assert torch.equal(result, rounded) or dtype == torch.float64
+        assert_within(function.apply(weight, strength), expected, expected.abs())
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_a_delta_is_weak_where_rounded_sums_lose_three_percent(dtype):
+    weight = (0.02 * normal(512, 512)).to(dtype)
+    size = rms_of(weight)
+    for factor in (0.1, 0.25, 0.4, 0.6, 1.0, 4.0):
+        rms = factor * torch.finfo(dtype).eps * size
+        delta = rms * normal(512, 512, seed=3).double()
+        added = (weight + delta).to(dtype).double() - weight.double()
+        share = float((added * delta).sum() / delta.square().sum())
+        assert is_weak(rms, size, dtype) == (share < 0.97)
+    assert is_weak(1.0, None, dtype)  # packed weights
+    assert not is_weak(0.0, size, dtype)
+
+
+class Scaled(torch.Tensor):
+    """A weight with the attributes of ComfyUI's QuantizedTensor."""
+
+
+def test_sizes_are_estimated_from_a_part():
+    weight = normal(300, 200) * torch.linspace(0.1, 2, 200)  # other numbers for other inputs
+    assert rms_of(weight) == pytest.approx(weight.square().mean().sqrt().item(), rel=0.1)
+    assert rms_of(weight.to(torch.float8_e4m3fn)) == pytest.approx(rms_of(weight), rel=0.05)
+    assert rms_of(weight.to(torch.int8)) is rms_of(weight.as_subclass(Scaled)) is None
+    for scale in (torch.tensor(0.1), torch.arange(1, 301)[:, None] / 999):
+        scaled = weight.as_subclass(Scaled)
+        scaled._qdata = torch.full((300, 200), 100, dtype=torch.int8)
+        scaled._params = SimpleNamespace(scale=scale)
+        expected = 100 * scale.square().mean().sqrt().item()
+        assert rms_of(scaled) == pytest.approx(expected, rel=1e-3)
+    for rank in (1, 8):
+        down, up = normal(rank, 700), normal(900, rank, seed=1)
+        expected = (up @ down).square().mean().sqrt().item()
+        assert rms_of_pair(down, up) == pytest.approx(expected, rel=0.2)
