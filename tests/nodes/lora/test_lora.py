@@ -14,20 +14,6 @@ from fast_video_vae.tests.products import each_value_once
 pytestmark = pytest.mark.comfyui
 
 
-@pytest.fixture(scope="module")
-def state(comfyui):
-    """The weights of the model."""
-    return random_weights(KIND)
-
-
-@pytest.fixture
-def lora(expert_server, state):
-    """A LoRA of the model, in a separate file for each test."""
-    path = expert_server.models("loras") / "lora.safetensors"
-    save_file(lora_for(state), path)
-    return path
-
-
 def apply(*entries, mode="auto"):
     """A workflow that shows the report of a stack: (file, strength, blocks) each."""
     workflow, stack = Workflow(), {}
@@ -40,16 +26,18 @@ def apply(*entries, mode="auto"):
     return workflow
 
 
-def report(server, workflow):
-    ((text,),) = (shown["text"] for shown in server.run(workflow).values())
-    return text
-
-
 @pytest.mark.parametrize("mode", MODES)
-def test_a_report_lists_the_keys_and_what_differs_from_comfyuis_loader(server, lora, state, mode):
+def test_a_report_lists_the_keys_and_what_differs_from_comfyuis_loader(expert_server, mode):
     """A replaced file is read again, and a missing one is an error."""
+    state, lora = random_weights(KIND), expert_server.models("loras") / "lora.safetensors"
+    save_file(lora_for(state), lora)
     workflow = apply((lora.name, "0.8", ""), (lora.name, "-0.5", "1"), mode=mode)
-    text = report(server, workflow)
+
+    def report():
+        ((text,),) = (shown["text"] for shown in expert_server.run(workflow).values())
+        return text
+
+    text = report()
     assert text.startswith("lora.safetensors: 120 keys applied")
     assert text.endswith(mode)
     assert "in ComfyUI's loader" not in text
@@ -58,31 +46,27 @@ def test_a_report_lists_the_keys_and_what_differs_from_comfyuis_loader(server, l
     tensors["diffusion_model.blocks.0.self_attn.q.diff"] = torch.ones(128, 128)
     metadata = {"lora_adapter_metadata": '{"transformer.lora_alpha": 16, "transformer.r": 8}'}
     save_file(tensors, lora, metadata)
-    text = report(server, workflow)
+    text = report()
     assert text.startswith("lora.safetensors: 55 keys applied")
     assert "alpha 16 by its metadata, in ComfyUI's loader the rank" in text
     assert "1 weights have an adapter and a difference: both are applied" in text
     lora.unlink()
     with pytest.raises(PromptError):
-        server.run(workflow)
+        expert_server.run(workflow)
 
 
-def test_the_inputs_and_outputs_of_the_nodes(expert_server, lora):
-    def of(name):
-        (info,) = expert_server.get(f"/object_info/{name}").values()
-        return info["input"]["required"], info["input"]["optional"], info["output"]
-
-    required, optional, output = of("FastVAE_LoraStack")
-    assert list(required) == ["lora_name", "strength", "blocks"]
-    assert lora.name in required["lora_name"][1]["options"]
-    assert required["strength"][0] == required["blocks"][0] == "STRING"
-    assert (required["strength"][1]["default"], required["blocks"][1]["default"]) == ("1.0", "")
-    assert output == [optional["stack"][0]] == ["FASTVAE_LORA_STACK"]
-    required, optional, output = of("FastVAE_ApplyLora")
-    assert [*required, *optional] == ["model", "stack", "mode", "phase"]
-    assert required["mode"][1]["options"] == [*MODES]
-    assert required["mode"][1]["default"] == optional["phase"][1]["default"] == "auto"
-    assert output == ["MODEL", "STRING"]
+def test_the_inputs_and_outputs_of_the_nodes(expert_server):
+    found = {}
+    for name in ("LoraStack", "ApplyLora"):
+        (info,) = expert_server.get(f"/object_info/FastVAE_{name}").values()
+        inputs = info["input"]["required"] | info["input"]["optional"]
+        found[name] = {each: more.get("default") for each, (_, more) in inputs.items()}
+        assert info["output"] == {"LoraStack": [inputs["stack"][0]]}.get(name, ["MODEL", "STRING"])
+    defaults = {"lora_name": None, "strength": "1.0", "blocks": "", "stack": None}
+    assert list(found["LoraStack"].items()) == list(defaults.items())
+    defaults = {"model": None, "stack": None, "mode": "auto", "phase": "auto"}
+    assert list(found["ApplyLora"].items()) == list(defaults.items())
+    assert inputs["mode"][1]["options"] == [*MODES]
 
 
 # The error, and the content of the file made from the model's weights.
@@ -99,9 +83,9 @@ UNUSABLE = {
 
 
 @each_value_once(said=UNUSABLE, mode=["auto", "merged"])
-def test_an_unusable_file_is_a_one_line_error_of_the_node(expert_server, state, said, mode):
+def test_an_unusable_file_is_a_one_line_error_of_the_node(expert_server, said, mode):
     path = expert_server.models("loras") / "bad.safetensors"
-    path.write_bytes(UNUSABLE[said](state))
+    path.write_bytes(UNUSABLE[said](random_weights(KIND)))
     with pytest.raises(PromptError) as caught:
         expert_server.run(apply((path.name, "1", ""), mode=mode))
     _, details = caught.value.messages[-1]

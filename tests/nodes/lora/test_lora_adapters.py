@@ -36,6 +36,10 @@ def glora(*shapes, **more):
 
 # Shape of the weight, shapes of the parts, and alpha.
 ROWS = {
+    "rank above the weight's": (LINEAR, {"up": (12, 16), "down": (16, 10)}, 64.0),
+    "alpha 0": (LINEAR, PAIR, 0.0),
+    "convolution": (KERNEL, {"up": (8, 4, 1, 1), "down": (4, 6, 3, 3)}, 8.0),
+    "flat": (KERNEL, {"up": (8, 4), "down": (4, 54)}, None),
     "dora-out": (LINEAR, PAIR | OUT, 2.0),
     "dora-in": (LINEAR, PAIR | IN, 2.0),
     "dora-one-output": ((1, 7), {"up": (1, 2), "down": (2, 7), "dora_scale": (1, 7)}, None),
@@ -93,8 +97,11 @@ def test_a_weight_gets_the_bits_of_comfyuis_merge(row, caplog):
         patches = [(strength, patch, 1.0, None, None)]
         expected = comfy.lora.calculate_weight(patches, weight.clone(), "m.weight")
         result = ours.apply(weight, strength)
-        assert torch.equal(result, expected)
-        assert not torch.equal(result, before)
+        if shapes.keys() == {"up", "down"}:  # the pack's own sum, rounded in another order
+            assert loras.relative_error(result, expected) < 2e-6
+        else:
+            assert torch.equal(result, expected)
+        assert torch.equal(result, before) == (alpha == 0)
     assert torch.equal(weight, before)
     assert not caplog.messages
 
@@ -137,17 +144,6 @@ def test_an_error_in_a_run_is_raised(row, monkeypatch):
     assert not logging.getLogger().filters
 
 
-def file_of(state, parts_of):
-    """Return a file with a kind for each linear layer of the blocks."""
-    file = {}
-    for key, value in state.items():
-        if key.startswith("blocks.") and key.endswith(".weight") and value.ndim == 2:
-            name = f"diffusion_model.{key.removesuffix('.weight')}"
-            for part, tensor in parts_of(name, *value.shape).items():
-                file[f"{name}.{ENDS.get(part, part)}"] = tensor
-    return file
-
-
 # Parts of a kind for a layer with these outputs and inputs.
 KINDS = {
     "loha": lambda name, out, inner: made(name, loha((out, 3), (3, inner)), 0.3),
@@ -165,15 +161,19 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_run_with_a_kind_has_the_bits_of_comfyuis_merge_in_each_mode(kind):
-    model, name = load_model(KIND), f"{kind}.safetensors"
-    before, without = loras.bits(model), sample(model)
-    save_lora(file_of(random_weights(KIND), KINDS[kind]), name)
-    expected = sample(core(load_model(KIND), name, 0.8))
+def test_a_run_with_all_kinds_has_the_bits_of_comfyuis_merge_in_each_mode():
+    model, state, kinds = load_model(KIND), random_weights(KIND), itertools.cycle(KINDS.values())
+    before, without, file = loras.bits(model), sample(model), {}
+    for key, value in state.items():
+        if key.startswith("blocks.") and key.endswith(".weight") and value.ndim == 2:
+            name = f"diffusion_model.{key.removesuffix('.weight')}"
+            for part, tensor in next(kinds)(name, *value.shape).items():
+                file[f"{name}.{ENDS.get(part, part)}"] = tensor
+    save_lora(file, "kinds.safetensors")
+    expected = sample(core(load_model(KIND), "kinds.safetensors", 0.8))
     assert loras.relative_error(expected, without) > loras.EFFECT
     for mode in MODES:
-        patched, report = apply(model, stack(name, 0.8), mode)
+        patched, report = apply(model, stack("kinds.safetensors", 0.8), mode)
         assert "do not fit" not in report
         assert torch.equal(sample(patched), expected), mode
     assert torch.equal(sample(model), without)

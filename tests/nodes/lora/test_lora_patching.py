@@ -1,5 +1,6 @@
 """Restored weights, loads by ComfyUI, and LoRAs together with other patches."""
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -27,25 +28,20 @@ def model():
     return diffusion.load_model(KIND)
 
 
-class _FailureError(Exception):
-    pass
-
-
 def aborted(module, patched, error, when):
     """Run until an error before a module, in its forward, or in a hook of another's after it."""
 
     def fail(*_, **__):
         raise error
 
-    if when == "within":
-        module.forward, undo = fail, functools.partial(delattr, module, "forward")
-    elif when == "before":
-        undo = module.register_forward_pre_hook(fail).remove
-    else:
-        undo = module.register_forward_hook(fail).remove
-    with pytest.raises(error):
-        sample(patched)
-    undo()
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as hooks:
+        if when == "within":
+            patch.setitem(module.__dict__, "forward", fail)
+        else:
+            kind = "forward_pre_hook" if when == "before" else "forward_hook"
+            hooks.enter_context(getattr(module, f"register_{kind}")(fail))
+        with pytest.raises(error):
+            sample(patched)
 
 
 def held(model):
@@ -64,7 +60,7 @@ def test_completed_and_aborted_runs_leave_the_model_as_it_was(model):
     """Every weight to the bit; and of many prompts with other LoRAs no hooks and no memory."""
     import comfy.model_management
 
-    errors = _FailureError, comfy.model_management.InterruptProcessingException
+    errors = ZeroDivisionError, comfy.model_management.InterruptProcessingException
     ways = itertools.product(loras.UNMERGED, errors, ["before", "within", "after"])
     without, before, sizes = sample(model), loras.weights(model), []
     module = model.model.get_submodule(MIDDLE)
