@@ -1,14 +1,22 @@
-"""A bank on a model: the results of all ways to apply a delta, and the model afterwards."""
+"""A bank on a model: results of all ways to apply a delta, the model afterwards, and memory."""
 
 import contextlib
 import functools
+import gc
+import os
 import random
+import sys
+import weakref
+from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fast_video_vae.lora.bank import load_bank
 from fast_video_vae.lora.keys import Targets
+from fast_video_vae.lora.offload import BankLoader
+from fast_video_vae.tests.benchmarks import lora_loading
 from fast_video_vae.tests.lora import nets
 from fast_video_vae.tests.lora.models import random_pairs, spelled
 from fast_video_vae.tests.lora.nets import LINEARS, MODES, Model, Q, assert_close, called, video
@@ -20,6 +28,15 @@ class StopError(Exception):
 
 def stop(*_, **__):
     raise StopError
+
+
+def state_of(model):
+    """Return the parameters of the modules, and the functions on them."""
+    return [
+        [*map(id, module._parameters.values())]
+        + [len(getattr(module, f"{name}_function", ())) for name in ("weight", "bias")]
+        for module in model.modules()
+    ]
 
 
 FILTERS = "", "", "!1", "2", "0-,1=0.5", "ffn", "self_attn,0-1=-1.5"
@@ -34,7 +51,8 @@ def test_any_stack_equals_the_dense_model_in_float64(stack, linear, mode):
     model, draw = Model(LINEARS[linear], blocks=4), random.Random(0)
     if issubclass(LINEARS[linear], nets.Casting):
         model.diffusion_model.blocks[2].self_attn.q.bfloat16()
-    made = stack(model)
+    made, state = stack(model), state_of(model)
+    layers = [each for each in model.modules() if isinstance(each, LINEARS[linear])]
     called(made.session((0, 0, 0), mode), model, video())
     assert not any(module._forward_hooks for module in model.modules())  # nothing to do
     for number in range(8):
@@ -44,10 +62,14 @@ def test_any_stack_equals_the_dense_model_in_float64(stack, linear, mode):
             strengths = [draw.choice((0, 0, 1, 0.5, -1.3, 2)) for _ in entries]
             x = video(2 * draw.randint(1, 4), draw.randint(1, 5), draw.randint(1, 3))
             session.amounts.set(strengths)
-            block, plain = draw.choice(model.diffusion_model.blocks), model(x)
-            with block.register_forward_pre_hook(stop), pytest.raises(StopError):
+            layer, plain = draw.choice(layers), model(x)
+            after = functools.partial(layer.register_forward_hook, prepend=True)
+            register = draw.choice((layer.register_forward_pre_hook, after))
+            with register(stop), pytest.raises(StopError):
                 called(session, model, x)
+            assert state_of(model) == state
             assert_close(called(session, model, x), made.expected(x, strengths, entries))
+            assert state_of(model) == state
             assert torch.equal(model(x), plain)
         assert not session.counts.unserved
     assert all(len(report.lines()) <= 2 for report in session.bank.reports)  # no key is left out
@@ -98,21 +120,10 @@ def test_dora_between_pairs_is_applied_in_file_order(write, linear, mode):
     assert session.counts.unserved == ({Q} if linear == "ignoring" else set())
 
 
-def state_of(model):
-    """Return the parameters of the modules, and the functions on them."""
-    return [
-        [*map(id, module._parameters.values())]
-        + [len(getattr(module, f"{name}_function", ())) for name in ("weight", "bias")]
-        for module in model.modules()
-    ]
-
-
 @nets.each_way
-def test_a_call_that_fails_restores_every_parameter(stack, linear, mode):
-    """It fails before or after the forward of a layer, or in it and is called again by a pack."""
+def test_a_layer_that_fails_and_is_called_again_has_its_lora_once(stack, linear, mode):
     model = Model(LINEARS[linear])
-    made, layer = stack(model), model.get_submodule(Q)
-    session, state, plain = made.session(mode=mode), state_of(model), model(video())
+    made, layer, state = stack(model), model.get_submodule(Q), state_of(model)
     expected, forward, failures = made.expected(video()), layer.forward, iter([True])
 
     def failing_once(*args, **kwargs):
@@ -124,17 +135,9 @@ def test_a_call_that_fails_restores_every_parameter(stack, linear, mode):
             return layer(x)
         return layer(x)
 
-    after = functools.partial(layer.register_forward_hook, prepend=True)
-    for register in (layer.register_forward_pre_hook, after):
-        with register(stop), pytest.raises(StopError):
-            called(session, model, video())
-        assert state_of(model) == state
-        assert torch.equal(model(video()), plain)
-        assert_close(called(session, model, video()), expected)
-        assert state_of(model) == state
     layer.forward = failing_once
     model.diffusion_model.blocks[1].self_attn.__dict__["q"] = again  # the module stays below it
-    assert_close(called(session, model, video()), expected)
+    assert_close(called(made.session(mode=mode), model, video()), expected)
     assert state_of(model) == state
 
 
@@ -247,3 +250,92 @@ def test_a_model_of_compiled_blocks_gets_the_lora(stack, linear, request):
             assert_close(called(session, model, x), y)
             assert torch.equal(model(x), plain)
             assert not session.counts.unserved
+
+
+def test_the_same_files_share_a_bank_in_use(stack):
+    made, shapes = stack(model := nets.Model()), nets.Model(blocks=4).shapes()
+    paths, targets = made.paths, made.targets
+    bank = load_bank(paths, targets)
+    assert load_bank(list(map(str, paths)), Targets(model.shapes(), nets.PARTS)) is bank
+    others = [
+        load_bank(paths[:2], targets),
+        load_bank(paths[::-1], targets),
+        load_bank(paths, targets, torch.bfloat16),
+        load_bank(paths, Targets(shapes, nets.PARTS)),
+        load_bank(paths, Targets(model.shapes())),
+    ]
+    for content in paths[:2]:  # another time, then another size
+        paths[0].write_bytes(content.read_bytes())
+        os.utime(paths[0], ns=(1, 1))
+        others.append(load_bank(paths, targets))
+    assert len({bank, *others}) == 1 + len(others)
+    paths[2].write_bytes(paths[2].read_bytes()[:-2] + b"\xff\xff")  # a NaN
+    for _ in range(2):  # what cannot be read is not kept
+        with pytest.raises(ValueError, match=r"2\.safetensors: .* finite"):
+            load_bank(paths, targets)
+    gone = weakref.ref(bank)
+    del bank
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system counts no peak memory")
+def test_reading_takes_the_memory_of_the_bank_and_two_layers(tmp_path):
+    measured = lora_loading.measure(tmp_path, blocks=3)
+    assert measured["bank"] == 3 * 3 * 64 * 2 * 2 * (8 * 5120 + 5120 + 13824)
+    assert measured["peak"] <= measured["bank"] + 2 * measured["layer"]
+
+
+class NoHostReads(TorchDispatchMode):
+    """Refuses operations that read tensors in the host's memory."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        for each in args:
+            assert not isinstance(each, torch.Tensor) or each.is_meta or not each.ndim, function
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", ["stream", "bypass"])
+def test_a_bank_moves_as_a_whole_and_nothing_is_copied_from_the_host_in_later_calls(write, mode):
+    """With DoRAs, differences, biases and modulations; the device here has no values."""
+    model, tensors = nets.Model(nets.Casting), {}
+    for block in (f"blocks.{number}" for number in range(3)):
+        tensors |= spelled(random_pairs(model.shapes(), [f"{block}.self_attn.q"]))
+        tensors[f"{block}.self_attn.q.lora_magnitude_vector"] = torch.rand(16)
+        tensors[f"{block}.self_attn.o.diff"] = torch.rand(16, 16).half()
+        tensors[f"{block}.ffn.0.diff_b"] = torch.rand(24)
+        tensors[f"{block}.diff_m"] = torch.rand(1, 6, 16)
+    bank = load_bank([write(tensors)], Targets(model.shapes()))
+    held = sum(tensor.nbytes for tensor in tensors.values())
+    assert bank.nbytes == held == sum(value.nbytes for value in bank.state_dict().values())
+    places = [value.data_ptr() for value in bank.parameters()]
+    assert [value.data_ptr() for value in bank.copy().parameters()] == places
+    device, x = torch.device("meta"), nets.video().to("meta")
+    model.to(device)
+    bank.to(device)
+    session = nets.session_of(bank, [0.5], mode)
+    for check in (contextlib.nullcontext(), NoHostReads()):
+        with check, torch.no_grad(), session.call(model, device):
+            model(x)
+    assert not session.counts.unserved
+
+
+def test_a_buffer_is_kept_until_its_copy_is_done(stack, monkeypatch):
+    """The allocator knows of each copy, so a run that ends early frees nothing too soon."""
+    bank = stack(nets.Model(), "self_attn").session().bank
+    copied, recorded, (new_empty, copy) = [], [], (torch.Tensor.new_empty, torch.Tensor.copy_)
+
+    def copy_(target, source, *, non_blocking=False):
+        copied.extend([target.data_ptr()] * non_blocking)
+        return copy(target, source)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda like, count, **_: new_empty(like, count))
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda to, _: recorded.append(to.data_ptr()))
+    for name in ("Stream", "stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
+    loader = BankLoader(bank, torch.device("cuda", 0))
+    for layer in bank.layers.values():
+        loader.pairs(layer)
+    assert len(copied) == 3 + 1
+    assert recorded == copied
