@@ -36,10 +36,9 @@ from ...lora import (
 )
 from ..host import run_phase, timing
 from .holder import KEY, follow, give_back, holder_of, holders
-from .kinds import function_of
+from .kinds import function_of, targets_of
 from .merged import merge
-from .saving import save_with_loras, save_without_loras
-from .targets import targets_of
+from .saving import save_with_loras, without_loras
 
 _logger = logging.getLogger(__name__)
 
@@ -60,14 +59,8 @@ def apply_lora(
     """Return a clone of a model with a stack's LoRAs besides its own, and the key reports."""
     if mode == "merged":
         return merge(model, stack, phase or 0)
-    clone = model.clone()
-    before: AttachedLoras | None = model.get_attachment(KEY)
+    clone, before = without_loras(model), model.get_attachment(KEY)
     parts = [*(before.parts if before else ()), *((entry, phase) for entry in stack)]
-    clone.remove_attachments(KEY)
-    clone.remove_additional_models(KEY)
-    save_without_loras(clone)
-    for kind in (WrappersMP.APPLY_MODEL, WrappersMP.OUTER_SAMPLE):
-        clone.remove_wrappers_with_key(kind, KEY)
     parts = [(entry, number) for entry, number in parts if any(entry.schedule.values(number))]
     if not parts:
         return clone, "nothing to apply: every strength is 0"
@@ -228,9 +221,8 @@ class AttachedLoras:
             return self._constants
         sigma = float(options.get("sigmas", t).flatten()[0])
         sigmas = options.get("sample_sigmas")
-        if sigmas is None:
-            step, steps = 0, 1
-        else:
+        step, steps = 0, 1
+        if sigmas is not None:
             if self._steps[0] is not sigmas:
                 self._steps = sigmas, [float(value) for value in sigmas]
             known = self._steps[1]
@@ -244,10 +236,8 @@ class AttachedLoras:
             if run is None or (phase is not None and given != (run.number, run.count)):
                 strengths.append(schedule.strength(step, steps, sigma, phase or 0))
                 continue
-            at, length = run.step(step), run.steps or None
-            strengths.append(
-                schedule.strength(step, steps, sigma, run.number, run.count, at, length)
-            )
+            inside = run.number, run.count, run.step(step), run.steps or None
+            strengths.append(schedule.strength(step, steps, sigma, *inside))
         return strengths
 
     def _warn_of_unserved(self, session: Session) -> None:

@@ -19,12 +19,11 @@ KEY = "fast_video_vae.lora"
 def holder_of(bank: Bank, model: ModelPatcher) -> ModelPatcher:
     """Return a patcher that loads a bank with a model; those of one bank have a common parent."""
     # ComfyUI warns of loaded models without a live patcher.
-    given = bank, model.load_device, model.offload_device, not model.is_dynamic()
-    known = given[1:]
+    known = model.load_device, model.offload_device, not model.is_dynamic()
     if known not in bank.companions:
-        holder = _patcher(*given)
+        holder = _patcher(bank, *known)
         # ComfyUI makes the additional models of another GPU by this call.
-        holder.cached_patcher_init = _patcher_of_copy, given[:-1]
+        holder.cached_patcher_init = _patcher_of_copy, (bank, *known[:-1])
         bank.companions[known] = holder
     return bank.companions[known].clone()  # type: ignore[attr-defined]
 

@@ -1,25 +1,27 @@
-"""LoHa, LoKr, GLoRA, OFT, BOFT, LoCon: ComfyUI's own adapters as functions of a weight.
+"""What ComfyUI knows of LoRA files: names of parameters, and its adapters as functions of a weight.
 
-A function keeps the form of an adapter; the bank stores its tensors, and each call builds it again.
-ComfyUI logs that an adapter does not fit and goes on without it. Here this is found beforehand: a
-new function is tried on a weight without values (on "meta"). An error in a run, as of memory, is
-raised.
+A function keeps the form of an adapter (LoHa, LoKr, GLoRA, OFT, BOFT, LoCon); the bank stores its
+tensors, and each call builds it again. ComfyUI logs that an adapter does not fit and goes on
+without it. Here this is found beforehand: a new function is tried on a weight without values (on
+"meta"). An error in a run, as of memory, is raised.
 """
 
 import functools
 import logging
 import sys
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 
 import comfy.lora
 import comfy.weight_adapter
 import torch
+from comfy.model_patcher import ModelPatcher
 from comfy.weight_adapter.base import WeightAdapterBase
-from torch import Tensor
+from torch import Tensor, nn
 
-from ...lora import WeightFunction, describe, spell
+from ...lora import NETWORK, Target, Targets, WeightFunction, describe, spell
 
 # ComfyUI's endings of keys where they differ from our names of parts.
 _ENDINGS = {"up": "lora_up.weight", "down": "lora_down.weight", "mid": "lora_mid.weight"}
@@ -30,6 +32,41 @@ _ADDED = ("lora", "loha", "lokr")
 
 # Parts whose values ComfyUI reads when it loads them.
 _NUMBERS = ("alpha", "reshape_weight")
+
+_targets: weakref.WeakKeyDictionary[nn.Module, Targets] = weakref.WeakKeyDictionary()
+
+
+def targets_of(model: ModelPatcher) -> Targets:
+    """Return the parameters of `model` by all names that ComfyUI and files use for them."""
+    base = model.model
+    if base not in _targets:
+        shapes = {name: _shape(base, name, value) for name, value in base.named_parameters()}
+        _targets[base] = Targets(shapes, _names_of_comfyui(base))
+    return _targets[base]
+
+
+def _shape(base: nn.Module, name: str, value: Tensor) -> tuple[int, ...]:
+    """Return the shape of a weight in its product, whatever its storage format."""
+    module = base.get_submodule(name.rpartition(".")[0]) if "." in name else base
+    size = getattr(module, "out_features", None), getattr(module, "in_features", None)
+    if name.endswith(".weight") and None not in size:
+        return size  # type: ignore[return-value]
+    return tuple(getattr(value, "tensor_shape", value.shape))
+
+
+def _names_of_comfyui(base: nn.Module) -> dict[str, Target]:
+    """Return ComfyUI's further names of weights, such as those of fused layers."""
+    names: dict[str, Target] = {}
+    try:
+        known = comfy.lora.model_lora_keys_unet(base, {})
+    except AttributeError:  # a network of another pack
+        return names
+    for name, key in known.items():
+        if isinstance(key, str):
+            names[name] = Target(key)
+        elif len(key) == 2 and isinstance(key[1], tuple):
+            names[name] = Target(key[0], key[1])
+    return {name: target for name, target in names.items() if target.key.startswith(NETWORK)}
 
 
 def function_of(parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> WeightFunction:

@@ -21,8 +21,7 @@ from ...lora import (
     rms_of_pair,
     small_deltas,
 )
-from .kinds import function_of
-from .targets import targets_of
+from .kinds import function_of, targets_of
 
 
 def merge(model: ModelPatcher, stack: Sequence[StackEntry], phase: int) -> tuple[ModelPatcher, str]:

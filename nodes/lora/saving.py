@@ -6,7 +6,7 @@ from typing import Any
 
 import comfy.model_management
 from comfy.model_patcher import ModelPatcher
-from comfy.patcher_extension import CallbacksMP
+from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from .holder import KEY
 from .merged import changes, merge
@@ -19,18 +19,19 @@ _REFUSAL = "LoRAs cannot be saved with the model"
 def save_with_loras(model: ModelPatcher) -> None:
     """Make ComfyUI's nodes save `model` and its clones with their LoRAs."""
     _override(model)
-    model.remove_callbacks_with_key(CallbacksMP.ON_CLONE, KEY)
-    model.add_callback_with_key(CallbacksMP.ON_CLONE, KEY, _override_clone)
+    model.add_callback_with_key(CallbacksMP.ON_CLONE, KEY, lambda _, clone: _override(clone))
 
 
-def save_without_loras(model: ModelPatcher) -> None:
-    """Undo `save_with_loras` for `model`, but not for its clones."""
-    model.__dict__.pop(_METHOD, None)
-    model.remove_callbacks_with_key(CallbacksMP.ON_CLONE, KEY)
-
-
-def _override_clone(_: ModelPatcher, clone: ModelPatcher) -> None:
-    _override(clone)
+def without_loras(model: ModelPatcher) -> ModelPatcher:
+    """Return a clone without the LoRAs of this pack; clones of `model` keep theirs."""
+    clone = model.clone()
+    clone.remove_attachments(KEY)
+    clone.remove_additional_models(KEY)
+    for kind in (WrappersMP.APPLY_MODEL, WrappersMP.OUTER_SAMPLE):
+        clone.remove_wrappers_with_key(kind, KEY)
+    clone.__dict__.pop(_METHOD, None)
+    clone.remove_callbacks_with_key(CallbacksMP.ON_CLONE, KEY)
+    return clone
 
 
 def _override(model: ModelPatcher) -> None:
@@ -58,10 +59,7 @@ def _state_dict(
 
 def _merged(model: ModelPatcher) -> ModelPatcher:
     loras = model.get_attachment(KEY)
-    merged = model.clone()
-    merged.remove_attachments(KEY)
-    merged.remove_additional_models(KEY)
-    save_without_loras(merged)
+    merged = without_loras(model)
     for entry, phase in loras.parts if loras else ():
         if changes(entry, phase):
             raise ValueError(

@@ -246,14 +246,16 @@ def test_a_saved_model_has_its_loras(output):
 
 
 @pytest.mark.parametrize("strength", ["0.9,0.8", "1@0-0.5", "1;0.3", "1"])
-def test_what_cannot_be_merged_is_not_saved(strength, inference, output):
+def test_what_cannot_be_merged_is_refused_and_not_saved(strength, inference, output):
     """A strength that changes during a run, and with a constant one a quantised weight."""
-    why = f"strength {strength} changes during a run; set one number"
+    merged = saving = f"strength {strength} changes during a run"
     file = diffusion.random_weights(KIND)
     if strength == "1":
         file = diffusion.quantised(file, diffusion.FP8, lambda key: key.startswith("blocks."))
-        why = r"\S+ is QuantizedTensor"
-    patched = fast(diffusion.load_model(KIND, file), lora(0), strength)
-    with refused(f"cannot be saved with the model: {why}"):
-        saved(patched, output)
+        merged, saving = r"\S+ is QuantizedTensor; merged needs", r"\S+ is QuantizedTensor"
+    model = diffusion.load_model(KIND, file)
+    with pytest.raises(ValueError, match=f"^stack: {merged}"):
+        fast(model, lora(0), strength, "merged")
+    with refused(f"cannot be saved with the model: {saving}"):
+        saved(fast(model, lora(0), strength), output)
     assert not list(Path(output).rglob("*.safetensors"))

@@ -255,11 +255,3 @@ def test_layers_that_unpack_their_own_weights_get_the_lora(linear, form, mode, c
     assert loras.weights(model) == before
     assert not any("get_weight" in module.__dict__ for module in model.model.modules())
     assert torch.equal(sample(model), without)
-
-
-def test_a_quantised_model_is_not_merged():
-    state = diffusion.random_weights(KIND)
-    file = diffusion.quantised(state, diffusion.FP8, lambda key: key.startswith("blocks."))
-    lora = loras.save_lora(loras.lora_for(state))
-    with pytest.raises(ValueError, match=r"^stack: \S+ is QuantizedTensor; merged needs"):
-        fast(diffusion.load_model(KIND, file), lora, 0.8, "merged")
