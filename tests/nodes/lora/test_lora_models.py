@@ -254,8 +254,9 @@ def test_what_cannot_be_merged_is_refused_and_not_saved(strength, inference, out
         file = diffusion.quantised(file, diffusion.FP8, lambda key: key.startswith("blocks."))
         merged, saving = r"\S+ is QuantizedTensor; merged needs", r"\S+ is QuantizedTensor"
     model = diffusion.load_model(KIND, file)
-    with pytest.raises(ValueError, match=f"^stack: {merged}"):
-        fast(model, lora(0), strength, "merged")
+    if ";" not in strength:  # which is one number for the phase of the node
+        with pytest.raises(ValueError, match=f"^stack: {merged}"):
+            fast(model, lora(0), strength, "merged")
     with refused(f"cannot be saved with the model: {saving}"):
         saved(fast(model, lora(0), strength), output)
     assert not list(Path(output).rglob("*.safetensors"))
