@@ -12,7 +12,7 @@ README = ROOT / "README.md"
 PAGES = [
     *(README, ROOT / "CHANGELOG.md", ROOT / "vae/demo/README.md"),
     *sorted(ROOT.glob("docs/*.md")),
-    *sorted(ROOT.glob("web/docs/*.md")),
+    *sorted(ROOT.glob("web/docs/**/*.md")),
     *sorted(ROOT.glob("tests/benchmarks/*.md")),
 ]
 PICTURE_BYTES = 3_000_000

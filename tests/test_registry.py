@@ -25,9 +25,10 @@ DATA = (
     "vae/demo/*.*",
     "vae/planning/*.json",
     "docs/*.md",
-    "web/docs/*.md",
+    "web/docs/**/*.md",
     "locales/*/*.json",
     "example_workflows/*.json",
+    "subgraphs/*.json",
 )
 
 ZIP = "import sys; from comfy_cli.file_utils import zip_files; zip_files(sys.argv[1])"

@@ -11,7 +11,6 @@ import importlib.util
 import runpy
 import subprocess
 import sys
-from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -40,32 +39,29 @@ def main() -> None:
 class _Finder(MetaPathFinder, Loader):
     """Answers for whole packages, whatever the submodule."""
 
-    def __init__(self, packages: Sequence[str]) -> None:
+    def __init__(self, packages):
         self._packages = frozenset(packages)
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name.partition(".")[0] not in self._packages:
-            return None
-        return ModuleSpec(name, self, is_package=True)
+    def find_spec(self, name, path=None, target=None):
+        ours = name.partition(".")[0] in self._packages
+        return ModuleSpec(name, self, is_package=True) if ours else None
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
+    def create_module(self, spec):
         return _Missing(spec.name)
 
-    def exec_module(self, module: ModuleType) -> None:
+    def exec_module(self, module):
         module.__version__ = "0.0.0"  # transformers asks for it
 
 
 class _Missing(ModuleType):
     """A module, or a name that can be imported and looked into, and no more."""
 
-    def __getattr__(self, name: str) -> "_Missing":
+    def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
         return _Missing(f"{self.__name__}.{name}")
 
-    def __call__(self, *args: object, **kwargs: object) -> None:
+    def __call__(self, *args, **kwargs):
         raise RuntimeError(f"{self.__name__} does not import in this environment")
 
 

@@ -18,17 +18,15 @@ _REPLACED = {"torchvision", "torchaudio"}
 
 def find_comfyui() -> Path | None:
     """Return the checkout: `$COMFYUI_PATH`, else the one with this pack, else `~/ComfyUI`."""
-    for place in _places():
-        if (place / "comfy" / "ldm" / "wan" / "vae.py").is_file():
-            return place.resolve()
-    return None
+    found = (each for each in _places() if (each / "comfy/ldm/wan/vae.py").is_file())
+    return next((place.resolve() for place in found), None)
 
 
 def where_looked() -> str:
     """Return the folders of `find_comfyui`, to explain why a test was skipped."""
-    places = " or ".join(str(place) for place in _places())
-    origin = "COMFYUI_PATH" if os.environ.get("COMFYUI_PATH") else "COMFYUI_PATH is not set"
-    return f"no ComfyUI checkout in {places} ({origin})"
+    return (
+        f"no ComfyUI checkout in {' or '.join(map(str, _places()))} ($COMFYUI_PATH is asked first)"
+    )
 
 
 def why_unavailable() -> str | None:
@@ -76,10 +74,9 @@ def import_comfyui(base: Path) -> None:
     finally:
         sys.path[:] = path  # nodes.py puts ComfyUI/comfy first
         logger.handlers[:] = handlers
-    if Path(folder_paths.base_path) != base.absolute():
-        raise RuntimeError(
-            f"ComfyUI was imported before, with its files in {folder_paths.base_path}"
-        )
+    used = folder_paths.base_path
+    if Path(used) != base.absolute():
+        raise RuntimeError(f"ComfyUI was imported before, with its files in {used}")
     for module in (comfy_api.latest, comfy_extras, nodes):
         origin = Path(next(iter(getattr(module, "__path__", [module.__file__]))))
         if not origin.resolve().is_relative_to(root):

@@ -1,4 +1,4 @@
-"""The files of `example_workflows/`, which are edited in ComfyUI, without a browser."""
+"""The files of `example_workflows/` and `subgraphs/`, made in ComfyUI, without a browser."""
 
 import json
 from urllib.parse import urlparse
@@ -9,35 +9,40 @@ from PIL import Image
 from fast_video_vae.tests.nodes.checkout import PACK
 from fast_video_vae.tests.tools.locales import inputs
 
-FILES = sorted((PACK / "example_workflows").glob("*.json"))
-NO_DOWNLOAD = 2  # the first files, which need no models
+WORKFLOWS = sorted((PACK / "example_workflows").glob("*.json"))
+BLUEPRINTS = sorted((PACK / "subgraphs").glob("*.json"))
+NO_DOWNLOAD = 2  # the first workflows, which need no models
 
 NOTES = ("MarkdownNote", "Note")  # the frontend's own
 OURS, CORE, WRAPPER = "fast-video-vae", "comfy-core", "ComfyUI-WanVideoWrapper"
-# Below this scale the frontend draws no text on nodes.
-READABLE = 0.575
+READABLE = 0.575  # below this scale the frontend draws no text on nodes
+SEARCHED = 32  # the search of the node library compares no longer names
 
-# Inputs whose values are files of a folder.
-LOADERS = {
-    "CheckpointLoaderSimple", "UNETLoader", "CLIPLoader", "VAELoader", "LoraLoaderModelOnly",
-    "ModelPatchLoader", "AudioEncoderLoader", "FastVAE_Load", "FastVAE_LoraStack",
-    "WanVideoModelLoader", "LoadWanVideoT5TextEncoder",
-}  # fmt: skip
 INPUT_FILES = {"example.png", "video.mp4", "speech.wav"}  # of the user
 # What the frontend adds to the widgets of a definition.
 ADDED = {"control_after_generate", "upload", "audioUI"}
+WITH_WIDGETS = {"COMBO", "INT", "FLOAT", "STRING", "BOOLEAN", "COMFY_DYNAMICCOMBO_V3"}
 
-every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-
-
-@pytest.fixture(scope="module")
-def definitions(server):
-    """The nodes as ComfyUI's server describes them."""
-    return server.get("/object_info")
+pytestmark = pytest.mark.comfyui
+every_file = pytest.mark.parametrize("file", WORKFLOWS + BLUEPRINTS, ids=lambda file: file.stem)
 
 
 def read(file):
     return json.loads(file.read_text(encoding="utf-8"))
+
+
+def nodes_of(workflow, *packs):
+    """The nodes of a workflow and its subgraphs, those of these packs if any are given."""
+    inner = workflow.get("definitions", {}).get("subgraphs", [])
+    kinds = {graph["id"] for graph in inner}
+    nodes = [each for graph in [workflow, *inner] for each in graph["nodes"]]
+    nodes = [each for each in nodes if each["type"] not in kinds]
+    return [each for each in nodes if not packs or each["properties"].get("cnr_id") in packs]
+
+
+def models_of(workflow):
+    """The files that a workflow asks the user to download."""
+    return [each for node in nodes_of(workflow) for each in node["properties"].get("models", [])]
 
 
 def named(node):
@@ -45,140 +50,69 @@ def named(node):
     return node.get("widgets_values_named", {})
 
 
-def wrong_nodes(workflow, definitions):
-    """What ComfyUI would not accept in a workflow, without the nodes of another pack."""
-    for node in workflow["nodes"]:
-        kind, pack = node["type"], node["properties"].get("cnr_id")
-        if kind in NOTES or pack == WRAPPER:
-            continue
-        if kind not in definitions:
-            yield f"{kind} is no node"
-            continue
-        required = definitions[kind]["input"].get("required", {})
-        entries = {name: entry for name, *entry in inputs(definitions[kind])}
-        saved = {key: value for key, value in named(node).items() if key not in ADDED}
-        linked = {each["name"].partition(".")[0] for each in node["inputs"] if each["link"]}
-        models = {model["name"] for model in node["properties"].get("models", [])}
-        for name in required.keys() - saved.keys() - linked:
-            yield f"{kind}.{name} has no value"
-        for name in ({each["name"] for each in node["inputs"]} - ADDED) | saved.keys():
-            if name.partition(".")[0] not in entries:
-                yield f"{kind}.{name} is no input"
-        for name in saved.keys() & entries.keys():
-            if not fits(*entries[name], saved[name], models | INPUT_FILES):
-                yield f"{kind}.{name} is {saved[name]!r}"
-        # The frontend reads the values by position, so widgets may only be appended.
-        widgets = [name for name, entry in entries.items() if has_widget(*entry)]
-        order = [name for name in saved if "." not in name]
-        if order != widgets[: len(order)]:
-            yield f"{kind} has the widgets {order}; expected {widgets}"
-        for each, output in zip(node["outputs"], definitions[kind]["output"], strict=False):
-            if output not in (each["type"], "COMFY_MATCHTYPE_V3"):
-                yield f"{kind} gives {each['type']}; expected {output}"
-
-
-def has_widget(kind, options):
-    widgets = {"COMBO", "INT", "FLOAT", "STRING", "BOOLEAN", "COMFY_DYNAMICCOMBO_V3"}
-    return isinstance(kind, list) or (kind in widgets and not options.get("forceInput"))
-
-
-def fits(kind, options, value, files):
-    """Whether a widget of this definition accepts a value; `files` are in the user's folders."""
-    if kind == "COMFY_DYNAMICCOMBO_V3":
-        return value in [each["key"] for each in options["options"]]
-    if kind == "COMBO" or isinstance(kind, list):
-        return value in files or value in (options["options"] if kind == "COMBO" else kind)
-    if kind in ("INT", "FLOAT"):
-        whole = kind == "FLOAT" or isinstance(value, int)
-        return whole and options["min"] <= value <= options["max"]
-    return isinstance(value, {"STRING": str, "BOOLEAN": bool}[kind])
-
-
 @every_file
-@pytest.mark.comfyui
-def test_saved_nodes_match_their_definitions(definitions, file):
-    assert [*wrong_nodes(read(file), definitions)] == []
+def test_the_widgets_are_the_first_of_their_definitions(server, file):
+    """The frontend reads the values by position, so widgets may only be appended.
 
-
-@every_file
-def test_links_join_an_output_to_an_input_of_its_type(file):
-    workflow = read(file)
-    nodes = {node["id"]: node for node in workflow["nodes"]}
-    known = {number for number, *_ in workflow["links"]}
-    for number, source, out, target, into, kind in workflow["links"]:
-        output, entry = nodes[source]["outputs"][out], nodes[target]["inputs"][into]
-        assert number in output["links"]
-        assert entry["link"] == number
-        assert output["type"] == kind
-        # An input can accept several types; the frontend converts FLOAT to INT.
-        assert kind in entry["type"].split(",") or entry["type"] == "*"
-    for node in nodes.values():
-        joined = {entry["link"] for entry in node["inputs"]} - {None}
-        joined |= {link for output in node["outputs"] for link in output["links"] or []}
-        assert joined <= known
+    `test_browser.py` gives what the frontend makes of them to the server.
+    """
+    definitions = server.get("/object_info")
+    for node in nodes_of(read(file), OURS, CORE):
+        entries = [*inputs(definitions[node["type"]])]
+        widgets = [
+            name
+            for name, kind, options in entries
+            if isinstance(kind, list) or (kind in WITH_WIDGETS and not options.get("forceInput"))
+        ]
+        order = [name for name in named(node) if name not in ADDED and "." not in name]
+        assert order == widgets[: len(order)], node["type"]
+        shown = {each["name"].partition(".")[0] for each in node["inputs"]} - ADDED
+        assert shown <= {name for name, *_ in entries}, node["type"]
         if node["type"] != "LoadAudio":  # its last widgets have no names
             assert node.get("widgets_values", []) == [*named(node).values()]
-    assert workflow["last_node_id"] >= max(nodes)
-    assert workflow["last_link_id"] >= max(known)
 
 
 @every_file
-def test_every_node_names_its_pack(file):
-    project = (PACK / "pyproject.toml").read_text(encoding="utf-8")
-    for node in read(file)["nodes"]:
-        if node["type"] in NOTES:
-            continue
-        properties = node["properties"]
-        assert properties["Node name for S&R"] == node["type"]
-        if node["type"].startswith("FastVAE_"):
-            assert properties["cnr_id"] == OURS
-            assert f'\nname = "{OURS}"\nversion = "{properties["ver"]}"\n' in project
-        else:
-            wrapped = "WanVideo" in node["type"]
-            assert properties["cnr_id"] == (WRAPPER if wrapped else CORE)
-
-
-@every_file
-@pytest.mark.comfyui
-def test_every_loader_has_the_address_of_its_file_as_the_note_does(comfyui, file):
+def test_every_node_names_its_pack_and_its_files_as_the_note_does(comfyui, file):
     import folder_paths
 
-    nodes = read(file)["nodes"]
-    (note,) = [node for node in nodes if node["type"] == "MarkdownNote"]
-    text = note["widgets_values"][0]
-    assert text.startswith("## ")
-    for node in nodes:
-        values = named(node).values()
-        models = node["properties"].get("models", [])
-        for model in models:
-            assert model["name"] in values
+    project = (PACK / "pyproject.toml").read_text(encoding="utf-8")
+    nodes = nodes_of(read(file))
+    notes = [node["widgets_values"][0] for node in nodes if node["type"] == "MarkdownNote"]
+    assert len(notes) == (file in WORKFLOWS)
+    assert all(text.startswith("## ") for text in notes)
+    for node in [each for each in nodes if each["type"] not in NOTES]:
+        kind, properties = node["type"], node["properties"]
+        wrapped = WRAPPER if "WanVideo" in kind and "FastVAE" not in kind else CORE
+        assert properties["Node name for S&R"] == kind
+        assert properties["cnr_id"] == (OURS if kind.startswith("FastVAE_") else wrapped)
+        if properties["cnr_id"] == OURS:
+            assert f'\nname = "{OURS}"\nversion = "{properties["ver"]}"\n' in project
+        models = {model["name"]: model for model in properties.get("models", [])}
+        files = {each for each in named(node).values() if str(each).endswith(".safetensors")}
+        assert files == models.keys(), kind
+        for name, model in models.items():
             address = urlparse(model["url"])
             assert (address.scheme, address.netloc) == ("https", "huggingface.co")
-            assert address.path.partition("/resolve/main/")[2].rpartition("/")[2] == model["name"]
+            assert address.path.partition("/resolve/main/")[2].rpartition("/")[2] == name
             assert model["directory"] in folder_paths.folder_names_and_paths
-            assert f"[{model['name']}]({model['url']}) in `models/{model['directory']}`" in text
-        if node["type"] in LOADERS and "bundled demo" not in values:
-            assert models, node["type"]
-        elif node["type"] not in LOADERS:
-            assert not any(str(value).endswith(".safetensors") for value in values)
+            line = f"[{name}]({model['url']}) in `models/{model['directory']}`"
+            assert all(line in text for text in notes)
 
 
-@pytest.mark.parametrize("at", range(len(FILES)))
-def test_file_names_are_titles_and_mention_no_download(at):
-    """The Templates dialog shows the file name, in the order of the file system."""
-    number, _, title = FILES[at].stem.partition(" ")
+@pytest.mark.parametrize("at", range(len(WORKFLOWS)))
+def test_a_workflow_has_a_title_a_readable_view_and_a_small_thumbnail(at):
+    """The Templates dialog shows the file name, in the order of the file system.
+
+    A file that names no view is fitted to three quarters of the window, of any size.
+    """
+    number, _, title = WORKFLOWS[at].stem.partition(" ")
     assert number == str(at + 1)
     assert title[0].isupper()
     assert "_" not in title
     assert len(title) <= 40
-    models = any(node["properties"].get("models") for node in read(FILES[at])["nodes"])
-    assert title.startswith("No download - ") is (at < NO_DOWNLOAD) is (not models)
-
-
-@every_file
-def test_a_workflow_opens_readable_and_has_a_small_thumbnail(file):
-    """A file that names no view is fitted to three quarters of the window, of any size."""
-    workflow = read(file)
+    workflow = read(WORKFLOWS[at])
+    assert title.startswith("No download - ") is (at < NO_DOWNLOAD) is (not models_of(workflow))
     assert "ds" not in workflow["extra"]
     nodes = workflow["nodes"]
     width, height = (
@@ -187,9 +121,26 @@ def test_a_workflow_opens_readable_and_has_a_small_thumbnail(file):
         for axis in (0, 1)
     )
     assert 0.75 * min(1920 / width, 1080 / height) >= READABLE
-    picture = file.with_suffix(".jpg")
+    picture = WORKFLOWS[at].with_suffix(".jpg")
     assert picture.stat().st_size < 200_000
     with Image.open(picture) as image:
         assert image.format == "JPEG"
         assert 600 <= image.width <= 1100
         assert image.height >= 480
+
+
+@pytest.mark.parametrize("file", BLUEPRINTS, ids=lambda file: file.stem)
+def test_a_blueprint_is_one_subgraph_of_its_name_that_the_server_offers(server, file):
+    """The library shows the file name, and has one blueprint of a name."""
+    offered = server.get("/global_subgraphs")
+    (found,) = [key for key, each in offered.items() if each["name"] == file.stem]
+    assert server.get(f"/global_subgraphs/{found}")["data"] == file.read_text(encoding="utf-8")
+    assert len(file.stem) <= SEARCHED
+    workflow = read(file)
+    (node,), (graph,) = workflow["nodes"], workflow["definitions"]["subgraphs"]
+    assert (graph["id"], graph["name"], graph["category"]) == (node["type"], file.stem, "Fast VAE")
+    assert graph["description"].endswith(".")
+    assert node["properties"]["cnr_id"] == OURS
+    for side in ("inputs", "outputs"):
+        shown = [(each["name"], each["type"], each.get("label")) for each in node[side]]
+        assert shown == [(each["name"], each["type"], each.get("label")) for each in graph[side]]

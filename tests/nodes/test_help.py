@@ -1,7 +1,8 @@
 """The help pages of the nodes, and the README's table of nodes, agree with the schemas.
 
 A page gives the default of an input as "`auto` (default)"; "Empty" is the empty text, "On" and
-"Off" are those of a switch. It explains an option as "`fp16`: ...", or names it in a list.
+"Off" are those of a switch. It explains an option as "`fp16`: ...", or names it in a list. Pages
+in Chinese do so in the words of `READ_AS`, with the name of the Chinese UI before each input.
 """
 
 import re
@@ -10,10 +11,22 @@ import pytest
 
 from fast_video_vae.tests.nodes.checkout import PACK
 from fast_video_vae.tests.nodes.server import NODES
-from fast_video_vae.tests.tools.locales import inputs, node_infos
+from fast_video_vae.tests.tools.locales import inputs, node_infos, written
 from fast_video_vae.vae import media
 
 pytestmark = pytest.mark.comfyui
+
+# The page of a node below docs/: the frontend asks for that of its language, then for the English.
+PAGES = {"en": "{}.md", "zh": "{}/zh.md"}
+every_language = pytest.mark.parametrize("language", PAGES)
+
+# What the words and signs of a page stand for in the patterns below.
+READ_AS = {
+    **{"| 输入 |": "| Input |", "| 输出 |": "| Output |", "关闭（默认）": " Off (default)"},  # noqa: RUF001
+    **{"留空（默认）": " Empty (default)", "（默认）": " (default)", "：": ": ", "、": ", "},  # noqa: RUF001
+    **{" 或 ": " or ", " 和 ": " and ", " 到 ": " to ", "是高级输入": "are advanced inputs"},
+    **{"工作流": "workflow", "无法打开": "does not open", "；": ";", "。": ". "},  # noqa: RUF001
+}
 
 # Choices between files, between devices, and between ComfyUI's own samplers.
 LISTS = {"vae_name", "lora_name", "devices", "sampler_name", "scheduler"}
@@ -23,10 +36,10 @@ WORDS = {"on": True, "off": False, "empty": ""}  # defaults that a page writes a
 
 # The tables of a help page and the names in them.
 TABLE = re.compile(r"^\| (?:Input|Output) \|.*\n((?:\|.*\n)+)", re.MULTILINE)
-ROW = re.compile(r"^\| `([^`]+)` \| (.*) \|$", re.MULTILINE)
+ROW = re.compile(r"^\| (?:([^`|]+) )?`([^`]+)` \| (.*) \|$", re.MULTILINE)
 
 DEFAULT = re.compile(r"(?:`([^`]+)`|(\S+)) \(default\)")
-NAME = re.compile(r"`([^`]+)`")
+NAME = re.compile(r"`([^`\n]+)`")
 BOLD = re.compile(r"\*\*(\w+)\*\*")
 # One name in backquotes or several in a row, and what comes after them.
 _ITEM = r"`[^`]+`(?: \(default\))?"
@@ -44,15 +57,28 @@ def infos(comfyui):
     return node_infos()
 
 
-def labelled(info):
-    """Name, label, type and options of each input."""
-    for name, kind, options in inputs(info):
-        yield name, options.get("display_name") or name, kind, options
+def page_of(server, node, language):
+    """A page as ComfyUI serves it, in the words of the patterns."""
+    path = PAGES[language].format(node)
+    text = server.get(f"/extensions/{server.name}/docs/{path}").decode()
+    for words, meaning in READ_AS.items() if language != "en" else ():
+        text = text.replace(words, meaning)
+    return text
 
 
 def rows(page):
-    """Each input and output of a page, and its text."""
+    """Each input and output of a page: its translated name, its name and its text."""
     return [row for table in TABLE.findall(page) for row in ROW.findall(table)]
+
+
+def names(info, language):
+    """The inputs and outputs of a node as the frontend shows them in this language."""
+    texts = written(language)[info["name"]]
+    outputs = texts.get("outputs", {})
+    for name, *_ in inputs(info):
+        yield texts["inputs"][name.replace(".", "_")]["name"]
+    for at, name in enumerate(info["output_name"]):
+        yield outputs.get(str(at), {}).get("name", name if language == "en" else "")
 
 
 def wrong_default(text, kind, options):
@@ -75,9 +101,9 @@ def wrong_options(text, choices, everywhere):
     """Say which choices the page lacks, and which words in the place of one are none."""
     yield from (f"the page lacks {each}" for each in set(choices) - everywhere)
     for run, colon in RUN.findall(text) if choices else ():
-        names = set(NAME.findall(run))
-        if colon or "(default)" in run or names & set(choices):
-            yield from (f"{each} is no option" for each in names - set(choices))
+        found = set(NAME.findall(run))
+        if colon or "(default)" in run or found & set(choices):
+            yield from (f"{each} is no option" for each in found - set(choices))
 
 
 def wrong_limits(text, options):
@@ -89,38 +115,48 @@ def wrong_limits(text, options):
     yield from (each for each in EXPLAINED.findall(text) if not least <= float(each) <= most)
 
 
-def test_every_node_has_a_help_page(infos, server):
-    for info in infos:
-        text = server.get(f"/extensions/{server.name}/docs/{info['name']}.md").decode()
-        assert text.startswith(f"# {info['display_name']}\n")
-        expected = [*(label for _, label, *_ in labelled(info)), *info["output_name"]]
-        assert [name for name, _ in rows(text)] == expected
-
-
-def test_the_help_pages_agree_with_the_schemas(infos):
+@every_language
+def test_every_node_has_a_help_page_that_agrees_with_its_schema(infos, server, language):
     wrong = []
     for info in infos:
-        page = (PACK / "web" / "docs" / f"{info['name']}.md").read_text(encoding="utf-8")
-        texts, everywhere = dict(reversed(rows(page))), {*NAME.findall(page), *BOLD.findall(page)}
-        for name, label, kind, options in labelled(info):
+        page = page_of(server, info["name"], language)
+        assert page.startswith(f"# {written(language)[info['name']]['display_name']}\n")
+        labels = [*names(info, "en")]
+        translated = [*names(info, language)] if language != "en" else [""] * len(labels)
+        assert [row[:2] for row in rows(page)] == [*zip(translated, labels, strict=True)]
+        texts = [text for *_, text in rows(page)]
+        everywhere = {*NAME.findall(page), *BOLD.findall(page)}
+        for label, text, (name, kind, options) in zip(labels, texts, inputs(info), strict=False):
             choices = [] if name in LISTS else [str(each) for each in options.get("options", [])]
-            found = [*wrong_default(texts[label], kind, options)]
-            found += wrong_options(texts[label], choices, everywhere)
-            found += wrong_limits(texts[label], options) if kind in ("INT", "FLOAT") else []
+            found = [*wrong_default(text, kind, options)]
+            found += wrong_options(text, choices, everywhere)
+            found += wrong_limits(text, options) if kind in ("INT", "FLOAT") else []
             wrong += [f"{info['name']}, {label}: {each}" for each in found]
-        advanced = {name for names in ADVANCED.findall(page) for name in NAME.findall(names)}
+        advanced = {name for line in ADVANCED.findall(page) for name in NAME.findall(line)}
         assert advanced == {
-            label for _, label, _, options in labelled(info) if options.get("advanced")
+            label
+            for label, (*_, options) in zip(labels, inputs(info), strict=False)
+            if options.get("advanced")
         }, info["name"]
     assert wrong == []
 
 
+@pytest.mark.parametrize("node", NODES)
+def test_a_translated_page_has_every_line_name_and_number_of_the_english_one(server, node):
+    def content(page):
+        outline = [line[:2] for line in page.splitlines() if line.startswith(("#", "- ", "|"))]
+        return outline, {*NAME.findall(page)}, {*re.findall(r"\d+(?:\.\d+)?", page)}
+
+    assert content(page_of(server, node, "zh")) == content(page_of(server, node, "en"))
+
+
 # `test_browser.py` drops a file of each codec into the frontend.
+@every_language
 @pytest.mark.parametrize("name", ["DecodeVideo", "EncodeVideo"])
-def test_the_video_pages_say_which_files_open_their_workflow(name):
-    page = (PACK / "web" / "docs" / f"FastVAE_{name}.md").read_text(encoding="utf-8")
-    (line,) = re.findall(r"^- .*\bworkflow\b.*`mkv`.*", page, re.MULTILINE)
-    opens, _, rest = line.partition("does not open" if name == "DecodeVideo" else ";")
+def test_the_video_pages_say_which_files_open_their_workflow(server, name, language):
+    page = page_of(server, f"FastVAE_{name}", language)
+    (line,) = re.findall(r"^- .*workflow.*`mkv`.*", page, re.MULTILINE)
+    opens, _, rest = line.rpartition("does not open" if name == "DecodeVideo" else ";")
     suffixes = {codec: media.codec_named(codec).suffix[1:] for codec in media.CODECS}
     videos = {each for each in suffixes.values() if name == "DecodeVideo" or each not in IMAGES}
     assert {*NAME.findall(opens)} == {each for each in videos if each not in UNOPENED}

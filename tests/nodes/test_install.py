@@ -14,40 +14,24 @@ from fast_video_vae.tests.tools.publish import publish_zip
 pytestmark = [pytest.mark.comfyui, pytest.mark.nightly]
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """ComfyUI's folders with the unpacked archive in `custom_nodes`."""
+def test_the_demo_runs_after_a_fresh_installation(tmp_path):
+    """torch, ComfyUI's requirements and then the pack's, as an installer does it."""
     if find_comfyui() is None:
         pytest.skip(where_looked())
-    base = tmp_path_factory.mktemp("installation")
-    publish_zip(base / "pack.zip")
-    shutil.unpack_archive(base / "pack.zip", base / "custom_nodes" / FOLDER)
-    return base
-
-
-@pytest.fixture(scope="module")
-def python(base):
-    """A Python with torch, ComfyUI's requirements and then the pack's, as an installer does it."""
-    folder = base / "venv"
-    python = environments.new_environment(folder)
+    publish_zip(tmp_path / "pack.zip")
+    pack = tmp_path / "custom_nodes" / FOLDER
+    shutil.unpack_archive(tmp_path / "pack.zip", pack)
+    python = environments.new_environment(tmp_path / "venv")
     environments.pip(python, f"torch=={torch.__version__.partition('+')[0]}")
     environments.install_comfyui(python, find_comfyui())
-    before = torch_of(python)
-    environments.pip(python, "-r", base / "custom_nodes" / FOLDER / "requirements.txt")
-    assert torch_of(python) == before
-    yield python
-    shutil.rmtree(folder, ignore_errors=True)  # gigabytes
-
-
-def test_the_demo_runs_after_a_fresh_installation(base, python):
     version = torch_of(python)
-    with Server(base, python=python, pack=None, name=FOLDER) as server:
+    environments.pip(python, "-r", pack / "requirements.txt")
+    with Server(tmp_path, python=python, pack=None, name=FOLDER) as server:
         (info,) = server.get("/object_info/FastVAE_DemoClip").values()
         assert info["python_module"] == f"custom_nodes.{FOLDER}"
         workflow = Workflow()
-        clip = workflow.add("FastVAE_DemoClip")
         vae = workflow.load()
-        latent = workflow.add("FastVAE_Encode", pixels=clip, vae=vae)
+        latent = workflow.add("FastVAE_Encode", pixels=workflow.add("FastVAE_DemoClip"), vae=vae)
         video = workflow.add("FastVAE_Decode", samples=latent, vae=vae)
         sink, _ = workflow.add("SaveImage", images=video, filename_prefix="demo")
         files = server.files(server.run(workflow)[sink])
@@ -57,3 +41,4 @@ def test_the_demo_runs_after_a_fresh_installation(base, python):
     assert f"pytorch version: {version}" in log
     assert not [line for line in log.splitlines() if "IMPORT FAILED" in line and FOLDER in line]
     assert torch_of(python) == version
+    shutil.rmtree(tmp_path / "venv", ignore_errors=True)  # gigabytes
