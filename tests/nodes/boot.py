@@ -1,10 +1,9 @@
 """Start ComfyUI even if packages around torch are missing: `boot.py FOLDER ARGUMENTS...`.
 
-ComfyUI imports torchvision and torchaudio at its start. The CPU build of torch has no matching
-builds of them, and builds for CUDA do not import with it. If kornia was installed without its
-dependencies, so that torch is not replaced, kornia_rs is missing. Each module that does not import
+ComfyUI imports torchvision and torchaudio at its start, which the CPU build of torch has no builds
+of, and kornia_rs, which an installation without dependencies lacks. A module that does not import
 is replaced by an empty one: every name can be imported from it, and calling one raises. This file
-needs only the standard library, so it runs wherever ComfyUI does.
+needs only the standard library.
 """
 
 import importlib.util
