@@ -27,6 +27,11 @@ pytestmark = pytest.mark.comfyui
 every_file = pytest.mark.parametrize("file", WORKFLOWS + BLUEPRINTS, ids=lambda file: file.stem)
 
 
+@pytest.fixture(scope="module")
+def definitions(server):
+    return server.get("/object_info")
+
+
 def read(file):
     return json.loads(file.read_text(encoding="utf-8"))
 
@@ -51,12 +56,11 @@ def named(node):
 
 
 @every_file
-def test_the_widgets_are_the_first_of_their_definitions(server, file):
+def test_the_widgets_are_the_first_of_their_definitions(definitions, file):
     """The frontend reads the values by position, so widgets may only be appended.
 
     `test_browser.py` gives what the frontend makes of them to the server.
     """
-    definitions = server.get("/object_info")
     for node in nodes_of(read(file), OURS, CORE):
         entries = [*inputs(definitions[node["type"]])]
         widgets = [
