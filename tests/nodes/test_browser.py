@@ -221,6 +221,7 @@ def test_the_workflow_of_a_file_opens_as_the_help_page_says(page, comfyui, tmp_p
 def is_refused_for_files(server, page, workflow):
     """The server finds nothing wrong in the open workflow but files that the user has to add."""
     files = INPUT_FILES | {model["name"] for model in models_of(workflow)}
+    files |= {"clip_name: None"}  # of `SOURCES`
     with pytest.raises(PromptError) as refused:
         server.queue(page.evaluate(PROMPT))
     found = [each for node in refused.value.node_errors.values() for each in node["errors"]]
