@@ -8,7 +8,7 @@ on another machine may name devices that this one lacks; as in those nodes, they
 import itertools
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeGuard
 
 import comfy.model_management
@@ -28,8 +28,12 @@ _NAME = re.compile(r"gpu:([0-9]{1,4})")
 _MOST_SELECTED = 4
 
 
-class DevicesInput(io.Combo.Input):
-    """A choice that also takes the names of devices that this machine lacks."""
+class OpenInput(io.Combo.Input):
+    """A choice that also takes other values that `check` returns, such as an older workflow's."""
+
+    def __init__(self, name: str, check: Callable[[object], str], **options: object) -> None:
+        super().__init__(name, optional=True, **options)
+        self.check = check
 
 
 def accelerators() -> list[torch.device]:
@@ -45,11 +49,11 @@ def devices_input() -> list[io.Input]:
     if count < 2:
         return []
     return [
-        DevicesInput(
+        OpenInput(
             "devices",
+            check_selection,  # this machine may lack the devices of a workflow
             options=_options(count),
             default=ONE,
-            optional=True,
             tooltip="Devices that share the work on each video; the result is the same. one: the "
             "device of the VAE, as ComfyUI chooses it. all: every GPU that ComfyUI uses. Names of "
             "GPUs, as in Select VAE Device: these and the device of the VAE. SeedVR2 uses one.",

@@ -12,11 +12,10 @@ from numbers import Real
 from comfy.model_management import get_torch_device
 
 from .api import io
-from .devices import DevicesInput, check_selection
+from .devices import OpenInput
 from .error_text import LARGEST, about, described, one_line
 from .input_types import TYPES
 from .lazy import Later
-from .widgets import PrecisionInput, check_precision
 
 vaes = Later("vae")
 
@@ -86,10 +85,8 @@ def _check(spec: io.Input, given: dict[str, object], *, is_list: bool) -> None:
 
 
 def _value(spec: io.Input, value: object) -> object:
-    if isinstance(spec, DevicesInput):
-        return check_selection(value)
-    if isinstance(spec, PrecisionInput):
-        return check_precision(value)
+    if isinstance(spec, OpenInput):
+        return spec.check(value)
     if isinstance(spec, io.Combo.Input):
         return _choice(value, spec.options)
     if isinstance(spec, (io.Int.Input, io.Float.Input)):
@@ -106,9 +103,8 @@ def _choice(value: object, options: list[str]) -> str:
     if isinstance(value, str) and value in options:
         return value
     known = ", ".join(options[:6]) + (f" and {len(options) - 6} more" if options[6:] else "")
-    raise ValueError(
-        f"got {described(value)}; expected one of: {known or '(there are no choices)'}"
-    )
+    known = known or "(there are no choices)"
+    raise ValueError(f"got {described(value)}; expected one of: {known}")
 
 
 def _number(value: object, least: float, most: float, *, whole: bool) -> float:

@@ -5,7 +5,7 @@ import logging
 import torch
 
 from .api import io
-from .devices import is_selection
+from .devices import OpenInput, is_selection
 from .error_text import described
 
 _logger = logging.getLogger(__name__)
@@ -40,10 +40,6 @@ INT8_AND_ENCODE = "int8 and encode"
 _REMOVED = (INT8_AND_ENCODE, "exact", "fast")
 
 
-class PrecisionInput(io.Combo.Input):
-    """A choice that also takes what an older workflow has in its place."""
-
-
 def check_precision(value: object) -> str:
     """Return a key of `PRECISIONS`, or what older workflows have in this place."""
     if isinstance(value, str) and (value in (*PRECISIONS, *_REMOVED) or is_selection(value)):
@@ -53,11 +49,11 @@ def check_precision(value: object) -> str:
 
 def precision_input(auto: str) -> io.Combo.Input:
     """Return the choice of a precision, one of `PRECISIONS`, with `auto` as its default."""
-    return PrecisionInput(
+    return OpenInput(
         "precision",
+        check_precision,
         options=list(PRECISIONS),
         default=AUTO,
-        optional=True,
         advanced=True,
         tooltip=f"Precision of the large convolutions. auto: {auto}. int8: decode with 8-bit "
         "numbers where that costs least: faster on NVIDIA GPUs from Ampere on, at most about 1 dB "
