@@ -1,4 +1,4 @@
-"""Small networks with Wan's parameter names, and LoRA files for them with their float64 deltas."""
+"""Small networks with Wan's parameter names, and LoRA files for them with a float64 oracle."""
 
 import copy
 
@@ -17,6 +17,7 @@ from fast_video_vae.tests.lora.models import PREFIX, modules
 from fast_video_vae.tests.products import each_value_once
 
 WIDTH, FFN = 16, 24
+RANKS = {4: torch.float32, 3: torch.float16, 16: torch.bfloat16}
 Q = f"{PREFIX}blocks.1.self_attn.q"
 
 
@@ -51,9 +52,7 @@ class ByKeyword(nn.Linear):
 class Block(nn.Module):
     def __init__(self, linear):
         super().__init__()
-        self.self_attn = nn.Module()
-        self.self_attn.q = linear(WIDTH, WIDTH)
-        self.self_attn.o = linear(WIDTH, WIDTH)
+        self.self_attn = nn.ModuleDict({name: linear(WIDTH, WIDTH) for name in "qo"})
         self.norm3 = nn.LayerNorm(WIDTH)
         self.ffn = nn.Sequential(linear(WIDTH, FFN), nn.Tanh(), linear(FFN, WIDTH))
         self.modulation = nn.Parameter(torch.randn(1, 6, WIDTH))
@@ -90,14 +89,6 @@ def video(side=8, frames=2, batch=1):
     return torch.randn(batch, 4, frames, side, side, generator=generator)
 
 
-def dense(model, changes):
-    """Return a copy of the model in float64 with `changes`, `{key: delta}`, added."""
-    other = copy.deepcopy(model).double()
-    for key, change in changes.items():
-        other.get_parameter(key).add_(change)
-    return other
-
-
 # Kinds of layers, and modes of applying a delta.
 LINEARS = {
     "plain": nn.Linear, "casting": Casting, "ignoring": Ignoring, "by keyword": ByKeyword,
@@ -105,13 +96,14 @@ LINEARS = {
 MODES = ("bypass", "auto", "stream")
 each_way = each_value_once(linear=LINEARS, mode=MODES)
 
-# Further names of the tests: parts of a weight, a modulation as a whole, and a part of it.
+# Parts of a weight, a modulation as a whole, and a part of it, by further names.
 PARTS = {
     "rows": Target(f"{Q}.weight", (0, 4, 8)),
     "columns": Target(f"{Q}.weight", (1, 2, 6)),
     "table": Target(f"{PREFIX}blocks.0.modulation"),
     "some": Target(f"{PREFIX}blocks.0.modulation", (1, 2, 3)),
 }
+DORAS = "blocks.0.self_attn.q", "patch_embedding"
 # Differences in a file, and the parameters that they are of.
 DIFFERENCES = {
     "blocks.0.self_attn.o.diff": "blocks.0.self_attn.o.weight",
@@ -125,59 +117,69 @@ DIFFERENCES = {
 
 
 class Stack:
-    """Three LoRA files with pairs of all modules; the second has `PARTS` and `DIFFERENCES` too.
+    """Three LoRA files of all modules with `only` in their names, of `RANKS`.
 
-    With `only`, a part of the names of modules, they are pairs of these modules.
+    Without `only` the second file has `PARTS`, `DIFFERENCES` and DoRA's magnitudes of `DORAS` too.
     """
 
     def __init__(self, folder, model, only=""):
-        self.model, self.paths, self.deltas = model, [], []
+        self.model, self.paths, self.changes = model, [], []
         shapes = model.shapes()
         self.targets = Targets(shapes, PARTS)
-        names = [name for name in modules(shapes) if only in name]
-        ranks = {4: torch.float32, 3: torch.float16, 16: torch.bfloat16}
-        for number, (rank, dtype) in enumerate(ranks.items()):
-            pairs, others = {name: Target(f"{PREFIX}{name}.weight") for name in names}, {}
-            if number == 1 and not only:
-                pairs, others = pairs | PARTS, DIFFERENCES
-            tensors, deltas = {}, {key: torch.zeros(shapes[key]).double() for key in shapes}
-            for name, target in pairs.items():
+        for number, (rank, dtype) in enumerate(RANKS.items()):
+            pairs = {n: Target(f"{PREFIX}{n}.weight") for n in modules(shapes) if only in n}
+            all_kinds = number == 1 and not only
+            tensors, changes = {}, []
+            for name, target in (pairs | PARTS if all_kinds else pairs).items():
                 out, *inner = self.targets.shape(target)
-                sizes = (out, rank), (rank, *inner)
-                up, down = (0.2 * torch.randn(size).to(dtype) for size in sizes)
+                up = (0.2 * torch.randn(out, rank)).to(dtype)
+                down = (0.2 * torch.randn(rank, *inner)).to(dtype)
                 tensors |= {f"{name}.lora_B": up, f"{name}.lora_A": down}
                 tensors[f"{name}.alpha"] = torch.tensor(2.0)
-                delta = deltas[target.key]
-                part = delta.narrow(*(target.offset or (0, 0, out)))
-                part += (2 / rank * up.double() @ down.double().flatten(1)).view(part.shape)
-            for name, key in others.items():
+                norms = torch.rand(out) + 0.5 if all_kinds and name in DORAS else None
+                if norms is not None:
+                    tensors[f"{name}.lora_magnitude_vector"] = norms
+                delta = 2 / rank * up.double() @ down.double().flatten(1)
+                changes.append((target, delta.view(out, *inner), norms))
+            for name, key in DIFFERENCES.items() if all_kinds else ():
                 tensors[name] = 0.3 * torch.randn(shapes[PREFIX + key])
-                deltas[PREFIX + key] += tensors[name]
+                changes.append((Target(PREFIX + key), tensors[name].double(), None))
             self.paths.append(folder / f"{number}.safetensors")
             save_file(tensors, self.paths[-1])
-            self.deltas.append(deltas)
+            self.changes.append(changes)
 
     def session(self, strengths=(1, 1, 1), mode="auto", entries=(), **more):
-        bank = load_bank(self.paths, self.targets)
-        return session_of(bank, strengths, mode, entries, **more)
+        return session_of(load_bank(self.paths, self.targets), strengths, mode, entries, **more)
 
     def expected(self, x, strengths=(1, 1, 1), entries=()):
-        """Return the output of the dense model for `x`, of a stack as in `session_of`."""
-        changes = {key: torch.zeros_like(delta) for key, delta in self.deltas[0].items()}
-        entries = entries or [(number, "") for number in range(len(self.paths))]
-        for strength, (number, text) in zip(strengths, entries, strict=True):
-            factor = parse_blocks(text).factor
-            for key, delta in self.deltas[number].items():
-                changes[key] += strength * factor(layer_name(key)) * delta
-        return dense(self.model, changes)(x.double())
+        """Return the dense model's output in float64; `Ignoring` layers go without DoRA."""
+        model, entries = copy.deepcopy(self.model).double(), entries or whole(self.paths)
+        entries = [(n, parse_blocks(text).factor) for n, text in entries]
+        for number, changes in enumerate(self.changes):
+            for (key, offset), delta, norms in changes:
+                weight, name = model.get_parameter(key), layer_name(key)
+                if norms is not None:  # the rows of the sum get these norms, as in PEFT
+                    if isinstance(model.get_submodule(PREFIX + name), Ignoring):
+                        continue
+                    rows = (weight + delta).flatten(1)
+                    rows *= (norms / rows.norm(dim=1))[:, None]
+                    delta = rows.view_as(weight) - weight
+                amounts = zip(strengths, entries, strict=True)
+                strength = sum(amount * of(name) for amount, (n, of) in amounts if n == number)
+                (weight if offset is None else weight.narrow(*offset)).add_(strength * delta)
+        return model(x.double())
+
+
+def whole(files):
+    """Return the entries of a stack, (file number, block filter), of all files."""
+    return [(number, "") for number in range(len(files))]
 
 
 def session_of(bank, strengths, mode="auto", entries=(), **more):
-    """Return a session with a stack of (file number, block filter); default: all files."""
-    entries = entries or [(number, "") for number in range(len(bank.files))]
+    """Return a session of a bank with a stack; default: all files."""
     every = parse_schedule("1")
-    stack = [StackEntry(bank.files[n].path, every, parse_blocks(text)) for n, text in entries]
-    amounts = Amounts(bank, stack)
+    entries = [(bank.files[n].path, parse_blocks(text)) for n, text in entries or whole(bank.files)]
+    amounts = Amounts(bank, [StackEntry(path, every, blocks) for path, blocks in entries])
     amounts.set(strengths)
     return Session(bank, amounts, mode, **more)
 

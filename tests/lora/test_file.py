@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save
+from safetensors.torch import save, save_file
 
 from fast_video_vae.lora.bank import load_bank
 from fast_video_vae.lora.file import LoraFile
@@ -25,6 +25,15 @@ Q = f"{PREFIX}blocks.0.self_attn.q"
 DOWN, UP = f"{Q}.lora_A.weight", f"{Q}.lora_B.weight"
 FP8 = torch.float8_e4m3fn
 DIFFUSERS, PEFT = "lora_adapter_metadata", "adapter_config"
+
+
+@pytest.fixture
+def write(tmp_path):
+    def written(tensors, metadata=None):
+        save_file(tensors, tmp_path / "some.safetensors", metadata)
+        return tmp_path / "some.safetensors"
+
+    return written
 
 
 def pair(up=(16, 4), down=(4, 16), dtype=torch.float32):
