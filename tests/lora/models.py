@@ -122,16 +122,13 @@ def endings_of(ending):
     return ending.format(up="up", B="B"), ending.format(up="down", B="A")
 
 
-def random_pairs(shapes, names, rank=4, seed=0):
-    """Return `{name: (up, down)}`, random: `up` `[out, rank, ...]`, `down` `[rank, in, ...]`."""
-    generator = torch.Generator().manual_seed(seed)
-    pairs = {}
-    for name in names:
-        out, *inner = shapes[f"{PREFIX}{name}.weight"]
-        up = torch.randn(out, rank, *(1 for _ in inner[1:]), generator=generator)
-        down = torch.randn(rank, *inner, generator=generator)
-        pairs[name] = up, down
-    return pairs
+def ones(shapes, names, rank=4):
+    """Return `{name: (up, down)}`: `up` `[out, rank]`, `down` `[rank, in, ...]`."""
+    sizes = {name: shapes[f"{PREFIX}{name}.weight"] for name in names}
+    return {
+        name: (torch.ones(out, rank), torch.ones(rank, *inner))
+        for name, (out, *inner) in sizes.items()
+    }
 
 
 def spelled(pairs, spelling="diffusion_model.{name}", ending=".lora_{B}.weight", alpha=None):
