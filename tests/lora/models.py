@@ -41,23 +41,17 @@ def wan(blocks=2, d=16, f=24, *, i2v=True, vace=0):
     for n in range(vace):
         names += [f"vace_blocks.{n}.{name}" for name in (*inside, "after_proj")]
     names += ["vace_blocks.0.before_proj"] if vace else []
-    layers, others = {"patch_embedding": (d, 6, 1, 2, 2)}, {}
+    shapes = {"patch_embedding.weight": (d, 6, 1, 2, 2), "patch_embedding.bias": (d,)}
     for name in (name for name in names if i2v or "img" not in name):
-        if name.endswith(("norm3", "proj.0", "proj.4")):
-            others |= {f"{name}.weight": (d,), f"{name}.bias": (d,)}
-        elif "norm" in name:
-            others[f"{name}.weight"] = (d,)
-        elif name.endswith(("modulation", "emb_pos")):
-            others[name] = 1, 6, d
+        out, inner = (f if name.endswith(f"ffn.{n}") else d for n in (0, 2))
+        if name.endswith(("modulation", "emb_pos")):
+            shapes[name] = 1, 6, d
+        elif "norm_" in name:
+            shapes[f"{name}.weight"] = (d,)
         else:
-            layers[name] = f if name.endswith("ffn.0") else d, f if name.endswith("ffn.2") else d
-    return _shapes(layers, others)
-
-
-def _shapes(layers, others):
-    """Return `{key: shape}` of layers with a bias, and of other parameters."""
-    shapes = {f"{name}.weight": shape for name, shape in layers.items()}
-    shapes |= {f"{name}.bias": shape[:1] for name, shape in layers.items()} | others
+            vector = name.endswith(("norm3", "proj.0", "proj.4"))
+            shapes[f"{name}.weight"] = (d,) if vector else (out, inner)
+            shapes[f"{name}.bias"] = (out,)
     return {f"{PREFIX}{key}": shape for key, shape in shapes.items()}
 
 
@@ -108,13 +102,10 @@ ENDINGS = (
 def stem_of(name, spelling):
     """Return the name of a module in a spelling."""
     compiled = re.sub(r"(blocks\.\d+)(?=\.|$)", r"\1._orig_mod", name)
-    return spelling.format(
-        name=name,
-        flat=name.replace(".", "_"),
-        mixed=re.sub(r"^(\w*blocks)\.", r"\1_", name),
-        compiled=compiled,
-        flat_compiled=compiled.replace(".", "_"),
-    )
+    flat, flat_compiled = name.replace(".", "_"), compiled.replace(".", "_")
+    mixed = re.sub(r"^(\w*blocks)\.", r"\1_", name)
+    names = {"flat": flat, "mixed": mixed, "compiled": compiled, "flat_compiled": flat_compiled}
+    return spelling.format(name=name, **names)
 
 
 def endings_of(ending):

@@ -17,6 +17,7 @@ from fast_video_vae.tests.lora.models import PREFIX, modules
 from fast_video_vae.tests.products import each_value_once
 
 WIDTH, FFN = 16, 24
+EVERY = [(number, "") for number in range(3)]
 RANKS = {4: torch.float32, 3: torch.float16, 16: torch.bfloat16}
 Q = f"{PREFIX}blocks.1.self_attn.q"
 
@@ -104,15 +105,11 @@ PARTS = {
     "some": Target(f"{PREFIX}blocks.0.modulation", (1, 2, 3)),
 }
 DORAS = "blocks.0.self_attn.q", "patch_embedding"
-# Differences in a file, and the parameters that they are of.
+# Differences, by the endings of their keys.
 DIFFERENCES = {
-    "blocks.0.self_attn.o.diff": "blocks.0.self_attn.o.weight",
-    "blocks.0.norm3.diff": "blocks.0.norm3.weight",
-    "blocks.0.norm3.diff_b": "blocks.0.norm3.bias",
-    "blocks.1.self_attn.q.diff_b": "blocks.1.self_attn.q.bias",
-    "blocks.2.diff_m": "blocks.2.modulation",
-    "patch_embedding.diff": "patch_embedding.weight",
-    "patch_embedding.diff_b": "patch_embedding.bias",
+    ".diff": ("blocks.0.self_attn.o.weight", "blocks.0.norm3.weight", "patch_embedding.weight"),
+    ".diff_b": ("blocks.0.norm3.bias", "blocks.1.self_attn.q.bias", "patch_embedding.bias"),
+    ".diff_m": ("blocks.2.modulation",),
 }
 
 
@@ -141,20 +138,27 @@ class Stack:
                     tensors[f"{name}.lora_magnitude_vector"] = norms
                 delta = 2 / rank * up.double() @ down.double().flatten(1)
                 changes.append((target, delta.view(out, *inner), norms))
-            for name, key in DIFFERENCES.items() if all_kinds else ():
-                tensors[name] = 0.3 * torch.randn(shapes[PREFIX + key])
-                changes.append((Target(PREFIX + key), tensors[name].double(), None))
+            for end, keys in DIFFERENCES.items() if all_kinds else ():
+                for key in keys:
+                    delta = 0.3 * torch.randn(shapes[PREFIX + key])
+                    tensors[key.rpartition(".")[0] + end] = delta
+                    changes.append((Target(PREFIX + key), delta.double(), None))
             self.paths.append(folder / f"{number}.safetensors")
             save_file(tensors, self.paths[-1])
             self.changes.append(changes)
 
     def session(self, strengths=(1, 1, 1), mode="auto", entries=(), **more):
-        return session_of(load_bank(self.paths, self.targets), strengths, mode, entries, **more)
+        """Return a session with a stack of (file number, block filter); default: all files."""
+        bank, schedule = load_bank(self.paths, self.targets), parse_schedule("1")
+        entries = [(self.paths[n], parse_blocks(text)) for n, text in entries or EVERY]
+        amounts = Amounts(bank, [StackEntry(path, schedule, blocks) for path, blocks in entries])
+        amounts.set(strengths)
+        return Session(bank, amounts, mode, **more)
 
     def expected(self, x, strengths=(1, 1, 1), entries=()):
         """Return the dense model's output in float64; `Ignoring` layers go without DoRA."""
-        model, entries = copy.deepcopy(self.model).double(), entries or whole(self.paths)
-        entries = [(n, parse_blocks(text).factor) for n, text in entries]
+        model = copy.deepcopy(self.model).double()
+        entries = [(n, parse_blocks(text).factor) for n, text in entries or EVERY]
         for number, changes in enumerate(self.changes):
             for (key, offset), delta, norms in changes:
                 weight, name = model.get_parameter(key), layer_name(key)
@@ -168,20 +172,6 @@ class Stack:
                 strength = sum(amount * of(name) for amount, (n, of) in amounts if n == number)
                 (weight if offset is None else weight.narrow(*offset)).add_(strength * delta)
         return model(x.double())
-
-
-def whole(files):
-    """Return the entries of a stack, (file number, block filter), of all files."""
-    return [(number, "") for number in range(len(files))]
-
-
-def session_of(bank, strengths, mode="auto", entries=(), **more):
-    """Return a session of a bank with a stack; default: all files."""
-    every = parse_schedule("1")
-    entries = [(bank.files[n].path, parse_blocks(text)) for n, text in entries or whole(bank.files)]
-    amounts = Amounts(bank, [StackEntry(path, every, blocks) for path, blocks in entries])
-    amounts.set(strengths)
-    return Session(bank, amounts, mode, **more)
 
 
 def called(session, model, x):
