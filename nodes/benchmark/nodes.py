@@ -6,7 +6,7 @@ import torch
 from ..host.api import io, ui
 from ..host.input_checks import checked
 from ..host.lazy import Later
-from ..host.widgets import AUTO, CATEGORY, DTYPES, PRECISIONS, dtype_input
+from ..host.widgets import AUTO, CATEGORY, PRECISIONS, dtype_input
 
 run, progress = Later("nodes.benchmark.run"), Later("nodes.host.progress")
 bench = Later("vae.bench")
@@ -100,8 +100,7 @@ class Benchmark(io.ComfyNode):
             ],
             outputs=[
                 io.Image.Output(
-                    display_name="chart",
-                    tooltip="Bar chart as an image of 1024 x 640 pixels.",
+                    display_name="chart", tooltip="Bar chart as an image of 1024 x 640 pixels."
                 ),
                 io.String.Output(display_name="table", tooltip="Table of the results in Markdown."),
                 io.String.Output(
@@ -135,9 +134,8 @@ class Benchmark(io.ComfyNode):
     ) -> io.NodeOutput:
         """Measure, and show the results."""
         clip, latent = bench.Clip(width, height, frames), samples and samples["samples"]
-        done = run.benchmark(vae, task, clip, rounds, DTYPES.get(dtype), latent, pixels, precision)
-        chart, table = numpy.array(bench.draw_chart(done)), done.table()
-        image = torch.from_numpy(chart).unsqueeze(0).float() / 255
+        done = run.benchmark(vae, task, clip, rounds, dtype, precision, latent, pixels)
+        image = torch.from_numpy(numpy.array(bench.draw_chart(done))).unsqueeze(0).float() / 255
         progress.show_text(done.summary())
-        shown = ui.PreviewImage(image, cls=cls).as_dict() | ui.PreviewText(table).as_dict()
-        return io.NodeOutput(image, table, done.as_json(), ui=shown)
+        shown = ui.PreviewImage(image, cls=cls).as_dict() | ui.PreviewText(done.table()).as_dict()
+        return io.NodeOutput(image, done.table(), done.as_json(), ui=shown)
