@@ -3,15 +3,13 @@
 The oracle is ComfyUI's network with the same weights and the statistics of its latent formats.
 """
 
-import functools
-
 import pytest
 import torch
 
-from fast_video_vae.tests.benchmarks.peers import diffusers_vae
+from fast_video_vae.tests.benchmarks.peers import comfyui_vae, diffusers_vae
 from fast_video_vae.tests.builders import decoder_of, random_state_dict, refused
 from fast_video_vae.tests.nodes.vae.pairs import fast_vae, latents, relative_error
-from fast_video_vae.tests.nodes.wan_wrapper.wrapped import Oracle, video, wrapped
+from fast_video_vae.tests.nodes.wan_wrapper.wrapped import video, wrapped
 from fast_video_vae.tests.wan22 import random_qwen21, random_wan22
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
@@ -28,62 +26,43 @@ SMALLEST = {"tile_size": (5, 5), "tile_stride": (4, 4)}
 both = pytest.mark.parametrize("channels", STATES)
 
 
-@pytest.fixture(scope="module")
-def vae_of(comfyui, tmp_path_factory):
-    """Factory of a fast VAE, wrapped, by latent channels."""
-    folder = tmp_path_factory.mktemp("vae")
-    return functools.cache(lambda channels: wrapped(fast_vae(STATES[channels], folder)))
-
-
-@pytest.fixture
-def vae(vae_of):
-    return vae_of(16)
-
-
 @both
 @pytest.mark.parametrize(
-    ("frames", "tiled", "end_", "size"),
+    ("count", "tiled", "end_", "size"),
     [
         (1, False, True, (48, 64)),  # a single frame has no end
         (6, True, False, (51, 70)),  # frames and pixels at the edges that fill no latent
         (8, False, True, (48, 64)),  # two frames before the last fill no latent
     ],
 )
-def test_encode_equals_the_normalised_latents_of_comfyui(
-    vae_of, channels, frames, tiled, end_, size
-):
-    vae, pixels = vae_of(channels), video(frames, *size)
-    before, step = pixels.clone(), vae.upsampling_factor
-    given = torch.cat([pixels, -pixels])  # videos of a batch are independent
-    found = vae.encode(given, device=CPU, tiled=tiled, end_=end_)
-    height, width = (side - side % step for side in size)
-    for result, sign in zip(found, (1, -1), strict=True):
-        expected = Oracle(STATES[channels]).encode(
-            sign * pixels[..., :height, :width], end_ and frames > 1
-        )
-        assert relative_error(result[None], expected) <= 1e-5
-    assert (found.dtype, found.device) == (torch.float32, CPU)
-    assert torch.equal(given[:1], before)
+def test_both_ways_equal_comfyui_s_network(channels, count, tiled, end_, size, tmp_path):
+    from comfy.latent_formats import Wan21, Wan22
 
+    def parts(x):
+        return x.split([x.shape[2] - 1, 1], dim=2) if end_ and x.shape[2] > 1 else (x,)
 
-@both
-@pytest.mark.parametrize(
-    ("count", "tiled", "end_"), [(1, False, True), (5, True, False), (2, False, True)]
-)
-def test_decode_equals_the_frames_of_comfyui(vae_of, channels, count, tiled, end_):
-    vae, latent = vae_of(channels), latents(count, 3, 4, batch=2, channels=channels)
-    before = latent.clone()
-    found = vae.decode(latent, device=CPU, end_=end_, tiled=tiled)
-    for result, each in zip(found, latent, strict=True):
-        expected = Oracle(STATES[channels]).decode(each[None], end_ and count > 1)
-        assert relative_error(result[None], expected.clamp(-1, 1) if tiled else expected) <= 1e-5
-        assert result.permute(1, 2, 3, 0).is_contiguous()  # the IMAGE that callers create from it
-    assert torch.equal(latent, before)
+    vae, pixels = wrapped(fast_vae(STATES[channels], tmp_path)), video(count, *size)
+    network, form = comfyui_vae(STATES[channels]), {16: Wan21, 48: Wan22}[channels]()
+    height, width = (side - side % vae.upsampling_factor for side in size)
+    given, options = torch.cat([pixels, -pixels]), {"tiled": tiled, "end_": end_}
+    before, latent = given.clone(), vae.encode(given, device=CPU, **options)
+    assert (latent.dtype, latent.device) == (torch.float32, CPU)
+    kept, found = latent.clone(), vae.decode(latent, device=CPU, **options)
+    # Videos of a batch are independent.
+    for pixels, mean, frames in zip(given.split(1), latent.split(1), found.split(1), strict=True):
+        means = [network.encode(part) for part in parts(pixels[..., :height, :width])]
+        assert relative_error(mean, form.process_in(torch.cat(means, dim=2))) <= 1e-5
+        images = [network.decode(part) for part in parts(form.process_out(mean))]
+        expected = torch.cat(images, dim=2)
+        assert relative_error(frames, expected.clamp(-1, 1) if tiled else expected) <= 1e-5
+        assert frames[0].movedim(0, -1).is_contiguous()  # the IMAGE that callers create from it
+    assert torch.equal(given, before)
+    assert torch.equal(latent, kept)
     found.clamp_(-1, 1).add_(1).div_(2)  # callers do this in place
 
 
-def test_every_form_of_an_encode_call_gives_the_same(vae):
-    pixels = video(9)
+def test_every_form_of_an_encode_call_gives_the_same(fast):
+    vae, pixels = wrapped(fast), video(9)
     (listed,), expected = pixels, vae.encode(pixels, CPU)
     for given, more in (
         ([listed], {}),  # both releases
@@ -98,10 +77,10 @@ def test_every_form_of_an_encode_call_gives_the_same(vae):
         result *= 0.5  # nodes with a latent strength write into it
 
 
-def test_every_form_of_a_decode_call_gives_the_same(vae):
+def test_every_form_of_a_decode_call_gives_the_same(fast):
     """The VAE of March 2025 clamps all frames; that of 2026 only those of a tiled decode."""
-    latent = latents(3, 3, 4)
-    frames = vae.decode(latent, CPU, end_=False)
+    vae, latent = wrapped(fast), latents(3, 3, 4)
+    frames = vae.decode(latent, CPU, False, False, (34, 34), (18, 16), False)
     clamped = frames.clamp(-1, 1)
     assert not torch.equal(clamped, frames)
     for expected, more in (
@@ -109,20 +88,17 @@ def test_every_form_of_a_decode_call_gives_the_same(vae):
         (frames, {"end_": False, "tiled": False, **SIZES}),
         (frames, {"output_device": "cpu"}),
         (frames, {"output_dtype": torch.float32}),
-        (clamped, {}),
         (clamped, {"tiled": False, **MARCH_2025}),
         (clamped, {"tiled": True, "pbar": False}),
         (clamped, {"end_": False, "tiled": True, **SMALLEST}),
     ):
         for given in (latent, list(latent)):
             assert torch.equal(vae.decode(given, device="cpu", **more), expected)
-    positional = (34, 34), (18, 16), False
-    assert torch.equal(vae.decode(latent, CPU, False, False, *positional), frames)
 
 
 @both
-def test_a_sample_has_the_spread_of_the_posterior(vae_of, channels):
-    vae, pixels = vae_of(channels), video(9)
+def test_a_sample_has_the_spread_of_the_posterior(channels, tmp_path):
+    vae, pixels = wrapped(fast_vae(STATES[channels], tmp_path)), video(9)
     pixels[:, :, 1:] = 0  # static frames draw their own noise too
     mean = vae.encode(pixels, CPU)
     for given in (pixels, pixels[:, :, :1]):
@@ -181,21 +157,21 @@ def test_moving_to_another_device_unloads_through_comfyui(fast, stock):
         assert torch.equal(vae.decode(latent, CPU), before)
 
 
-@pytest.mark.parametrize(
-    ("task", "given", "message"),
-    [
-        ("encode", torch.zeros(3, 5, 48, 64), r"videos is \[3, 5, 48, 64\]; expected a tensor"),
-        ("encode", {"samples": 1}, r"videos is a dict; expected a tensor \[B, C, T, H, W\] or a"),
-        ("encode", [], "videos is empty; expected one video or more"),
-        ("encode", [video(5)[0], video(9)[0]], r"videos\[1\] is \[3, 9, 48, 64\]; expected \[3, 5"),
-        ("encode", torch.zeros(1, 4, 5, 48, 64), "frames has 4 channels; this VAE needs 3"),
-        ("decode", torch.zeros(16, 2, 3, 4), r"hidden_states is \[16, 2, 3, 4\]; expected a ten"),
-        ("decode", torch.zeros(1, 17, 2, 3, 4), "latent has 17 channels; this VAE needs"),
-    ],
-)
-def test_invalid_videos_and_latents_are_a_one_line_error(vae, task, given, message):
-    with refused(f"^{message}"):
-        getattr(vae, task)(given, CPU)
+def test_invalid_videos_and_latents_are_a_one_line_error(fast):
+    vae, shapes = wrapped(fast), r"expected a tensor \[B, C, T, H, W\] or a list"
+    for given, message in (
+        (video(5)[0], rf"is \[3, 5, 48, 64\]; {shapes}"),
+        ({"samples": 1}, f"is a dict; {shapes}"),
+        ([], "is empty; expected one video or more$"),
+        (
+            [video(5)[0], video(9)[0]],
+            r".1. is \[3, 9, 48, 64\]; expected \[3, 5, 48, 64\], the shape",
+        ),
+    ):
+        with refused(rf"^videos{'' if message.startswith('.1.') else ' '}{message}"):
+            vae.encode(given, CPU)
+    with refused(rf"^hidden_states is \[3, 5, 48, 64\]; {shapes}"):
+        vae.decode(video(5)[0], CPU)
 
 
 def test_the_node_converts_every_wan_vae_and_refuses_others(stock, state, tmp_path):
@@ -208,16 +184,14 @@ def test_the_node_converts_every_wan_vae_and_refuses_others(stock, state, tmp_pa
         given = fast_vae(vae, tmp_path, **choice) if type(vae) is dict and vae else vae
         return ToWanVideoWrapper.execute(given).args[0]
 
-    latent, kind = torch.zeros(1, 16, 2, 3, 4), type(stock)
+    latent = torch.zeros(1, 16, 2, 3, 4)
     assert convert(stock).decode(latent, CPU).shape == (1, 3, 5, 24, 32)
-    assert type(stock) is kind
+    assert type(stock) is comfy.sd.VAE
     double = convert(random_state_dict(8, out_channels=12), dtype=torch.float16)
     assert (double.upsampling_factor, double.dtype) == (8, torch.float16)
     assert double.decode(latent.half(), CPU).shape == (1, 3, 5, 48, 64)
-    decoder = convert(decoder_of(state))
-    assert decoder.decode(latent, CPU).shape == (1, 3, 5, 24, 32)
     with refused("^the VAE has no encoder; only decoding works with it$"):
-        decoder.encode(video(1), CPU)
+        convert(decoder_of(state)).encode(video(1), CPU)
     rgba = random_state_dict(8, image_channels=4, out_channels=4)
     for given, message in (
         (random_qwen21(), "qwen-image-2.1 with 64 latent channels and 4 image channels"),
@@ -229,11 +203,11 @@ def test_the_node_converts_every_wan_vae_and_refuses_others(stock, state, tmp_pa
             convert(given)
 
 
-def test_frames_fall_back_to_the_host(vae, fast, monkeypatch):
+def test_frames_fall_back_to_the_host(fast, monkeypatch):
     import comfy.model_management as management
 
-    kind, failures, latent = type(fast.first_stage_model), [], latents(2, 3, 4)
-    real, expected = kind.decode_stream, vae.decode(latent, CPU)
+    kind, failures, vae = type(fast.first_stage_model), [], wrapped(fast)
+    real, expected = kind.decode_stream, vae.decode(latents(2, 3, 4), CPU)
 
     def stream(self, *arguments, **options):
         if options["out"].device.type == "meta":
@@ -242,5 +216,5 @@ def test_frames_fall_back_to_the_host(vae, fast, monkeypatch):
         return real(self, *arguments, **options)
 
     monkeypatch.setattr(kind, "decode_stream", stream)
-    assert relative_error(vae.decode(latent, "meta"), expected) <= 1e-5
+    assert relative_error(vae.decode(latents(2, 3, 4), "meta"), expected) <= 1e-5
     assert failures
