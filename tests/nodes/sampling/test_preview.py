@@ -1,14 +1,15 @@
 """The preview of Wan Sampler (Fast) in this process: pictures, other packs, errors, stops."""
 
+import contextlib
 import functools
 import threading
-from typing import NamedTuple
+from collections import namedtuple
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import save_file
 
 from fast_video_vae.tests.nodes.sampling.sampler_models import STEPS, clip, expert, sampled
@@ -18,20 +19,15 @@ pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("comfyui")]
 
 THREAD = "fast-vae-preview"
 
-
-class Shown(NamedTuple):
-    """A call of ComfyUI's hook of progress: of a step, or played by the thread."""
-
-    value: int
-    picture: Image.Image | None
-    is_played: bool
-    node: str
+# A call of ComfyUI's hook of progress: by a step, or by the thread that plays.
+Shown = namedtuple("Shown", ["value", "picture", "is_played", "node"])
 
 
 @pytest.fixture
 def shown(monkeypatch):
     """The calls of the hook, 50 ms in a step; a clip plays at 200 pictures per second."""
     import comfy.utils
+    import latent_preview
     from comfy_execution.utils import CurrentNodeContext, get_executing_context
 
     from fast_video_vae.nodes.preview import live
@@ -42,122 +38,132 @@ def shown(monkeypatch):
         is_played = threading.current_thread().name == THREAD
         if not is_played:
             threading.Event().wait(0.05)
-        seen.append(
-            Shown(value, preview and preview[1], is_played, get_executing_context().node_id)
-        )
+        node = get_executing_context().node_id
+        seen.append(Shown(value, preview and preview[1], is_played, node))
 
     monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", hook)
     monkeypatch.setitem(live._FPS, 16, 800)
     with CurrentNodeContext("prompt", "node"):
         yield seen
+    latent_preview.set_preview_method()
     assert THREAD not in [each.name for each in threading.enumerate()]
 
 
-@pytest.fixture
-def method(monkeypatch):
-    """Set ComfyUI's method for a prompt."""
+def run(method, **given):
+    """Return the outputs of a run with a method of preview, as a prompt sets it."""
     import latent_preview
 
-    yield latent_preview.set_preview_method
-    latent_preview.set_preview_method()
+    latent_preview.set_preview_method(method)
+    return sampled(**given)
 
 
 def sizes(shown):
     return {each.picture and each.picture.size for each in shown}
 
 
-def assert_played(shown, expected):
-    """Check that the last step showed these pictures `[T, H, W, 3]`; one more level is rounding."""
-    last = [numpy.asarray(each.picture) for each in shown if each.value == STEPS]
-    played = torch.from_numpy(numpy.stack(last)).float()
-    for picture in expected:
-        assert (played - picture).abs().amax((1, 2, 3)).min() <= 1.01
-
-
-@pytest.mark.parametrize("name", ["auto", "latent2rgb"])
-def test_every_step_plays_comfyuis_colors_of_its_latent_frames(shown, method, name):
-    """Of the denoised latent, frame by frame, as ComfyUI shows the first one."""
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("auto", None),
+        ("latent2rgb", None),
+        ("taesd", "lighttaew2_1.safetensors"),
+        ("taesd", "taew2_1.safetensors"),
+    ],
+)
+def test_every_step_plays_a_picture_of_each_latent_frame(shown, approx, monkeypatch, name, file):
+    """ComfyUI's colors, or its tiny decoder's frames, of the denoised latent."""
     import latent_preview
 
-    method(name)
-    result = sampled()
+    from fast_video_vae.nodes.preview import live
+
+    monkeypatch.setattr(live, "_SHARE", 1e9)  # every step may decode
+    state, model = random_tiny(16), expert()
+    if file:
+        save_file(state, approx / file)
+    raw = run(name)["denoised"]["samples"]
     assert [each.value for each in shown if not each.is_played] == list(range(1, STEPS + 1))
     assert any(each.is_played for each in shown)
     assert {each.node for each in shown} == {"node"}
     for step in range(1, STEPS):
         assert len({each.picture.tobytes() for each in shown if each.value == step}) == 3
-    model = expert()
-    x0 = model.model.process_latent_in(result["denoised"]["samples"])
-    previewer = latent_preview.get_previewer(model.load_device, model.model.latent_format)
-    expected = [previewer.decode_latent_to_preview(each) for each in x0.split(1, 2)]
-    assert_played(shown, torch.from_numpy(numpy.stack(expected)))
+    x0 = model.model.process_latent_in(raw)
+    if file:
+        frames = stock_frames(state, x0 if file.startswith("taew") else raw)[0, :, ::4]
+        expected = frames.movedim(0, -1).mul(255).clamp(0, 255)
+    else:
+        previewer = latent_preview.get_previewer(model.load_device, model.model.latent_format)
+        colors = [previewer.decode_latent_to_preview(each) for each in x0.split(1, 2)]
+        expected = torch.from_numpy(numpy.stack(colors))
+    last = [numpy.asarray(each.picture) for each in shown if each.value == STEPS]
+    played = torch.from_numpy(numpy.stack(last)).float()
+    for picture in expected:  # one more level is rounding
+        assert (played - picture).abs().amax((1, 2, 3)).min() <= 1.01
 
 
-def test_nothing_plays_with_previews_off_for_an_image_or_another_model(shown, method, monkeypatch):
-    method("none")
-    sampled()
-    assert sizes(shown) == {None}
-    shown.clear()
-    method("auto")
-    sampled(latent_image=clip(frames=1))
-    method("taesd")
+@pytest.mark.parametrize(
+    ("name", "frames", "decoder"),
+    [("none", 3, "lighttaew2_1"), ("auto", 1, "lighttaew2_1"), ("taesd", 3, "lighttaehy1_5")],
+)
+def test_previews_off_images_and_other_models_play_nothing(
+    shown, monkeypatch, name, frames, decoder
+):
     known = expert("wan21-t2v", 0).model.latent_format
-    monkeypatch.setattr(known, "taesd_decoder_name", "lighttaehy1_5")
-    sampled()
-    assert None not in sizes(shown)  # ComfyUI's own
+    monkeypatch.setattr(known, "taesd_decoder_name", decoder)
+    run(name, latent_image=clip(frames))
     assert not any(each.is_played for each in shown)
+    assert (None in sizes(shown)) == (name == "none")  # ComfyUI's own
 
 
 @pytest.mark.parametrize("is_stop", [False, True])
 @pytest.mark.parametrize("is_played", [False, True])
-def test_an_error_or_a_stop_ends_the_thread(shown, method, monkeypatch, is_stop, is_played):
+def test_an_error_or_a_stop_ends_the_thread(shown, monkeypatch, is_stop, is_played):
     """In a step it ends the run. In the thread a stop does so too; an error is the server's end."""
     import comfy.model_management as management
     import comfy.utils
 
-    hook, ended = comfy.utils.PROGRESS_BAR_HOOK, []
+    hook, ended, ends = comfy.utils.PROGRESS_BAR_HOOK, [], contextlib.nullcontext()
 
     def failing(value, *given, **options):
         hook(value, *given, **options)
-        if value == 2 and shown[-1].is_played == is_played:
+        fails = value == 2 and shown[-1].is_played == is_played
+        if fails:
             ended.append(len(shown))
             management.interrupt_current_processing(is_stop)
-            management.throw_exception_if_processing_interrupted()
-            raise RuntimeError("planted")
         management.throw_exception_if_processing_interrupted()
+        if fails:
+            raise RuntimeError("planted")
 
     monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", failing)
-    method("auto")
-    if is_played and not is_stop:
-        sampled()
-        assert [each.value for each in shown if not each.is_played] == list(range(1, STEPS + 1))
-    else:
-        with pytest.raises(management.InterruptProcessingException if is_stop else RuntimeError):
-            sampled()
+    if is_stop or not is_played:
+        ends = pytest.raises(management.InterruptProcessingException if is_stop else RuntimeError)
+    with ends:
+        run("auto")
+    assert (shown[-1].value == STEPS) == (is_played and not is_stop)
     assert len(ended) == 1
     assert not any(each.is_played for each in shown[ended[0] :])
     assert not management.processing_interrupted()
 
 
-def test_a_preview_that_fails_does_not_end_the_run(shown, method, approx, monkeypatch, caplog):
+def test_a_preview_that_fails_does_not_end_the_run(shown, approx, monkeypatch, caplog):
     from fast_video_vae.nodes.preview import live
     from fast_video_vae.nodes.preview.tiny_decoder import TinyDecoder
 
+    def logs_once(text, size):
+        caplog.clear()
+        shown.clear()
+        assert torch.equal(run("taesd" if size else "auto")["LATENT"]["samples"], expected)
+        assert caplog.text.count("making a preview failed; ") == caplog.text.count(text) == 1
+        assert sizes(shown) == {size}
+
+    expected = run("none")["LATENT"]["samples"]
+    logs_once("using latent2rgb: models/vae_approx has no lighttaew2_1", (8, 8))
+    (approx / "taew2_1.safetensors").write_bytes(b"no")
+    logs_once("using latent2rgb: taew2_1.safetensors is damaged", (8, 8))
     save_file(random_tiny(16), approx / "taew2_1.safetensors")
-    method("none")
-    expected = sampled()["LATENT"]["samples"]
     monkeypatch.setattr(TinyDecoder, "frames", Mock(side_effect=torch.OutOfMemoryError("planted")))
-    method("taesd")
-    shown.clear()
-    assert torch.equal(sampled()["LATENT"]["samples"], expected)
-    assert caplog.text.count("making a preview failed; using latent2rgb: planted") == 1
-    assert sizes(shown) == {(8, 8)}
+    logs_once("using latent2rgb: planted", (8, 8))
     monkeypatch.setattr(live, "colors", Mock(side_effect=ValueError("planted too")))
-    shown.clear()
-    method("auto")
-    sampled()
-    assert caplog.text.count("the run goes on without: planted too") == 1
-    assert sizes(shown) == {None}
+    logs_once("the run goes on without: planted too", None)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +177,7 @@ def test_a_preview_that_fails_does_not_end_the_run(shown, method, approx, monkey
         (None, "get_previewer", False),  # it returns ComfyUI's own
     ],
 )
-def test_the_preview_of_another_pack_is_used(shown, method, monkeypatch, owner, name, is_on):
+def test_the_preview_of_another_pack_is_used(shown, monkeypatch, owner, name, is_on):
     """It patches a part of ComfyUI's, or gives its own previewer, as VideoHelperSuite does."""
     import latent_preview
 
@@ -185,87 +191,41 @@ def test_the_preview_of_another_pack_is_used(shown, method, monkeypatch, owner, 
         return Mock(wraps=result) if name == "get_previewer" and is_on else result
 
     monkeypatch.setattr(owner, name, patched)
-    method("auto")
-    sampled()
-    assert len(calls) == STEPS or name in ("get_previewer", "prepare_callback")
-    assert calls
+    run("auto")
+    assert len(calls) == STEPS or (calls and name in ("get_previewer", "prepare_callback"))
     assert any(each.is_played for each in shown) != is_on
 
 
-@pytest.mark.parametrize("name", ["lighttaew2_1.safetensors", "taew2_1.safetensors"])
-def test_taesd_plays_the_frames_of_a_tiny_decoder(shown, method, approx, monkeypatch, name):
-    from fast_video_vae.nodes.preview import live
-
-    state = random_tiny(16)
-    save_file(state, approx / name)
-    monkeypatch.setattr(live, "_SHARE", 1e9)  # every step may decode
-    method("taesd")
-    result = sampled()["denoised"]["samples"]
-    model = expert()
-    given = model.model.process_latent_in(result) if name.startswith("taew") else result
-    frames = stock_frames(state, given)[0, :, ::4].movedim(0, -1)
-    assert frames.shape == (3, 64, 64, 3)
-    assert_played(shown, frames.mul(255).clamp(0, 255))
-
-
-def test_taesd_without_a_usable_file_plays_colors(shown, method, approx, caplog):
-    method("taesd")
-    why = "making a preview failed; using latent2rgb: "
-    sampled()
-    assert f"{why}models/vae_approx has no lighttaew2_1" in caplog.text
-    (approx / "taew2_1.safetensors").write_bytes(b"no")
-    sampled()
-    assert f"{why}taew2_1.safetensors is damaged" in caplog.text
-    save_file(random_tiny(48), approx / "taew2_1.safetensors")
-    sampled()
-    assert f"{why}taew2_1.safetensors is for latents of 48 channels; expected" in caplog.text
-    (approx / "taew2_1.safetensors").unlink()
-    sampled()
-    assert caplog.text.count(why) == 4
-    assert sizes(shown) == {(8, 8)}
-
-
-class Clock:
-    """The time for a preview, in seconds."""
-
-    now = 0.0
-
-    def monotonic(self):
-        return self.now
-
-
-def test_decodes_take_a_tenth_of_the_time_from_the_first_step_on(
-    shown, method, approx, monkeypatch
-):
+def test_decodes_take_a_tenth_of_the_time_from_the_first_step_on(shown, approx, monkeypatch):
     """A step takes a second, and a latent frame 0.15 s to decode."""
+    import latent_preview
+
     from fast_video_vae.nodes.preview import live
     from fast_video_vae.nodes.preview.tiny_decoder import TinyDecoder
 
     save_file(random_tiny(16), approx / "taew2_1.safetensors")
-    clock, frames = Clock(), TinyDecoder.frames
+    now, frames = [0.0], TinyDecoder.frames
 
     def slow(self, *given):
         for at, frame in enumerate(frames(self, *given)):
-            clock.now += 0.0 if at % 4 else 0.15
+            now[0] += 0.0 if at % 4 else 0.15
             yield frame
 
     def step(number, seconds=1.0):
-        clock.now += seconds
+        now[0] = before = now[0] + seconds
         step_done(number, torch.randn(1, 16, 3, 8, 8), None, STEPS)
-        return next(each.picture.size for each in reversed(shown) if not each.is_played)
+        last = next(each.picture.size for each in reversed(shown) if not each.is_played)
+        return last, round(now[0] - before, 2)
 
-    monkeypatch.setattr(live, "time", clock)
+    monkeypatch.setattr(live, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(TinyDecoder, "frames", slow)
-    method("taesd")
+    latent_preview.set_preview_method("taesd")
     with torch.inference_mode(), live.playing(expert(), STEPS, {}, clip()["samples"]) as step_done:
         # The first one is given up after a latent frame: 0.15 s of 0.1.
-        assert step(0) == (8, 8)
+        assert step(0) == ((8, 8), 0.15)
         # The next one begins when there is twice that, and the one after when its time fits again.
-        assert [step(number) for number in range(1, 4)] == [(8, 8)] * 3
-        assert step(4, seconds=2.0) == (64, 64)
-        before = clock.now
-        assert step(5) == (64, 64)
-        assert clock.now == before + 1
+        assert [step(number) for number in range(1, 4)] == [((8, 8), 0.0)] * 3
+        assert step(4, seconds=2.0) == ((64, 64), 0.45)
+        assert step(5) == ((64, 64), 0.0)
         monkeypatch.setattr(TinyDecoder, "peak_bytes", lambda self, shape: 1e30)
-        assert step(6, seconds=100.0) == (64, 64)
-        assert clock.now == before + 101
+        assert step(6, seconds=100.0) == ((64, 64), 0.0)
