@@ -5,12 +5,10 @@ import itertools
 import json
 import threading
 import time
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """One message.
 
     Its kind is `execution_start`, `executing`, `progress`, ..., `text` for the text that a node
@@ -22,32 +20,17 @@ class Event:
     data: dict[str, Any]
 
 
-# Prefix of binary messages with the text of a node: length of the node's id, the id, the text.
-_TEXT = (3).to_bytes(4, "big")
-
-
-# Prefixes of preview pictures: the kind of image, the image; or the length of metadata in JSON, the
-# metadata, the image.
-_PREVIEW, _PREVIEW_WITH_METADATA = ((number).to_bytes(4, "big") for number in (1, 4))
-
-
-def _binary(message: bytes) -> dict[str, Any] | None:
-    """The content of a binary message, or None for one of an unknown kind."""
-    kind, rest = message[:4], message[4:]
-    if kind == _TEXT:
-        return _text_of_node(rest)
-    if kind == _PREVIEW:
-        return {"type": "preview", "data": {"image": rest[4:]}}
-    if kind == _PREVIEW_WITH_METADATA:
-        end = 4 + int.from_bytes(rest[:4], "big")
-        return {"type": "preview", "data": {**json.loads(rest[4:end]), "image": rest[end:]}}
-    return None
-
-
-def _text_of_node(message: bytes) -> dict[str, Any]:
-    end = 4 + int.from_bytes(message[:4], "big")
-    data = {"node": message[4:end].decode(), "text": message[end:].decode()}
-    return {"type": "text", "data": data}
+def _binary(message: bytes) -> tuple[str, dict[str, Any]]:
+    """The kind and the data of a binary message: text of a node, or a picture."""
+    number, size = (int.from_bytes(message[at : at + 4], "big") for at in (0, 4))
+    first, rest = message[8 : 8 + size], message[8 + size :]
+    if number == 3:  # length of the node's id, the id, the text
+        return "text", {"node": first.decode(), "text": rest.decode()}
+    if number == 1:  # kind of the image, the image
+        return "preview", {"image": message[8:]}
+    if number == 4:  # length of the metadata, the metadata, the image
+        return "preview", {**json.loads(first), "image": rest}
+    return "unknown", {}
 
 
 class Events:
@@ -60,8 +43,7 @@ class Events:
         self._url, self._features = url, features
         self._events: list[Event] = []
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=asyncio.run, args=[self._listen()], daemon=True)
-        self._thread.start()
+        threading.Thread(target=asyncio.run, args=[self._listen()], daemon=True).start()
         self.wait("status", timeout_s=30)  # the server's greeting: the connection is registered
 
     def wait(self, kind: str, timeout_s: float, **data: object) -> Event:
@@ -91,11 +73,10 @@ class Events:
             if self._features:
                 await socket.send_json({"type": "feature_flags", "data": self._features})
             async for message in socket:
-                is_text = message.type is aiohttp.WSMsgType.TEXT
-                content = json.loads(message.data) if is_text else _binary(message.data)
-                if content is None:
-                    continue
-                event = Event(time.perf_counter(), content["type"], content["data"])
+                if message.type is aiohttp.WSMsgType.TEXT:
+                    kind, data = map(json.loads(message.data).get, ("type", "data"))
+                else:
+                    kind, data = _binary(message.data)
                 with self._changed:
-                    self._events.append(event)
+                    self._events.append(Event(time.perf_counter(), kind, data))
                     self._changed.notify_all()

@@ -1,5 +1,6 @@
 """Checks of node inputs in this process: values that HTTP cannot carry, and file names."""
 
+import contextlib
 import re
 
 import pytest
@@ -10,11 +11,6 @@ from fast_video_vae.tests.nodes.extra_nodes import Encoder
 from fast_video_vae.tests.nodes.vae.pairs import ours
 
 pytestmark = pytest.mark.comfyui
-
-
-def other_vae(**methods):
-    """Return a VAE of another pack, with ComfyUI's methods but not its class."""
-    return type("OtherVAE", (), {"encode": None, "decode": None} | methods)()
 
 
 LATENT = {"samples": torch.zeros(1, 16, 1, 2, 2)}
@@ -31,10 +27,7 @@ LATENT = {"samples": torch.zeros(1, 16, 1, 2, 2)}
         ({"dtype": "int8"}, "dtype: got 'int8'; expected one of: auto, fp32, bf16, fp16"),
         ({"vae": {}}, "vae: got a dict with nothing in it; expected a VAE"),
         ({"vae": "text has a method encode"}, "vae: got 'text has a method encode'; expected a"),
-        (
-            {"vae": None},
-            "vae: got None; expected a VAE. The checkpoint has none: load it from its own file",
-        ),
+        ({"vae": None}, "vae: got None; expected a VAE. The checkpoint has none: load it from its"),
     ],
 )
 def test_the_message_names_the_value_and_the_expected_type(fast, inputs, message):
@@ -51,25 +44,23 @@ def test_numbers_of_other_types_are_accepted(fast):
     assert len(TextEncode.execute(**given).args[0]) == 1
 
 
-def test_an_error_of_another_vae_is_one_line_naming_the_input(comfyui):
-    def decode(self, latent):
-        raise RuntimeError("Given groups=1\nweight of size [1, 2]\n" * 50)
-
-    with refused(r"^samples: this VAE, .*RuntimeError: Given"):
-        ours("Decode", samples=LATENT, vae=other_vae(decode=decode))
-
-
-@pytest.mark.parametrize("name", ["OOM_EXCEPTION", "InterruptProcessingException"])
-def test_comfyui_exceptions_of_another_vae_pass_unchanged(comfyui, name):
+@pytest.mark.parametrize("name", ["", "OOM_EXCEPTION", "InterruptProcessingException"])
+def test_an_error_of_another_vae_is_one_line_if_it_is_not_one_of_comfyuis(comfyui, name):
     import comfy.model_management
 
-    kind = getattr(comfy.model_management, name)
+    kind = getattr(comfy.model_management, name) if name else RuntimeError
 
     def decode(self, latent):
-        raise kind
+        raise kind("Given groups=1\nweight of size [1, 2]\n" * 50)
 
-    with pytest.raises(kind):
-        ours("Decode", samples=LATENT, vae=other_vae(decode=decode))
+    # With ComfyUI's methods but not its class.
+    vae = type("OtherVAE", (), {"encode": None, "decode": decode})()
+    with (
+        pytest.raises(kind, match=r"^Given groups=1\n")
+        if name
+        else refused(r"^samples: this VAE, .*RuntimeError: Given")
+    ):
+        ours("Decode", samples=LATENT, vae=vae)
 
 
 @pytest.mark.parametrize(
@@ -77,27 +68,20 @@ def test_comfyui_exceptions_of_another_vae_pass_unchanged(comfyui, name):
     [
         ("a\0b", False, "with a control character"),
         ("\ud800", False, "with half a character"),
-        ("x" * 300, False, "300 bytes long"),
         ("é" * 120, False, "240 bytes long"),
         ("../x", False, "which leads out of it"),
         ("a/../../x", False, "which leads out of it"),
         ("file/x", False, "with a file in place of a folder"),
-        ("nul/x", True, "with a name that is reserved on Windows"),
         ("COM1.txt/x", True, "with a name that is reserved on Windows"),
         ("a:b", True, "with a character that Windows does not allow"),
-        ("a/b", False, None),
         ("nul/x", False, None),
         ("con", True, None),  # the file is con_00001_.mp4
-        ("%year%-%month%/%width%", False, None),
-        ("Füchse/été 2", False, None),
+        ("Füchse/%year%-%month%/%width%/été 2", False, None),
     ],
 )
 def test_an_invalid_file_prefix_is_refused(comfyui, tmp_path, prefix, windows, reason):
     from fast_video_vae.nodes.video.file_prefix import check_prefix
 
     (tmp_path / "file").touch()
-    if reason is None:
-        check_prefix(prefix, tmp_path, windows=windows)
-        return
-    with refused("^filename_prefix is ", reason):
+    with refused("^filename_prefix is ", reason) if reason else contextlib.nullcontext():
         check_prefix(prefix, tmp_path, windows=windows)

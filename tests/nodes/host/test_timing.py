@@ -1,27 +1,107 @@
 """Timing of a prompt: the measured pieces, their table, and when a running ComfyUI prints it."""
 
 import contextvars
+import json
+import logging
 import re
 import shutil
 import threading
 import time
 import types
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from fast_video_vae.tests.nodes.host.conftest import logged
 from fast_video_vae.tests.nodes.server import AUTO, VAE_FILE, VIDEO, PromptError, Workflow
 from fast_video_vae.tests.nodes.vae.pairs import ours
 
 pytestmark = pytest.mark.comfyui
 
-CUDA = torch.device("cuda", 0)
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+NOTHING = "Fast Video VAE: no time was measured"
 
 
-def seconds(report):
-    """The seconds of each kind."""
-    return {row["kind"]: row["seconds"] for row in report["rows"]}
+class Clock:
+    """A clock that only advances on request, and a device with twice its seconds."""
+
+    def __init__(self):
+        self.seconds, self.waits = 100.0, 0
+
+    def __call__(self):
+        return self.seconds
+
+    def passes(self, seconds):
+        self.seconds += seconds
+
+    def event(self, enable_timing):
+        """Return what the timing uses of a `torch.cuda.Event`."""
+        event = types.SimpleNamespace(at=None)
+
+        def synchronize():
+            self.waits += 1
+            if event.at is None:
+                raise RuntimeError("the event is not recorded")
+
+        event.record = lambda stream: vars(event).update(at=self.seconds)
+        event.synchronize = synchronize
+        event.elapsed_time = lambda last: 2e3 * (last.at - event.at)
+        return event
+
+
+@pytest.fixture
+def timing(comfyui):
+    """The timing module without measurements; the tests are within a prompt, "a"."""
+    from comfy_execution import cache_provider
+    from comfy_execution.utils import CurrentNodeContext
+
+    from fast_video_vae.nodes.host import timing
+
+    finish("of an earlier test")
+    with CurrentNodeContext("a", "1"):
+        yield timing
+    finish("a")
+    assert not timing._running
+    assert not cache_provider._has_cache_providers()
+
+
+@pytest.fixture
+def clock(timing, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(timing, "clock", clock)
+    # Compilations of other tests are at other times of day.
+    monkeypatch.setattr(timing, "time", types.SimpleNamespace(time=clock))
+    monkeypatch.setattr("torch.cuda.Event", clock.event)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: device)
+    return clock
+
+
+@pytest.fixture
+def measured(timing, monkeypatch, caplog):
+    """End the prompt, and return the report that it logs as JSON, and the seconds of each kind."""
+
+    def ended():
+        monkeypatch.setenv("FAST_VIDEO_VAE_TIMING", "json")
+        report = json.loads(logged(caplog)[-1])
+        return report, {row["kind"]: row["seconds"] for row in report["rows"]}
+
+    return ended
+
+
+def finish(prompt):
+    """Notify the providers of caches, as ComfyUI does at the end of every prompt."""
+    from comfy_execution.cache_provider import _get_cache_providers
+
+    for provider in [*_get_cache_providers()]:
+        provider.on_prompt_end(prompt)
+
+
+def logged(caplog, prompt="a"):
+    """End a prompt, and return what it logs."""
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        finish(prompt)
+    return [record.getMessage() for record in caplog.records if "timing" in record.name]
 
 
 def in_thread(function, *arguments):
@@ -31,7 +111,7 @@ def in_thread(function, *arguments):
 
 
 def test_a_table_has_the_rows_in_the_order_of_the_work_and_is_logged_once(timing, clock, caplog):
-    assert timing.text() == "Fast Video VAE: no time was measured"
+    assert timing.text() == NOTHING
     pieces = [("of another pack", "", 1.0), ("denoise", "high noise", 2.0)]
     pieces += [("denoise", "high noise", 1.0), ("denoise", "low noise", 3.0)]
     pieces += [("load", "wan.safetensors", 10.0), ("denoise", "high noise", 1.5)]
@@ -68,31 +148,26 @@ def test_a_table_has_the_rows_in_the_order_of_the_work_and_is_logged_once(timing
 def test_inner_pieces_are_subtracted_from_outer_ones(timing, measured, pieces, expected):
     for kind, first, last in pieces:
         timing.add(kind, timing.Instant(first), timing.Instant(last))
-    assert seconds(measured()) == expected
+    assert measured()[1] == expected
 
 
-def test_a_device_measures_its_own_seconds_and_waits_for_the_table_alone(timing, clock, measured):
-    for length in (3.0, 1.0, 2.0):
-        with timing.span("denoise", device=CUDA):
-            clock.passes(0.01)
-            clock.works(length)
-    with timing.span("load", device=torch.device("cpu")):
-        clock.works(5.0)
+def test_a_device_measures_its_own_seconds_and_waits_for_the_table_alone(
+    timing, clock, measured, monkeypatch
+):
+    def measure(kind, device, seconds):
+        with timing.span(kind, device=device):
+            clock.passes(seconds)
+
+    for given in (("denoise", CUDA, 3), ("denoise", CUDA, 1), ("load", CPU, 5)):
+        measure(*given)
+    monkeypatch.setattr("torch.cuda.current_stream", Mock(side_effect=RuntimeError("it failed")))
+    measure("file", CUDA, 2)  # by the host
     assert clock.waits == 0
-    report = measured()
-    row = {"kind": "denoise", "label": "", "count": 3, "seconds": 6, "min": 1, "median": 2}
-    assert report["rows"] == [{"kind": "load", "label": "", "count": 1, "seconds": 0}, row]
-    assert (report["prompt"], report["stopped"]) == ("a", "")
-
-
-def test_a_failed_device_leaves_the_seconds_of_the_host(timing, clock, measured, monkeypatch):
-    def failed(*_):
-        raise RuntimeError("CUDA error: device-side assert")
-
-    monkeypatch.setattr("torch.cuda.current_stream", failed)
-    with timing.span("denoise", device=CUDA):
-        clock.passes(2)
-    assert seconds(measured()) == {"denoise": 2}
+    report, seconds = measured()
+    assert seconds == {"load": 5, "denoise": 8, "file": 2}
+    row = {"kind": "denoise", "label": "", "count": 2, "seconds": 8, "min": 2, "median": 4}
+    assert row in report.pop("rows")
+    assert report == {"prompt": "a", "wall": 11, "measured": 15, "stopped": ""}
 
 
 @pytest.mark.gpu
@@ -101,22 +176,20 @@ def test_a_real_device_measures_its_own_seconds(timing, measured):
     torch.cuda.synchronize()
     with timing.span("denoise", device=CUDA):
         torch.cuda._sleep(1_000_000_000)  # cycles: half a second
-    assert 0.2 < seconds(measured())["denoise"] < 5
+    assert 0.2 < measured()[1]["denoise"] < 5
 
 
-def test_the_environment_variable_turns_off_the_log_alone(timing, monkeypatch, caplog):
-    monkeypatch.setenv("FAST_VIDEO_VAE_TIMING", " OFF ")
+@pytest.mark.parametrize(("ended", "after"), [("a", "load"), ("another", "no time was measured")])
+def test_nothing_is_logged_if_turned_off_or_the_end_is_not_reported(
+    timing, monkeypatch, caplog, ended, after
+):
+    if ended == "a":
+        monkeypatch.setenv("FAST_VIDEO_VAE_TIMING", " OFF ")
     with timing.span("load"):
         pass
-    assert "load" in timing.text()
-    assert logged(caplog) == []
-
-
-def test_a_prompt_whose_end_is_not_reported_is_dropped(timing, caplog):
-    with timing.span("load"):
-        pass
-    assert logged(caplog, "another") == []
-    assert timing.text() == "Fast Video VAE: no time was measured"
+    text = timing.text()
+    assert logged(caplog, ended) == []
+    assert after in (text if ended == "a" else timing.text())
 
 
 @pytest.mark.parametrize(
@@ -139,23 +212,20 @@ def test_a_failed_piece_is_measured_and_marked(timing, clock, measured, error, m
     with pytest.raises(error):
         fail()
     assert timing.text().splitlines()[0].endswith(f" s ({mark})")
-    report = measured()
-    assert report["stopped"] == mark
-    assert seconds(report)["switch"] == 1
+    report, seconds = measured()
+    assert (report["stopped"], seconds["switch"]) == (mark, 1)
 
 
 def test_a_thread_measures_for_the_prompt_whose_context_it_has(timing, clock, measured):
-    def work():
-        with timing.span("file"):
+    def work(kind):
+        with timing.span(kind):
             clock.passes(1)
 
     with timing.span("VAE decode"):
-        in_thread(work)
-    assert "file" not in timing.text()
-    with timing.span("VAE decode"):
-        in_thread(contextvars.copy_context().run, work)
+        in_thread(work, "load")
+        in_thread(contextvars.copy_context().run, work, "file")
     # It ran in parallel with the other: nothing is subtracted.
-    assert seconds(measured()) == {"VAE decode": 2, "file": 1}
+    assert measured()[1] == {"VAE decode": 2, "file": 1}
 
 
 def test_draws_are_measured_without_the_work_between_them(timing, clock, measured):
@@ -180,9 +250,8 @@ def test_draws_are_measured_without_the_work_between_them(timing, clock, measure
     assert "(" not in timing.text().splitlines()[0]
     with pytest.raises(OSError, match="gone"):
         list(timing.drawn("load", items()))
-    report = measured()
-    assert report["stopped"] == "failed"
-    assert seconds(report) == {"VAE decode": 3, "file": 20, "load": 6}
+    report, seconds = measured()
+    assert (report["stopped"], seconds) == ("failed", {"VAE decode": 3, "file": 20, "load": 6})
 
 
 def test_the_nodes_measure_what_they_do(timing, inference, measured):
@@ -198,11 +267,10 @@ def test_the_nodes_measure_what_they_do(timing, inference, measured):
     _, text = ours("Decode", samples=latent, vae=vae).args
     assert text == timing.text()
     images = torch.zeros(1, 16, 16, 3)  # of a VAE of another pack
-    other = types.SimpleNamespace(device=torch.device("cpu"), encode=None, decode=lambda _: images)
+    other = types.SimpleNamespace(device=CPU, encode=None, decode=lambda _: images)
     ours("Decode", samples={"samples": torch.zeros(1, 4, 2, 2)}, vae=other)
-    cpu = torch.device("cpu")
-    apply_lora(ModelPatcher(torch.nn.Linear(2, 2), cpu, cpu), ())
-    counts = {(row["kind"], row["label"]): row["count"] for row in measured()["rows"]}
+    apply_lora(ModelPatcher(torch.nn.Linear(2, 2), CPU, CPU), ())
+    counts = {(row["kind"], row["label"]): row["count"] for row in measured()[0]["rows"]}
     assert counts.pop(("file", "")) > 2  # chunks of the video, and its sound
     labels = ("bundled demo", "accelerated VAE", "VAE to its device")
     assert {key for key in counts if key[0] == "load"} == {("load", label) for label in labels}
@@ -233,13 +301,16 @@ def test_kernel_builds_and_compilations_are_subtracted_from_the_outer_piece(timi
         prepare("CPU kernels")
         in_thread(prepare, "of another thread")
     prepare("after")
-    report = measured()
-    found = {(row["kind"], row["label"]): row for row in report["rows"]}
-    names = [("kernel build", "CPU kernels"), ("compile", ""), ("denoise", ""), ("VAE decode", "")]
-    assert {*found} == {*names}
-    assert found["kernel build", "CPU kernels"]["seconds"] >= 0.02
-    assert found["compile", ""]["count"] == 1
-    assert found["compile", ""]["seconds"] >= 0.3
+    report, seconds = measured()
+    names = [(row["kind"], row["label"], row["count"]) for row in report["rows"]]
+    assert names == [
+        ("compile", "", 1),
+        ("kernel build", "CPU kernels", 1),
+        ("denoise", "", 3),
+        ("VAE decode", "", 1),
+    ]
+    assert seconds["kernel build"] >= 0.02
+    assert seconds["compile"] >= 0.3
     assert report["measured"] == pytest.approx(report["wall"], abs=0.01)
     torch._dynamo.reset()
 
@@ -259,14 +330,12 @@ def test_the_log_has_one_table_per_prompt_over_http(server):
     before = len(server.log())
     outputs = server.run(workflow)
     texts = [outputs[name]["text"][0] for name in shown]
-    assert "VAE decode" in texts[0]
+    assert re.search(rf"^ *load +{own}.*^ *VAE decode", texts[0], re.MULTILINE | re.DOTALL)
     assert "file" in texts[1]
-    assert all(re.search(rf"^ *load +{own}", text, re.MULTILINE) for text in texts)
     log = server.log()[before:]
     (total,) = TOTALS.finditer(log)
-    measured, wall, mark = total.groups()
-    assert 0 < float(measured) <= float(wall) + 0.001
-    assert mark == ""
+    assert 0 < float(total[1]) <= float(total[2]) + 0.001
+    assert total[3] == ""
     table = log[total.start() :].splitlines()
     assert [line.split()[0] for line in table[2:6]] == ["load", "load", "VAE", "file"]
     before = len(server.log())
