@@ -1,21 +1,11 @@
 """Small text encoders of ComfyUI's own classes, with random weights and real tokenizers."""
 
-import asyncio
 import functools
 import importlib
 import io
 from types import SimpleNamespace
 
-import pytest
 import torch
-from torch.utils._pytree import tree_flatten
-
-# A larger batch is summed in another order: float32 rounding through a few layers.
-ROUNDING = 2e-6
-
-FOX = "a red fox runs over the snow"
-BOOK = "a (woman:1.3) reads a [book] beside the ((window)), soft shadows, film grain"
-BLURRY = "blurry, low quality"
 
 # Training text of the sentencepiece model, which thus has pieces for words of the prompts.
 SENTENCES = [
@@ -32,7 +22,7 @@ _T5 = {"d_model": 32, "d_ff": 64, "d_kv": 16, "num_heads": 2, "num_layers": 2}
 _UMT5 = {**_T5, "vocab_size": 256}
 
 # Module, class or factory of the model, class of the tokenizer, and the configuration of each part.
-_KINDS = {
+KINDS = {
     "wan": ("text_encoders.wan", "te", "WanT5Tokenizer", {"umt5xxl": _UMT5}),
     "qwen_image": ("text_encoders.qwen_image", "te", "QwenImageTokenizer", {"qwen25_7b": _CLIP}),
     "z_image": ("text_encoders.z_image", "te", "ZImageTokenizer", {"qwen3_4b": _CLIP}),
@@ -41,17 +31,13 @@ _KINDS = {
     "sdxl": ("sdxl_clip", "SDXLClipModel", "SDXLTokenizer", {"clip_l": _CLIP, "clip_g": _CLIP}),
     "flux": ("text_encoders.flux", "flux_clip", "FluxTokenizer", {"clip_l": _CLIP, "t5xxl": _T5}),
 }
-# All kinds, as parameters of a test.
-KINDS = [
-    pytest.param(kind, marks=() if kind in ("wan", "sdxl") else pytest.mark.slow) for kind in _KINDS
-]
 
 
 def encoder(kind, dtype=torch.float32, seed=0, **config):
     """Return a CLIP of ComfyUI; `config` overrides the small configuration."""
     import comfy.sd
 
-    file, model, tokenizer, parts = _KINDS[kind]
+    file, model, tokenizer, parts = KINDS[kind]
     module = importlib.import_module(f"comfy.{file}")
     model, tokenizer = getattr(module, model), getattr(module, tokenizer)
     target = SimpleNamespace(
@@ -64,7 +50,12 @@ def encoder(kind, dtype=torch.float32, seed=0, **config):
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in clip.cond_stage_model.named_parameters():
         values = torch.randn(parameter.shape, generator=generator)
-        parameter.data = _scaled(name, values, config.get("d_kv", _T5["d_kv"])).to(dtype)
+        if values.ndim < 2:
+            values = ("norm" in name) + 0.2 * values
+        else:  # a layer keeps the magnitude of its input; T5 does not scale its attention
+            d_kv = config.get("d_kv", _T5["d_kv"]) if "SelfAttention.q." in name else 1
+            values *= (values.shape[-1] * d_kv) ** -0.5
+        parameter.data = values.to(dtype)
     return clip
 
 
@@ -80,65 +71,3 @@ def _tokenizer(cls):
     )
     pieces = torch.frombuffer(bytearray(model.getvalue()), dtype=torch.uint8)
     return cls(tokenizer_data={"spiece_model": pieces})
-
-
-def _scaled(name, values, d_kv):
-    """Scale random weights so that a layer keeps the magnitude of its input."""
-    if values.ndim < 2:
-        return ("norm" in name) + 0.2 * values
-    # T5 does not scale its attention; the query weights include the factor.
-    return values * values.shape[-1] ** -0.5 * (d_kv**-0.5 if "SelfAttention.q." in name else 1)
-
-
-def encode(clip, positive, negative=BLURRY, **options):
-    """Execute the node as ComfyUI does; return two lists of conditionings, and the report."""
-    import execution
-
-    from fast_video_vae.nodes.text.nodes import TextEncode
-
-    inputs = {"clip": clip, "positive": positive, "negative": negative, **options}
-    lists = {name: value if isinstance(value, list) else [value] for name, value in inputs.items()}
-    outputs, *_ = asyncio.run(execution.get_output_data("prompt", "1", TextEncode, lists))
-    positive, negative, (report,) = outputs
-    return positive, negative, report
-
-
-def encode_as_core(clip, positive, negative=BLURRY, calls=None, **options):
-    """Encode, compare with ComfyUI's own node, and return the report.
-
-    `calls` are the expected batch sizes of the transformers' calls.
-    """
-    seen = []
-    for module in clip.cond_stage_model.modules():
-        if calls is not None and hasattr(module, "process_tokens"):
-            module.transformer.register_forward_pre_hook(
-                lambda _, __, keywords: seen.append(len(keywords["embeds"])), with_kwargs=True
-            )
-    first, second, report = encode(clip, positive, negative, **options)
-    assert calls is None or seen == calls
-    for found, prompts in ((first, positive), (second, negative)):
-        given = prompts if isinstance(prompts, list) else [prompts] * len(found)
-        for conditioning, prompt in zip(found, given, strict=True):
-            assert_equal(conditioning, by_core(clip, prompt))
-    return report
-
-
-def by_core(clip, prompt):
-    from fast_video_vae.tests.nodes.vae.pairs import node
-
-    (conditioning,) = node("CLIPTextEncode", clip, prompt)
-    return conditioning
-
-
-def assert_equal(conditioning, expected, tolerance=ROUNDING):
-    """Compare all entries of two conditionings: states, pooled output and masks."""
-    from fast_video_vae.tests.nodes.vae.pairs import relative_error
-
-    (ours, structure), (theirs, expected_structure) = map(tree_flatten, (conditioning, expected))
-    assert structure == expected_structure
-    for one, two in zip(ours, theirs, strict=True):
-        if isinstance(two, torch.Tensor):
-            assert one.dtype == two.dtype
-            assert relative_error(one.float(), two.float()) <= tolerance
-        else:
-            assert one == two

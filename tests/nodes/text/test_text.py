@@ -1,25 +1,90 @@
-"""Prompts in one pass of the text encoder, against ComfyUI's own CLIPTextEncode."""
+"""Prompts in one pass of the text encoder, and from the cache, against ComfyUI's CLIPTextEncode."""
 
+import asyncio
 import contextlib
+import gc
 import logging
+import weakref
+from collections import namedtuple
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from fast_video_vae.tests.nodes.text import encoders
-from fast_video_vae.tests.nodes.text.encoders import BLURRY, BOOK, FOX, by_core, encode, encoder
-from fast_video_vae.tests.nodes.text.encoders import encode_as_core as check
-from fast_video_vae.tests.nodes.vae.pairs import relative_error
+from fast_video_vae.tests.nodes.text.encoders import KINDS, SENTENCES, encoder
+from fast_video_vae.tests.nodes.vae.pairs import node, relative_error
 
-pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("comfyui")]
+pytestmark = pytest.mark.comfyui
 
+FOX = "a red fox runs over the snow"
+BOOK = "a (woman:1.3) reads a [book] beside the ((window)), soft shadows, film grain"
+BLURRY = "blurry, low quality"
 LONG = ", ".join([FOX, BOOK] * 12)  # more than the 512 tokens of umT5, the 77 of CLIP
 SHORT = "a red fox runs"
+OTHERS = [
+    pytest.param(each, marks=pytest.mark.slow) for each in KINDS if each not in ("wan", "sdxl")
+]
 EMPTY = "positive: the prompt is empty; expected text"
 
 
-@pytest.mark.parametrize("kind", encoders.KINDS)
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, comfyui):
+    """An empty cache, and no failed compilation."""
+    from comfy.text_encoders import llama
+
+    from fast_video_vae.nodes.text import batch, encode
+
+    # Text does not need the vision tower of Qwen-VL, which has 0.6 G parameters.
+    monkeypatch.setattr(llama.qwen_vl, "Qwen2VLVisionTransformer", lambda **_: torch.nn.Identity())
+    monkeypatch.setattr(encode, "cache", encode.TextCache())
+    monkeypatch.setattr(batch, "_compiling", {"works": True})
+    with torch.inference_mode():
+        yield encode.cache
+
+
+def encode(clip, positive, negative=BLURRY, **options):
+    """Execute the node as ComfyUI does; return two lists of conditionings, and the report."""
+    import execution
+
+    from fast_video_vae.nodes.text.nodes import TextEncode
+
+    inputs = {"clip": clip, "positive": positive, "negative": negative, **options}
+    lists = {name: value if isinstance(value, list) else [value] for name, value in inputs.items()}
+    outputs, *_ = asyncio.run(execution.get_output_data("prompt", "1", TextEncode, lists))
+    positive, negative, (report,) = outputs
+    return positive, negative, report
+
+
+def by_core(clip, prompt):
+    (conditioning,) = node("CLIPTextEncode", clip, prompt)
+    return conditioning
+
+
+def assert_equal(conditioning, expected):
+    """Compare states, pooled output and masks; a larger batch is summed in another order."""
+    torch.testing.assert_close(conditioning, expected, rtol=0, atol=5e-6)
+
+
+def check(clip, positive, negative=BLURRY, calls=None, **options):
+    """Encode, compare with ComfyUI's own node, and return the report.
+
+    `calls` are the expected batch sizes of the transformers' calls.
+    """
+    seen = []
+    for module in clip.cond_stage_model.modules():
+        if calls is not None and hasattr(module, "process_tokens"):
+            module.transformer.register_forward_pre_hook(
+                lambda _, __, keywords: seen.append(len(keywords["embeds"])), with_kwargs=True
+            )
+    first, second, report = encode(clip, positive, negative, **options)
+    assert calls is None or seen == calls
+    for found, prompts in ((first, positive), (second, negative)):
+        given = prompts if isinstance(prompts, list) else [prompts] * len(found)
+        assert_equal(found, [by_core(clip, prompt) for prompt in given])
+    return report
+
+
+@pytest.mark.parametrize("kind", ["wan", "sdxl", *OTHERS])
 def test_all_prompts_take_one_call_per_transformer(kind):
     clip, transformers = encoder(kind), 2 if kind in ("sdxl", "flux") else 1
     check(clip, [FOX, BOOK, LONG], [BLURRY, "", FOX])
@@ -30,13 +95,13 @@ def test_all_prompts_take_one_call_per_transformer(kind):
 @pytest.mark.parametrize(
     ("kind", "positive", "negative", "calls"),
     [
-        ("wan", FOX, "", [2]),
-        ("wan", [*encoders.SENTENCES, "a (fox:1.3)"], "", [6]),  # the reference for weights is ""
+        ("wan", [*SENTENCES, "a (fox:1.3)"], "", [6]),  # the reference for weights is ""
         ("wan", [FOX, "a (fox:1.3)", "a (book:0.5)"], BLURRY, [5]),
         ("wan", [FOX] * 3, FOX, [1]),  # equal prompts
         ("z_image", FOX, SHORT, [2]),  # the pads of the shorter one are masked
         ("z_image", "a fox<|endoftext|> in snow", f"{SHORT} in snow, at night", [2]),  # a pad
         ("z_image", LONG, "", [1, 1]),  # lengths that are far apart
+        ("without masks", FOX, SHORT, [1, 1]),
     ],
 )
 def test_equal_rows_run_once_and_lengths_together_if_pads_are_few(kind, positive, negative, calls):
@@ -44,18 +109,15 @@ def test_equal_rows_run_once_and_lengths_together_if_pads_are_few(kind, positive
 
     from fast_video_vae.nodes.host import timing
 
-    report = check(encoder(kind), positive, negative, calls=calls)
+    clip = encoder("z_image" if kind == "without masks" else kind)
+    if kind == "without masks":
+        clip.cond_stage_model.qwen3_4b.enable_attention_masks = False
+    report = check(clip, positive, negative, calls=calls)
     with CurrentNodeContext("prompt", "1"):
         assert "conditioning" in timing.text()
     assert f" {len(calls)} forward call" in report
     assert f" {sum(calls)} row" in report
     assert (", 1 different: " in report) == (calls == [1])
-
-
-def test_an_encoder_that_does_not_mask_pads_runs_lengths_separately():
-    clip = encoder("z_image")
-    clip.cond_stage_model.qwen3_4b.enable_attention_masks = False
-    check(clip, FOX, SHORT, calls=[1, 1])
 
 
 @pytest.mark.parametrize("change", ["LoRA", "layer", "minimum length", "weights"])
@@ -100,16 +162,6 @@ def test_an_embedding_applies_also_after_its_file_changed(tmp_path, monkeypatch)
     for _ in range(2):
         save_file({"emb_params": torch.randn(2, 32)}, tmp_path / "style.safetensors")
         check(clip, [prompt, FOX], cache=8)
-    error = relative_error(by_core(clip, prompt)[0][0], by_core(clip, "a fox, in snow")[0][0])
-    assert error > 0.01
-
-
-def state_of(clip):
-    """Return all attributes of a CLIP and of its modules, also parts and hooks."""
-    return [
-        {name: dict(value) if isinstance(value, dict) else value for name, value in given.items()}
-        for given in map(vars, (clip, *clip.cond_stage_model.modules()))
-    ]
 
 
 @pytest.mark.parametrize("end", ["success", "error", "interrupt"])
@@ -121,18 +173,22 @@ def test_every_end_leaves_the_clip_unchanged(end, monkeypatch):
             raise RuntimeError
         model_management.interrupt_current_processing(end == "interrupt")
 
+    def attributes():
+        given = map(vars, (clip, *clip.cond_stage_model.modules()))
+        return [{k: dict(v) if isinstance(v, dict) else v for k, v in x.items()} for x in given]
+
     monkeypatch.setattr(torch, "compile", lambda forward: forward)
-    clip = encoder("sdxl")
+    clip, ends = encoder("sdxl"), contextlib.nullcontext()
     expected = by_core(clip, FOX)
     hook = clip.cond_stage_model.clip_g.transformer.register_forward_pre_hook(work)
-    before, ends = state_of(clip), contextlib.nullcontext()
+    before = attributes()
     if end != "success":
         ends = pytest.raises((RuntimeError, model_management.InterruptProcessingException))
     with ends:
         encode(clip, FOX, dtype="bf16", compile="on")
-    assert state_of(clip) == before
+    assert attributes() == before
     hook.remove()
-    encoders.assert_equal(by_core(clip, FOX), expected, tolerance=0)
+    torch.testing.assert_close(by_core(clip, FOX), expected, rtol=0, atol=0)
 
 
 def test_a_batch_out_of_memory_continues_in_halves():
@@ -149,14 +205,13 @@ def test_a_batch_out_of_memory_continues_in_halves():
 @pytest.mark.parametrize("what", ["encode_token_weights", "forward", "hooks"])
 def test_an_unbatchable_clip_encodes_prompts_one_by_one(what, caplog):
     import comfy.hooks
-    from comfy.sd1_clip import SDClipModel
 
     clip = encoder("sd1")
     part = clip.cond_stage_model.clip_l
     if what == "encode_token_weights":  # another pack's
         part.encode_token_weights = part.encode_token_weights
     elif what == "forward":  # of another class
-        own = {"forward": lambda self, tokens: SDClipModel.forward(self, tokens)}
+        own = {"forward": lambda self, tokens: super(type(self), self).forward(tokens)}
         part.__class__ = type("Other", (type(part),), own)
     else:
         clip.patcher.forced_hooks = comfy.hooks.HookGroup()
@@ -200,14 +255,12 @@ def test_an_encoder_that_fails_to_compile_runs_uncompiled(monkeypatch, caplog):
 @pytest.mark.parametrize("dashes", ["\n---\n", "\r\n ----- \r\n"])
 def test_dashes_or_lists_separate_prompts_and_one_prompt_is_repeated(dashes):
     clip, one = encoder("sd1"), f"\n  {FOX} -- and --- dashes\n\n"  # keeps its white space
-    for given in ((FOX + dashes + BOOK, one), (one, [FOX, BOOK])):
-        *both, report = encode(clip, *given)
+    both, twice = ([by_core(clip, each) for each in texts] for texts in ([FOX, BOOK], [one] * 2))
+    cases = [(FOX + dashes + BOOK, one, [both, twice]), (one, [FOX, BOOK], [twice, both])]
+    for *given, expected in cases:
+        *found, report = encode(clip, *given)
         assert report.startswith("3 prompts: ")
-        for found, text in zip(both, given, strict=True):
-            assert found[0] is not found[1]
-            prompts = [one] * 2 if text == one else [FOX, BOOK]
-            for conditioning, prompt in zip(found, prompts, strict=True):
-                encoders.assert_equal(conditioning, by_core(clip, prompt))
+        assert_equal(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -231,3 +284,65 @@ def test_errors_are_one_line_before_anything_is_loaded(inputs, message):
     assert str(caught.value) == message
     linked, refused = [None, *given["positive"]], message == EMPTY and given["positive"]
     assert TextEncode.validate_inputs(positive=linked) == (EMPTY if refused else True)
+
+
+@pytest.mark.parametrize("cache", [0, 8])
+def test_a_node_that_writes_into_a_result_changes_no_other(cache):
+    clip = encoder("sdxl")
+    for run in range(3):
+        (first, twin, other), negatives, report = encode(clip, [FOX, FOX, "x"], FOX, cache=cache)
+        assert (": 2 from the cache, 0 forward calls" in report) == (cache > 0 and run > 0)
+        for states, rest in (*twin, *negatives[0]):
+            states.fill_(7)
+            rest.pop("pooled_output").fill_(7)
+        assert_equal(
+            [first, negatives[1], other], [by_core(clip, each) for each in (FOX, FOX, "x")]
+        )
+        first[0][0].fill_(7)
+
+
+def test_nested_tensors_are_copied_and_counted(cache):
+    zeros, hooks = torch.zeros(3), object()  # hooks have an identity: they are shared
+    pair = namedtuple("Pair", ["first", "second"])(zeros, (zeros, "x"))
+    given = [[zeros, {"list": [{"mask": zeros, "hooks": hooks}], "pair": pair}]]
+    before = repr(given)
+    cache.put(("key",), given, most=9)
+    zeros.fill_(7)
+    for _ in range(2):
+        ((first, rest),) = found = cache.get(("key",))
+        assert repr(found) == before
+        for tensor in (first, rest["list"].pop()["mask"], rest["pair"].first, rest["pair"][1][0]):
+            tensor.fill_(7)
+    assert cache.nbytes == 4 * 12
+
+
+def test_the_oldest_use_goes_above_the_limit_of_number_or_memory():
+    from fast_video_vae.nodes.text.cache import TextCache
+
+    cache, given = TextCache(most_bytes=200), [[torch.zeros(25), {}]]  # 100 bytes
+    for name in ("a", "a", "b"):
+        cache.put((name,), given, most=9)
+    assert cache.get(("a",)) is not None
+    cache.put(("c",), given, most=9)
+    assert [cache.get((name,)) is None for name in "bac"] == [True, False, False]
+    cache.put(("d",), given, most=2)
+    assert [cache.get((name,)) is None for name in "acd"] == [True, False, False]
+    assert cache.nbytes == 200
+    cache.put(("e",), given * 3, most=9)  # too large by itself
+    assert (len(cache), cache.nbytes) == (0, 0)
+
+
+def test_a_deleted_clip_is_freed_with_its_cache_entries(cache):
+    import comfy.model_management
+
+    clip = encoder("sd1")
+    encode(clip, [FOX, "x"], cache=2)
+    assert len(cache) == 2
+    model = weakref.ref(clip.cond_stage_model)
+    del clip
+    comfy.model_management.unload_all_models()
+    comfy.model_management.cleanup_models_gc()
+    gc.collect()
+    assert model() is None
+    encode(encoder("sd1", seed=1), FOX, "", cache=9)
+    assert len(cache) == 2
