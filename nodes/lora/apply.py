@@ -6,14 +6,13 @@ which ComfyUI decides whether to reload weights, are the input's. Hooks on the m
 all clones and do the work of the clone that is called (`lora.session`).
 """
 
-import functools
 import logging
 import os
-import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -100,8 +99,7 @@ class AttachedLoras:
         self._holders: weakref.WeakSet[ModelPatcher] = weakref.WeakSet()
         self._steps: tuple[object, list[float]] = (None, [])
         self._warned = False
-        self._timed_run = False
-        self._pieces: list[tuple[str, timing.Instant, timing.Instant]] = []
+        self._timed: Callable[..., AbstractContextManager[None]] | None = None
 
     def report(self, model: ModelPatcher) -> str:
         """Return the key reports for a model, and the size of the bank."""
@@ -134,7 +132,7 @@ class AttachedLoras:
     def __call__(self, executor: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
         """Wrap a call of the model: `apply_model(x, t, ..., transformer_options)`."""
         base = executor.class_obj  # type: ignore[attr-defined]
-        run = functools.partial(executor, *args, **kwargs)
+        run = partial(executor, *args, **kwargs)
         owner = self._owner(base)
         if owner is None:
             return run()
@@ -166,43 +164,31 @@ class AttachedLoras:
     def around(self, executor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """Run a sampler, given by `executor`, `args` and `kwargs`; log the times if requested."""
         follow(getattr(executor.class_obj, "model_patcher", None))  # type: ignore[attr-defined]
-        timed = self._timed_run = _is_set("WAN_LORA_TIMING")
+        # The times are rows of the prompt's table.
+        self._timed = partial(timing.span, "LoRA") if _is_set("WAN_LORA_TIMING") else None
         for session in self.sessions.values():
             session.counts.clear()
-        start = time.perf_counter()
         try:
             return executor(*args, **kwargs)
         finally:
-            run_s = time.perf_counter() - start
             for session in self.sessions.values():
-                if timed:
-                    _logger.info("%s", self._table(session, run_s))
+                if self._timed is not None:
+                    _logger.info("Fast Video VAE: LoRA: %s", self._counted(session))
                 session.release()
             for holder in self._holders:
                 give_back(holder)
             # The banks of further GPUs go with their models.
             self.sessions = {key: one for key, one in self.sessions.items() if key[0] is self.bank}
 
-    @contextmanager
-    def _timed(self, kind: str, device: torch.device) -> Iterator[None]:
-        first = timing.instant(device)
-        yield
-        self._pieces.append((kind, first, timing.instant(device)))
-
-    def _table(self, session: Session, run_s: float) -> str:
-        """Return the counts and seconds of a run as a table."""
+    def _counted(self, session: Session) -> str:
+        """Return the counts and bytes of a run."""
         counts, loader = session.counts, session.loader
-        lines = [f"Fast Video VAE: LoRA in a run of {run_s:.2f} s"]
-        for kind in ("stream", "bypass", "formula"):
-            pieces = [(first, last) for each, first, last in self._pieces if each == kind]
-            seconds = sum(first.until(last, wait=True)[0] for first, last in pieces)
-            lines.append(f"  {kind:<8} {getattr(counts, kind):7d} times {seconds:8.3f} s")
-        self._pieces.clear()
-        lines.append(f"  held     {self.bank.nbytes / 2**20:7.1f} MiB")
+        parts = [f"{kind} {getattr(counts, kind)}" for kind in ("stream", "bypass", "formula")]
+        parts.append(f"held {self.bank.nbytes / 2**20:.1f} MiB")
         if loader is not None and loader.fetched_bytes:
-            in_time = f"{loader.hits} of {loader.hits + loader.misses} blocks in time"
-            lines.append(f"  fetched  {loader.fetched_bytes / 2**20:7.1f} MiB, {in_time}")
-        return "\n".join(lines)
+            parts.append(f"fetched {loader.fetched_bytes / 2**20:.1f} MiB")
+            parts.append(f"{loader.hits} of {loader.hits + loader.misses} blocks in time")
+        return ", ".join(parts)
 
     def _session_for(self, base: nn.Module, device: torch.device) -> Session:
         bank = self.bank
@@ -213,7 +199,7 @@ class AttachedLoras:
         if (bank, device) not in self.sessions:
             self.sessions[bank, device] = Session(bank, self._amounts, self._mode)
         session = self.sessions[bank, device]
-        session.counts.timed = self._timed if self._timed_run else None
+        session.counts.timed = self._timed
         return session
 
     def _strengths(self, options: dict[str, Any], t: Tensor) -> list[float]:
