@@ -117,7 +117,7 @@ def test_the_mode_or_for_auto_the_environment_chooses_the_method(
     model, report = apply(plain("wan21-i2v")[0], stack(lora(0, "wan21-i2v"), 0.8), mode)
     assert report.endswith(f", {chosen}")
     caplog.set_level(logging.INFO)
-    with CurrentNodeContext("prompt", "1"):
+    with CurrentNodeContext(mode + variable, "1"):
         for asked in ("1", "0", "1"):
             monkeypatch.setenv("WAN_LORA_TIMING", asked)
             sample(model, "wan21-i2v")
