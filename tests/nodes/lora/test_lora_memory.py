@@ -11,7 +11,6 @@ import weakref
 
 import pytest
 import torch
-from torch import nn
 
 from fast_video_vae.tests.nodes import diffusion
 from fast_video_vae.tests.nodes.cards import GB, Cards, a_prompt
@@ -54,7 +53,16 @@ def load(number=0, **options):
     return model
 
 
-LOADS = [("loaded", "text encoder"), ("loaded", "high"), ("loaded", "low")]
+def two_experts(by, models, strength):
+    """A run of Wan Sampler (Fast), or of two KSampler (Advanced), with a LoRA each; None: none."""
+    if by == "Wan Sampler":
+        stacks = ("loras_high", 0), ("loras_low", 1)
+        given = {name: stack(lora(seed), strength) for name, seed in stacks if strength}
+        known = {"model_high": models[0], "model_low": models[1], "cfg_high": "4", "cfg_low": "3"}
+        return samples(steps=2, **known, **given)
+    if strength:
+        models = [fast(model, lora(seed), strength) for seed, model in enumerate(models)]
+    return in_two(*models, at=1, steps=2)
 
 
 @each_value_once(
@@ -68,17 +76,7 @@ def test_loras_unload_nothing_of_dynamic_models(expected, inference, monkeypatch
     """In prompts with a LoRA, the same one and another strength, each after a text is encoded."""
     import comfy.model_management
 
-    def prompt(models, strength):
-        files = [] if strength is None else [lora(0), lora(1)]
-        if by == "Wan Sampler":
-            names = ("loras_high", "loras_low")
-            stacks = {name: stack(file, strength) for name, file in zip(names, files, strict=False)}
-            return samples(model_high=models[0], model_low=models[1], steps=2, **stacks)
-        if files:
-            models = [fast(*each, strength) for each in zip(models, files, strict=True)]
-        return in_two(*models, at=1, steps=2)
-
-    latents = []
+    latents, loads = [], [("loaded", name) for name in ("text encoder", "high", "low")]
     for strengths in ([None] * 3, [0.8, 0.8, 0.5]):
         with monkeypatch.context() as patch:
             cards = Cards(patch)
@@ -90,27 +88,9 @@ def test_loras_unload_nothing_of_dynamic_models(expected, inference, monkeypatch
                     comfy.model_management.load_models_gpu([encoder], memory_required=GB)
                     cards.call(encoder.model)
                 with a_prompt(*models):
-                    latents.append(prompt(models, strength))
-            assert cards.events == LOADS * 3
+                    latents.append(two_experts(by, models, strength))
+            assert cards.events == loads * 3
     assert relative_error(latents[-1], latents[0]) > loras.EFFECT
-
-
-def make_room(management, device):
-    """A decode needs almost the whole card."""
-    import comfy.model_patcher
-
-    decoder = comfy.model_patcher.ModelPatcher(nn.Linear(2, 2), device, torch.device("cpu"))
-    management.load_models_gpu([decoder], memory_required=22 * GB)
-    assert management.get_free_memory(device) > 22 * GB
-
-
-def free_pins(management, device):
-    """ComfyUI frees pinned memory, with a bank in its list."""
-    subsets = management.PIN_SUBSETS + management.LOADED_PIN_SUBSETS
-    for registrations in (False, True):
-        management.free_model_pins(1e30, subsets, None, None, registrations=registrations)
-    management.free_pins(1e30, evict_active=True)
-    management.cleanup_models_gc()
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
@@ -124,9 +104,7 @@ def test_comfyui_loads_and_unloads_the_bank(expected, inference, monkeypatch, dy
     cards = Cards(monkeypatch, dynamic=dynamic)
     (device,) = cards.devices
     plain = cards.name(load(), "model", 14 * GB)
-    unload = lambda management, device: management.unload_all_models()  # noqa: E731
-    frees = make_room, free_pins, unload, lambda *_: None
-    for free, mode in zip(frees, (*loras.UNMERGED, "auto"), strict=True):
+    for mode in loras.UNMERGED:
         model = fast(plain, lora(0), 0.8, mode)
         assert model.patches_uuid == plain.patches_uuid
         (bank,) = model.get_additional_models()
@@ -141,7 +119,6 @@ def test_comfyui_loads_and_unloads_the_bank(expected, inference, monkeypatch, dy
         assert entry.device == bank.current_loaded_device() == device
         assert entry.model_loaded_memory() == entry.model_memory() == size
         assert cards.free(device) <= 10 * GB - size
-        free(management, device)
         management.free_memory(1e30, device)
         assert not [each for each in management.current_loaded_models if each.model is bank]
         assert bank.loaded_size() == 0
@@ -155,136 +132,114 @@ def test_comfyui_loads_and_unloads_the_bank(expected, inference, monkeypatch, dy
     assert loras.bits(small) == before
 
 
-@pytest.fixture
-def two(kind, expected, inference, monkeypatch):
-    """A machine with two cards."""
-    # The patchers of MultiGPU refer to each other, and ComfyUI's `free_memory` fails if the garbage
-    # collector frees one of them while it runs.
-    gc.collect()
-    gc.disable()
-    yield Cards(monkeypatch, 2, dynamic=kind == "DynamicVRAM")
-    gc.enable()
-
-
 def split(model):
     """A model after MultiGPU CFG Split."""
     return v3_node("nodes_multigpu", "MultiGPUCFGSplitNode", model=model, max_gpus=2)[0]
 
 
 def parts(model):
-    """The patchers of all cards."""
-    return [model, *model.get_additional_models_with_key("multigpu")]
+    """The patchers of all cards, and their banks."""
+    found = [model, *model.get_additional_models_with_key("multigpu")]
+    banks = [each for one in found for each in one.get_additional_models()]
+    return found, [each for each in banks if not each.is_multigpu_base_clone]
 
 
-def banks(patcher):
-    """The additional models of one card's patcher."""
-    found = patcher.get_additional_models()
-    return [each for each in found if not each.is_multigpu_base_clone]
+@pytest.fixture
+def two(dynamic, expected, inference, monkeypatch):
+    """A machine with two cards."""
+    # The patchers of MultiGPU refer to each other, and ComfyUI's `free_memory` fails if the garbage
+    # collector frees one of them while it runs.
+    gc.collect()
+    gc.disable()
+    yield Cards(monkeypatch, 2, dynamic=dynamic)
+    gc.enable()
 
 
 # Orders of the nodes: MultiGPU CFG Split, and Apply LoRA (Fast) with the LoRA of this number.
 ROWS = [
-    (("split", 0), "auto", "DynamicVRAM"),
-    ((0, "split"), "stream", "DynamicVRAM"),
-    (("split", 0, 1), "bypass", "static"),
-    ((0, "split", 1), "auto", "static"),
-    ((0, "split", "split"), "bypass", "DynamicVRAM"),
+    (("split", 0), "auto", True),
+    ((0, "split"), "stream", True),
+    (("split", 0, 1), "bypass", False),
+    ((0, "split", 1), "auto", False),
+    ((0, "split", "split"), "bypass", True),
 ]
 
 
-@pytest.mark.parametrize(("order", "mode", "kind"), ROWS)
+@pytest.mark.parametrize(("order", "mode", "dynamic"), ROWS)
 def test_a_run_on_two_cards_equals_that_on_one(two, order, mode):
     """With a strength for each step, and with other LoRAs of the same copy after each other.
 
-    The threads of both cards start a step at once. Each has its bank, which ComfyUI counts.
+    The threads of both cards start a step at once. Each has its bank, which ComfyUI counts and
+    frees; with the models the banks go, too.
     """
     import comfy.model_management as management
 
-    model, barrier = load(), threading.Barrier(2)
+    barrier = threading.Barrier(2)
 
     def call(apply_model, given):
         barrier.wait(timeout=60)
         patcher = apply_model.__self__.current_patcher
-        (bank,) = banks(patcher)
-        assert bank.load_device == bank.current_loaded_device() == patcher.load_device
+        _, (bank, *_) = parts(patcher)
         (entry,) = (each for each in management.current_loaded_models if each.model is bank)
-        assert entry.device == bank.load_device
+        assert entry.device == bank.current_loaded_device() == patcher.load_device
         assert entry.model_loaded_memory() == entry.model_memory() > 2**17
         return apply_model(given["input"], given["timestep"], **given["c"])
 
-    def after(nodes, strength="1"):
-        result = model
+    def after(model, nodes, strength):
         for node in nodes:
-            one = node == "split"
-            result = split(result) if one else fast(result, lora(node), strength, mode)
-        return result
+            model = split(model) if node == "split" else fast(model, lora(node), strength, mode)
+        return model
 
-    without, both = sample(split(model), steps=3), parts(split(model))
+    model = load()
+    without, (both, _) = sample(split(model), steps=3), parts(split(model))
     before = [loras.bits(each) for each in both]
     other = [node if node == "split" else 1 - node for node in order]
     for nodes, strength in ((order, "0.9,0,-0.4"), (other, "0.9,0,-0.4"), (order, "-0.3")):
-        alone = after([node for node in nodes if node != "split"], strength)
+        alone = after(model, [node for node in nodes if node != "split"], strength)
         expected = sample(alone, steps=3)
         assert relative_error(expected, without) > loras.EFFECT
-        given = after(nodes, strength)
-        assert [each.load_device for each in parts(given)] == two.devices
-        assert parts(given)[1].model is both[1].model
+        given = after(model, nodes, strength)
+        assert [each.load_device for each in parts(given)[0]] == two.devices
+        assert parts(given)[0][1].model is both[1].model
         given.set_model_unet_function_wrapper(call)
-        for _ in range(2):
-            assert relative_error(sample(given, steps=3), expected) < loras.ROUNDING
-        for each in (split(alone), alone):  # with the state of the run on one card
+        for each in (given, given, split(alone), alone):  # also with the state of a run on one card
             assert relative_error(sample(each, steps=3), expected) < loras.ROUNDING
         assert loras.session_of(given)  # the only one: the other bank goes with its copy
     plain = split(model)
     assert relative_error(sample(plain, steps=3), without) < loras.ROUNDING
-    assert not banks(parts(plain)[1])
-    management.unload_all_models()
-    assert [loras.bits(each) for each in parts(given)] == before
-
-
-@pytest.mark.parametrize(("first", "kind"), [(split, "DynamicVRAM"), (fast, "static")])
-def test_the_banks_of_all_cards_are_freed(two, first):
-    """By ComfyUI when it needs memory; and with the models the banks themselves."""
-    import comfy.model_management as management
-
-    model = load()
-    given = fast(split(model), lora(0)) if first is split else split(fast(model, lora(0)))
+    assert not parts(plain)[1]
     with a_prompt(given):
         sample(given)
-        found = [(part.load_device, *banks(part)) for part in parts(given)]
-        assert len({id(bank.model) for _, bank in found}) == 2
-        for device, bank in found:
+        found, banks = parts(given)
+        for device, bank in zip(two.devices, banks, strict=True):
             management.free_memory(1e30, device)
             assert bank.loaded_size() == 0
-    assert not management.current_loaded_models
-    freed = [weakref.ref(each.model) for each in (*parts(given), *(bank for _, bank in found))]
-    del model, given, found, bank
     management.unload_all_models()
+    assert [loras.bits(each) for each in found] == before
+    freed = [weakref.ref(each.model) for each in (*found, *banks)]
+    del model, both, alone, given, plain, each, found, banks, bank
     gc.collect()
     management.cleanup_models()
     assert [each() for each in freed] == [None] * 4
 
 
-@pytest.mark.parametrize(("to", "kind"), [("another card", "DynamicVRAM"), ("the host", "static")])
-def test_a_model_that_is_moved_has_its_lora(two, to, expected):
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_a_model_that_is_moved_has_its_lora(two, dynamic, expected):
+    """By Select Model Device, which takes the stand-in cards for the host."""
     model = fast(load(), lora(0), 0.8)
-    if to == "the host":
+    if dynamic:
+        model = model.deepclone_multigpu(new_load_device=two.devices[1])
+    else:
         (model,) = v3_node("nodes_multigpu", "SelectModelDeviceNode", model=model, device="cpu")
-        device = torch.device("cpu")
-    else:  # this node calls this method, but it takes the stand-in cards for the host
-        device = two.devices[1]
-        model = model.deepclone_multigpu(new_load_device=device)
     assert relative_error(sample(model), expected) < loras.ROUNDING
-    (bank,) = banks(model)
-    assert model.load_device == bank.load_device == device
+    assert parts(model)[1][0].load_device == model.load_device != two.devices[0]
 
 
-@pytest.mark.parametrize("kind", ["DynamicVRAM"])
+@pytest.mark.parametrize("dynamic", [True])
 def test_wan_sampler_runs_both_experts_on_two_cards(two):
-    more = {"cfg_high": "4", "cfg_low": "3", "lora_mode": "bypass"}
-    more |= {"loras_high": stack(lora(0), 0.8), "loras_low": stack(lora(1), 0.8)}
-    expected = samples(model_high=load(0), model_low=load(1), **more)
-    models = {"model_high": split(load(0)), "model_low": split(load(1))}
+    expected = two_experts("Wan Sampler", [load(0), load(1)], 0.8)
+    models = [split(load(0)), split(load(1))]
     for _ in range(2):
-        with a_prompt(*models.values()):
-            assert relative_error(samples(**models, **more), expected) < loras.ROUNDING
+        with a_prompt(*models):
+            result = two_experts("Wan Sampler", models, 0.8)
+            assert relative_error(result, expected) < loras.ROUNDING
