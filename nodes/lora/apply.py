@@ -43,8 +43,7 @@ _logger = logging.getLogger(__name__)
 
 LoraMode = ApplyMode | Literal["merged"]
 
-# Largest share of a device's memory for a bank. A larger bank stays on the host, and its blocks are
-# fetched one ahead of their use.
+# Largest share of a device's memory for a bank. Blocks of a larger one are fetched one ahead.
 _MOST_OF_DEVICE = 1 / 8
 
 
@@ -60,7 +59,7 @@ def apply_lora(
         return merge(model, stack, phase or 0)
     clone, before = without_loras(model), model.get_attachment(KEY)
     parts = [*(before.parts if before else ()), *((entry, phase) for entry in stack)]
-    parts = [(entry, number) for entry, number in parts if any(entry.schedule.values(number))]
+    parts = [each for each in parts if any(each[0].schedule.values(each[1]))]
     if not parts:
         return clone, "nothing to apply: every strength is 0"
     paths = list(dict.fromkeys(entry.path for entry, _ in parts))
@@ -93,8 +92,8 @@ class AttachedLoras:
         self._mode = _mode_of(mode)
         self._amounts = Amounts(bank, [entry for entry, _ in parts])
         values = [entry.schedule.values(phase) for entry, phase in parts]
-        alone = all(len(each) == 1 for each in values)
-        self._constants = [each[0] for each in values] if alone else None
+        constant = all(len(each) == 1 for each in values)
+        self._constants = [each[0] for each in values] if constant else None
         self.sessions: dict[tuple[Bank, torch.device], Session] = {}
         self._holders: weakref.WeakSet[ModelPatcher] = weakref.WeakSet()
         self._steps: tuple[object, list[float]] = (None, [])
@@ -105,14 +104,12 @@ class AttachedLoras:
         """Return the key reports for a model, and the size of the bank."""
         lines = [line for report in self.bank.reports for line in report.lines()]
         names = Counter(Path(entry.path).name for entry, _ in self.parts)
-        lines += [
-            f"{name} is used {count} times; the strengths add up"
-            for name, count in names.items()
-            if count > 1
-        ]
+        more = ((name, count) for name, count in names.items() if count > 1)
+        lines += [f"{name} is used {count} times; the strengths add up" for name, count in more]
         lines += self._small_deltas(model)
-        bank = f"{len(self.bank.layers)} parameters, {self.bank.nbytes / 2**20:.1f} MiB"
-        return "\n".join([*lines, f"{bank}, {self._mode}"])
+        size = f"{self.bank.nbytes / 2**20:.1f} MiB"
+        lines.append(f"{len(self.bank.layers)} parameters, {size}, {self._mode}")
+        return "\n".join(lines)
 
     def _small_deltas(self, model: ModelPatcher) -> list[str]:
         """Return a line about weak LoRAs in a mode that adds them to weights, or none."""
@@ -132,39 +129,28 @@ class AttachedLoras:
     def __call__(self, executor: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
         """Wrap a call of the model: `apply_model(x, t, ..., transformer_options)`."""
         base = executor.class_obj  # type: ignore[attr-defined]
-        run = partial(executor, *args, **kwargs)
-        owner = self._owner(base)
-        if owner is None:
-            return run()
-        options = kwargs.get("transformer_options", args[5] if len(args) > 5 else {})
-        return owner._run(run, base, args[0], args[1], options)
-
-    def _owner(self, base: nn.Module) -> "AttachedLoras | None":
-        """Return the LoRAs for a model: another object's, in a guider that calls a second model."""
         patcher = getattr(base, "current_patcher", None)
-        if base is self._base() or patcher is None:
-            return self
-        return patcher.get_attachment(KEY)
-
-    def _run(
-        self,
-        run: Callable[[], Tensor],
-        base: nn.Module,
-        x: Tensor,
-        t: Tensor,
-        options: dict[str, Any],
-    ) -> Tensor:
-        self._amounts.set(self._strengths(options, t))
-        session = self._session_for(base, x.device)
-        with session.call(base, x.device):
-            y = run()
-        self._warn_of_unserved(session)
+        # A guider can call a second model with the wrappers of the first.
+        is_own = base is self._base() or patcher is None
+        owner: AttachedLoras | None = self if is_own else patcher.get_attachment(KEY)
+        if owner is None:
+            return executor(*args, **kwargs)
+        device = args[0].device
+        options = kwargs.get("transformer_options", args[5] if len(args) > 5 else {})
+        owner._amounts.set(owner._strengths(options, args[1]))
+        session = owner._session_for(base, device)
+        with session.call(base, device):
+            y = executor(*args, **kwargs)
+        if session.counts.unserved and not owner._warned:
+            owner._warned = True
+            count, first = len(session.counts.unserved), min(session.counts.unserved)
+            layers = f"{count} layers with inaccessible weights, for example {first}"
+            _logger.warning("Fast Video VAE: a LoRA has no effect on %s", layers)
         return y
 
     def around(self, executor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """Run a sampler, given by `executor`, `args` and `kwargs`; log the times if requested."""
+        """Run a sampler; if requested, log counts, and add the times to the prompt's table."""
         follow(getattr(executor.class_obj, "model_patcher", None))  # type: ignore[attr-defined]
-        # The times are rows of the prompt's table.
         self._timed = partial(timing.span, "LoRA") if _is_set("WAN_LORA_TIMING") else None
         for session in self.sessions.values():
             session.counts.clear()
@@ -206,49 +192,33 @@ class AttachedLoras:
         if self._constants is not None:
             return self._constants
         sigma = float(options.get("sigmas", t).flatten()[0])
-        sigmas = options.get("sample_sigmas")
         step, steps = 0, 1
-        if sigmas is not None:
+        if (sigmas := options.get("sample_sigmas")) is not None:
             if self._steps[0] is not sigmas:
                 self._steps = sigmas, [float(value) for value in sigmas]
             known = self._steps[1]
             step, steps = step_of(sigma, known), max(1, len(known) - 1)
-        run: run_phase.Phase | None = options.get(run_phase.KEY)
-        strengths = []
+        run, strengths = options.get(run_phase.KEY), list[float]()
         for entry, phase in self.parts:
-            schedule = entry.schedule
-            given = phase, len(schedule.phases)
+            schedule, inside = entry.schedule, (phase or 0,)
             # The phase of the node, unless the sampler gives the same phase in more detail.
-            if run is None or (phase is not None and given != (run.number, run.count)):
-                strengths.append(schedule.strength(step, steps, sigma, phase or 0))
-                continue
-            inside = run.number, run.count, run.step(step), run.steps or None
+            given = phase, len(schedule.phases)
+            if run is not None and (phase is None or given == (run.number, run.count)):
+                inside = run.number, run.count, run.step(step), run.steps or None
             strengths.append(schedule.strength(step, steps, sigma, *inside))
         return strengths
 
-    def _warn_of_unserved(self, session: Session) -> None:
-        if session.counts.unserved and not self._warned:
-            self._warned = True
-            names = sorted(session.counts.unserved)
-            layers = f"{len(names)} layers with inaccessible weights, for example {names[0]}"
-            _logger.warning("Fast Video VAE: a LoRA has no effect on %s", layers)
-
 
 def _compute_dtype(model: ModelPatcher) -> torch.dtype:
-    base = model.model
-    dtype = getattr(base, "manual_cast_dtype", None) or model.model_dtype()
-    if dtype in (torch.float32, torch.float16, torch.bfloat16):
-        return dtype
-    return torch.bfloat16
+    dtype = getattr(model.model, "manual_cast_dtype", None) or model.model_dtype()
+    return dtype if dtype in (torch.float32, torch.float16) else torch.bfloat16
 
 
 def _mode_of(mode: ApplyMode) -> ApplyMode:
     """Return the node's mode; for "auto" that of the environment."""
-    if mode != "auto":
-        return mode
-    if _is_set("WAN_LORA_STREAMING"):
+    if mode == "auto" and _is_set("WAN_LORA_STREAMING"):
         return "stream"
-    return "bypass" if _is_set("WAN_LORA_ONTHEFLY") else "auto"
+    return "bypass" if mode == "auto" and _is_set("WAN_LORA_ONTHEFLY") else mode
 
 
 def _is_set(name: str) -> bool:

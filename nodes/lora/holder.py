@@ -5,6 +5,7 @@ One other patcher in a list of models to load makes ComfyUI free memory by estim
 dynamic models that it leaves alone otherwise.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import comfy.model_patcher
@@ -21,25 +22,21 @@ def holder_of(bank: Bank, model: ModelPatcher) -> ModelPatcher:
     # ComfyUI warns of loaded models without a live patcher.
     known = model.load_device, model.offload_device, not model.is_dynamic()
     if known not in bank.companions:
-        holder = _patcher(bank, *known)
+        holder = _patcher(lambda: bank, *known)
         # ComfyUI makes the additional models of another GPU by this call.
-        holder.cached_patcher_init = _patcher_of_copy, (bank, *known[:-1])
+        holder.cached_patcher_init = _patcher, (bank.copy, *known[:-1])
         bank.companions[known] = holder
     return bank.companions[known].clone()  # type: ignore[attr-defined]
 
 
-def _patcher_of_copy(bank: Bank, *given: Any, **options: Any) -> ModelPatcher:  # noqa: ANN401
-    return _patcher(bank.copy(), *given, **options)
-
-
 def _patcher(
-    bank: Bank,
+    bank: Callable[[], Bank],
     load_device: torch.device,
     offload_device: torch.device,
     disable_dynamic: bool = False,  # the name of ComfyUI
 ) -> ModelPatcher:
     kind = ModelPatcher if disable_dynamic else comfy.model_patcher.CoreModelPatcher
-    return kind(bank, load_device=load_device, offload_device=offload_device)
+    return kind(bank(), load_device=load_device, offload_device=offload_device)
 
 
 def holders(patcher: Any) -> list[ModelPatcher]:  # noqa: ANN401 - a patcher, or None
@@ -55,8 +52,7 @@ def follow(patcher: Any) -> None:  # noqa: ANN401 - a patcher, or None
             patcher.set_additional_models(KEY, [holder_of(holder.model, patcher)])
 
 
-# ComfyUI expects of dynamic models that their memory can be taken away at any time.
 def give_back(holder: ModelPatcher) -> None:
-    """Free the device memory of a bank after a run, if ComfyUI would not do it when needed."""
+    """Free the device memory of a dynamic bank: ComfyUI expects to take it at any time."""
     if holder.is_dynamic():
         holder.partially_unload(holder.offload_device, 1e32)

@@ -47,7 +47,7 @@ def targets_of(model: ModelPatcher) -> Targets:
 
 def _shape(base: nn.Module, name: str, value: Tensor) -> tuple[int, ...]:
     """Return the shape of a weight in its product, whatever its storage format."""
-    module = base.get_submodule(name.rpartition(".")[0]) if "." in name else base
+    module = base.get_submodule(name.rpartition(".")[0])
     size = getattr(module, "out_features", None), getattr(module, "in_features", None)
     if name.endswith(".weight") and None not in size:
         return size  # type: ignore[return-value]
@@ -56,17 +56,17 @@ def _shape(base: nn.Module, name: str, value: Tensor) -> tuple[int, ...]:
 
 def _names_of_comfyui(base: nn.Module) -> dict[str, Target]:
     """Return ComfyUI's further names of weights, such as those of fused layers."""
-    names: dict[str, Target] = {}
     try:
         known = comfy.lora.model_lora_keys_unet(base, {})
     except AttributeError:  # a network of another pack
-        return names
+        return {}
+    names: dict[str, Target] = {}
     for name, key in known.items():
         if isinstance(key, str):
             names[name] = Target(key)
         elif len(key) == 2 and isinstance(key[1], tuple):
-            names[name] = Target(key[0], key[1])
-    return {name: target for name, target in names.items() if target.key.startswith(NETWORK)}
+            names[name] = Target(*key)
+    return {name: each for name, each in names.items() if each.key.startswith(NETWORK)}
 
 
 def function_of(parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> WeightFunction:

@@ -24,8 +24,10 @@ from ...lora import (
 from .kinds import function_of, targets_of
 
 
-def merge(model: ModelPatcher, stack: Sequence[StackEntry], phase: int) -> tuple[ModelPatcher, str]:
-    """Return a clone whose weights get the LoRAs when it is loaded, and the key reports."""
+def merge(
+    model: ModelPatcher, stack: Sequence[StackEntry], phase: int | None
+) -> tuple[ModelPatcher, str]:
+    """Return a clone that gets the LoRAs when it is loaded, and the reports; None: any phase."""
     clone = model.clone()
     targets = targets_of(model)
     reports: list[str] = []
@@ -38,9 +40,8 @@ def merge(model: ModelPatcher, stack: Sequence[StackEntry], phase: int) -> tuple
         file = LoraFile(entry.path, targets, function_of)
         names = [layer_name(part.target.key) for part in file.entries]
         parts = [*zip(file.entries, map(entry.blocks.factor, names), strict=True)]
-        for part, factor in parts:
-            if factor:
-                _check_mergeable(part.target.key, model.get_model_object(part.target.key))
+        for key in [part.target.key for part, factor in parts if factor]:
+            _check_mergeable(key, model.get_model_object(key))
         for part, factor in parts:
             change, amount = file.read(part), strength * factor
             if change is None or not factor:
@@ -69,18 +70,14 @@ def _patch(model: ModelPatcher, target: Target, change: WeightFunction, strength
     model.add_object_patch(target.key, nn.Parameter(changed, requires_grad=False))
 
 
-def changes(entry: StackEntry, phase: int | None) -> bool:
-    """Return whether a strength changes during a run in `phase`; None: any phase."""
-    return len(set(entry.schedule.values(phase))) != 1 or entry.schedule.window is not None
-
-
-def _constant(entry: StackEntry, phase: int) -> float:
-    if changes(entry, phase):
+def _constant(entry: StackEntry, phase: int | None) -> float:
+    strength, *others = entry.schedule.values(phase)
+    if others:
         raise ValueError(
             f"strength {entry.schedule} changes during a run; expected one number for merged, "
             "or another mode"
         )
-    return entry.schedule.values(phase)[0]
+    return strength
 
 
 def _check_mergeable(key: str, weight: Tensor) -> None:
@@ -113,6 +110,4 @@ class MergedFunction(WeightAdapterBase):
     ) -> Tensor:
         """Apply the function in the memory of `weight`, unless its shape changes."""
         changed = self.weights[0].apply(weight, strength)
-        if changed.shape != weight.shape:
-            return changed
-        return weight.copy_(changed)
+        return weight.copy_(changed) if changed.shape == weight.shape else changed

@@ -2,6 +2,7 @@
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import comfy.model_management
@@ -9,11 +10,9 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from .holder import KEY
-from .merged import changes, merge
+from .merged import merge
 
 _METHOD = "state_dict_for_saving"
-
-_REFUSAL = "LoRAs cannot be saved with the model"
 
 
 def save_with_loras(model: ModelPatcher) -> None:
@@ -39,14 +38,9 @@ def _override(model: ModelPatcher) -> None:
     model.__dict__[_METHOD] = functools.partial(_state_dict, weakref.ref(model))
 
 
-def _state_dict(
-    reference: "weakref.ref[ModelPatcher]",
-    *args: Any,  # noqa: ANN401
-    **kwargs: Any,  # noqa: ANN401
-) -> dict[str, Any]:
+def _state_dict(reference: Callable[[], Any], *args: object, **kwargs: object) -> dict[str, Any]:
     """Return the state dict of a model for a file; the arguments are those of ComfyUI."""
-    model = reference()
-    assert model is not None, "the method of a patcher is called on that patcher"
+    model = reference()  # which calls this
     merged = _merged(model)
     # ComfyUI patches each weight when it writes it, so the loaded ones must not have the patches.
     comfy.model_management.unload_model_and_clones(model, all_devices=True)
@@ -61,16 +55,12 @@ def _merged(model: ModelPatcher) -> ModelPatcher:
     loras = model.get_attachment(KEY)
     merged = without_loras(model)
     for entry, phase in loras.parts if loras else ():
-        if changes(entry, phase):
-            raise ValueError(
-                f"{_REFUSAL}: strength {entry.schedule} changes during a run; set one number, or "
-                "its phase, to save it"
-            )
         try:
-            merged, _ = merge(merged, [entry], phase or 0)
+            merged, _ = merge(merged, [entry], phase)
         except ValueError as error:
             reason = str(error).partition("; ")[0]
-            raise ValueError(
-                f"{_REFUSAL}: {reason}; merge them into the bf16 model and quantise that"
-            ) from None
+            instead = "merge them into the bf16 model and quantise that"
+            if reason.startswith("strength "):
+                instead = "set one number, or its phase, to save it"
+            raise ValueError(f"LoRAs cannot be saved with the model: {reason}; {instead}") from None
     return merged
