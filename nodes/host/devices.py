@@ -6,7 +6,6 @@ on another machine may name devices that this one lacks; as in those nodes, they
 """
 
 import itertools
-import logging
 import re
 from collections.abc import Callable, Sequence
 from typing import TypeGuard
@@ -17,8 +16,9 @@ from comfy.cli_args import args
 
 from .api import io
 from .error_text import described
+from .lazy import Later
 
-_logger = logging.getLogger(__name__)
+kernels = Later("kernels")
 
 ONE, ALL = "one", "all"
 
@@ -75,27 +75,19 @@ def check_selection(value: object) -> str:
     )
 
 
-def available(selection: object) -> str:
-    """Return the part of a selection that this machine has; what it lacks is logged."""
-    count = len(accelerators())
-    if count < 2:
-        return ONE
-    text = check_selection(selection)
-    if text in (ONE, ALL):
-        return text
-    wanted = dict.fromkeys(_numbers(text))
-    missing = [number for number in wanted if number >= count]
-    if missing:
-        _logger.info("Fast Video VAE: this machine has no %s; it is left out", _joined(missing))
-    return _joined([number for number in wanted if number < count]) or ONE
-
-
 def selected(selection: str) -> list[torch.device]:
-    """Return the devices of an available `selection`; none for `ONE`, which is the VAE's own."""
+    """Return the devices of a selection; none for `ONE`, which is the VAE's own device.
+
+    What this machine lacks is left out, and named in the log once.
+    """
     found = accelerators()
-    if selection in (ONE, ALL):
+    if selection in (ONE, ALL) or len(found) < 2:
         return found if selection == ALL else []
-    return [found[number] for number in _numbers(selection) if number < len(found)]
+    wanted = dict.fromkeys(_numbers(selection))
+    missing = [number for number in wanted if number >= len(found)]
+    if missing:
+        kernels.log_once(f"this machine has no {_joined(missing)}; it is left out")
+    return [found[number] for number in wanted if number < len(found)]
 
 
 def names(devices: Sequence[torch.device]) -> str:

@@ -52,7 +52,11 @@ class Choice:
 
 def load(path: str | Path, choice: Choice) -> FastVAE:
     """Load a VAE from a checkpoint; ComfyUI reloads it from `path` for another device."""
-    return _ready(_loaded(path, choice))
+    checkpoint = read_checkpoint(path)
+    core = _core_vae(checkpoint.config)
+    vae = _swapped(core, _network(core.patcher, _settled(core, choice), checkpoint))
+    vae.patcher.cached_patcher_init = (_load_patcher, (str(path), choice))
+    return _ready(vae)
 
 
 def accelerate(vae: comfy.sd.VAE, choice: Choice) -> comfy.sd.VAE:
@@ -90,14 +94,6 @@ def weights_of(patcher: ModelPatcher) -> dict[str, Tensor]:
 def patches_of(patcher: ModelPatcher) -> dict[str, list]:
     """Return the weight patches of `patcher`, for another patcher."""
     return {key: list(patches) for key, patches in patcher.patches.items()}
-
-
-def _loaded(path: str | Path, choice: Choice) -> FastVAE:
-    checkpoint = read_checkpoint(path)
-    core = _core_vae(checkpoint.config)
-    vae = _swapped(core, _built(checkpoint, core.patcher, _settled(core, choice)))
-    vae.patcher.cached_patcher_init = (_load_patcher, (str(path), choice))
-    return vae
 
 
 def _ready(vae: FastVAE) -> FastVAE:
@@ -141,29 +137,21 @@ def _settled(vae: comfy.sd.VAE, choice: Choice) -> Choice:
     else:
         allow_fp16 = not any(getattr(args, flag, False) for flag in _DTYPE_FLAGS)
         own = Choice(vae.vae_dtype, vae.vae_dtype, allow_fp16=allow_fp16, devices=ONE)
-    return Choice(
-        choice.dtype or own.dtype,
-        choice.encode_dtype or choice.dtype or own.encode_dtype,
-        choice.chunk or own.chunk,
-        choice.dtype is None and own.allow_fp16,
-        choice.devices or own.devices,
-        choice.precision or own.precision,
-    )
+    if choice.dtype:
+        own = replace(own, encode_dtype=choice.dtype, allow_fp16=False)
+    return replace(own, **{name: value for name, value in vars(choice).items() if value})
 
 
-def _network(patcher: ModelPatcher, settled: Choice) -> FastVideoVAE:
-    return _built(read_checkpoint(weights_of(patcher)), patcher, settled, share=True)
-
-
-def _built(
-    checkpoint: Checkpoint, patcher: ModelPatcher, settled: Choice, *, share: bool = False
+def _network(
+    patcher: ModelPatcher, settled: Choice, checkpoint: Checkpoint | None = None
 ) -> FastVideoVAE:
+    """Return a network with the weights of a checkpoint; None: it shares those of `patcher`."""
     model = build_vae(
-        checkpoint,
+        checkpoint or read_checkpoint(weights_of(patcher)),
         device=patcher.offload_device,
         dtype=settled.dtype,
         encode_dtype=settled.encode_dtype,
-        share=share,
+        share=checkpoint is None,
         kind=FastVideoVAE,
     )
     model.chunk, model.allow_fp16 = settled.chunk, settled.allow_fp16
@@ -208,17 +196,15 @@ def _swapped(core: comfy.sd.VAE, model: FastVideoVAE) -> FastVAE:
     vae.format_encoded = None if scale == 1 else (lambda means: means * scale)
     for name in ("memory_used_decode", "memory_used_encode"):
         vae.__dict__.pop(name, None)
-    small, frames = config.spatial_compression, config.temporal_compression
+    frames, small = config.temporal_compression, config.spatial_compression
     large = small * config.output_scale
-    if config.is_of_pictures:
-        vae.latent_dim, vae.downscale_ratio, vae.upscale_ratio = 2, small, large
-        vae.downscale_index_formula = vae.upscale_index_formula = None
-    else:
-        vae.latent_dim = 3
-        vae.downscale_ratio = (config.latent_frames, small, small)
-        vae.downscale_index_formula = (frames, small, small)
+    vae.latent_dim, vae.downscale_ratio, vae.upscale_ratio = 2, small, large
+    vae.downscale_index_formula = vae.upscale_index_formula = None
+    if not config.is_of_pictures:
+        vae.latent_dim, vae.downscale_ratio = 3, (config.latent_frames, small, small)
         vae.upscale_ratio = (lambda latents: max(0, config.frames(latents)), large, large)
-        vae.upscale_index_formula = (frames, large, large)
+        vae.downscale_index_formula = frames, small, small
+        vae.upscale_index_formula = frames, large, large
     vae.latent_channels = config.latent_channels
     vae.output_channels = vae.conv_out_channels = config.image_channels
     if config.image_channels == 4:
@@ -228,7 +214,7 @@ def _swapped(core: comfy.sd.VAE, model: FastVideoVAE) -> FastVAE:
 
 def _load_patcher(path: str, choice: Choice, disable_dynamic: bool = False) -> ModelPatcher:
     """Read the file again; ComfyUI calls this to get the same VAE for another device."""
-    return _loaded(path, choice).patcher
+    return load(path, choice).patcher
 
 
 def _accelerate_patcher(

@@ -5,13 +5,17 @@ video twice on the device; `accelerate.py` creates it. Facts about ComfyUI here 
 of 0.33.
 """
 
+from typing import Any
+
+import comfy.model_management
 import comfy.sd
 import torch
 from torch import Tensor
 
+from ...kernels import first_line
 from ...vae import StreamOptions, retried
 from ..host import timing
-from ..host.error_text import about
+from ..host.error_text import about, described
 from ..host.oom import in_turn, kept
 from ..host.progress import Progress
 from . import pieces
@@ -33,6 +37,28 @@ def one_video(vae: object, latent: Tensor) -> Tensor:
             f"samples: got {len(latent)} videos; expected one, as from Latent From Batch"
         )
     return latent
+
+
+def by_another(vae: Any, task: str, given: Tensor, name: str) -> Tensor:  # noqa: ANN401, any VAE
+    """Decode a latent or encode an IMAGE `given` by a VAE of another kind: `task` is its method.
+
+    Errors name the input, except for ComfyUI's own: out of memory, after which ComfyUI unloads
+    models, and the user's stop.
+    """
+    management = comfy.model_management
+    try:
+        with timing.span(f"VAE {task}"):
+            return getattr(vae, task)(given)
+    except management.InterruptProcessingException:
+        raise
+    except Exception as error:
+        if management.is_oom(error):
+            raise
+        # With the traceback of the failure, which ComfyUI shows below the message.
+        raise ValueError(
+            f"{name}: this VAE, which is not a fast one, {task}s no "
+            f"{described(given).partition(' ')[2]}: {type(error).__name__}: {first_line(error)}"
+        ).with_traceback(error.__traceback__) from error
 
 
 # An option of a newer ComfyUI is named in the log and has no effect: ComfyUI's own methods, which
@@ -127,11 +153,11 @@ class FastVAE(comfy.sd.VAE):
 
     def memory_used_decode(self, shape: torch.Size, dtype: torch.dtype) -> int:
         """Return the bytes for decoding one latent of the batch of `shape`; `dtype` is ignored."""
-        return pieces.decode_bytes(self, shape)
+        return pieces.work_bytes(self, shape)
 
     def memory_used_encode(self, shape: torch.Size, dtype: torch.dtype) -> int:
         """Return the bytes for encoding one video of the batch of `shape`; `dtype` is ignored."""
-        return pieces.encode_bytes(self, shape)
+        return pieces.work_bytes(self, shape, encode=True)
 
     def get_sd(self) -> dict[str, Tensor]:
         """Return the weights `[...]` by name, in the memory order of files."""

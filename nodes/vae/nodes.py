@@ -19,8 +19,7 @@ from ..host.lazy import Later
 from ..host.widgets import AUTO, CATEGORY, DTYPES, INT8, INT8_AND_ENCODE, PRECISIONS
 
 comfy_vae, accelerate = Later("nodes.vae.comfy_vae"), Later("nodes.vae.accelerate")
-other_vae, timing = Later("nodes.vae.other_vae"), Later("nodes.host.timing")
-kernels = Later("kernels")
+timing, kernels = Later("nodes.host.timing"), Later("kernels")
 
 _logger = logging.getLogger(__name__)
 
@@ -39,6 +38,11 @@ def _settings(dtype: str, encode_dtype: str, chunk: str, precision: str) -> list
         widgets.precision_input(precision),
         *machine.devices_input(),
     ]
+
+
+def _vae_input() -> io.Input:
+    tooltip = "VAE to use. The options below have an effect only on a fast VAE."
+    return io.Vae.Input("vae", tooltip=tooltip)
 
 
 class _Kept(io.ComfyNode):
@@ -177,10 +181,7 @@ class Encode(io.ComfyNode):
                     "center-cropped to multiples of 8 (Wan 2.2 5B, Qwen-Image 2.1: 16; the model "
                     "of the 5B needs 32), a video to 4 n + 1 frames.",
                 ),
-                io.Vae.Input(
-                    "vae",
-                    tooltip="VAE to use. The options below have an effect only on a fast VAE.",
-                ),
+                _vae_input(),
                 io.Combo.Input(
                     "batch",
                     options=[_VIDEO, _IMAGES],
@@ -207,7 +208,7 @@ class Encode(io.ComfyNode):
         """Encode."""
         if not isinstance(vae, comfy_vae.FastVAE):
             widgets.log_unused(batch=batch != _VIDEO, dtype=dtype != AUTO, chunk=chunk != 0)
-            return io.NodeOutput({"samples": other_vae.encoded(vae, pixels)})
+            return io.NodeOutput({"samples": comfy_vae.by_another(vae, "encode", pixels, "pixels")})
         if vae.first_stage_model.encoder is None:
             raise ValueError("vae: the checkpoint has no encoder; only decoding works with it")
         with about("pixels"):
@@ -233,10 +234,7 @@ class Decode(io.ComfyNode):
             search_aliases=["decode video", "latent to image", "latent to video"],
             inputs=[
                 io.Latent.Input("samples", tooltip="Latent of a video or of images to decode."),
-                io.Vae.Input(
-                    "vae",
-                    tooltip="VAE to use. The options below have an effect only on a fast VAE.",
-                ),
+                _vae_input(),
                 *widgets.once(),
             ],
             outputs=[io.Image.Output(display_name="IMAGE"), widgets.timing_output()],
@@ -257,7 +255,7 @@ class Decode(io.ComfyNode):
                 images = vae.decode(latent, options=options)
         else:
             widgets.log_unused(dtype=dtype != AUTO, chunk=chunk != 0)
-            images = other_vae.decoded(vae, latent)
+            images = comfy_vae.by_another(vae, "decode", latent, "samples")
         if images.ndim == 5:
             images = images.reshape(-1, *images.shape[-3:])
         return io.NodeOutput(images, timing.text())
@@ -316,9 +314,9 @@ def _choice(dtype: str, encode_dtype: str, chunk: int, precision: str, devices: 
     if precision not in PRECISIONS and devices == machine.ONE and machine.is_selection(precision):
         devices = precision  # an older workflow, see `check_precision`
     with about("devices"):
-        found = machine.available(devices)
+        machine.check_selection(devices)
     dtypes = DTYPES.get(dtype), DTYPES.get(encode_dtype)
     if precision == INT8_AND_ENCODE:
         kernels.log_once("precision: 'int8 and encode' is 'int8', which is for decodes")
     wish = INT8 if precision in (INT8, INT8_AND_ENCODE) else None
-    return accelerate.Choice(*dtypes, chunk or None, devices=found, precision=wish)
+    return accelerate.Choice(*dtypes, chunk or None, devices=devices, precision=wish)

@@ -8,7 +8,7 @@ comfy/model_management.py of 0.33.
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import comfy.model_management
@@ -44,11 +44,11 @@ def decode_pieces(
 
     Arguments are those of `VideoVAE.decode_stream`, and a tile in latents.
     """
-    options = options_for(vae, options, tile, single_frame=latent.shape[2] == 1)
     decode, done = vae.first_stage_model.decode_stream, 0
     try:
         with comfy.model_management.cuda_device_context(vae.device):
-            for part in _parts(vae, latent, options, decode_bytes(vae, latent.shape, options)):
+            options, needed = begin(vae, latent.shape, options, tile)
+            for part in _parts(vae, latent, options, needed):
                 to, into = (x if x is None else x[done : done + len(part)] for x in (out, images))
                 yield from decode(part, options, out=to, images=into, frames=frames, deep=deep)
                 done += len(part)
@@ -64,11 +64,11 @@ def encoded(
 ) -> Tensor:
     """Encode `[B, C, T, H, W]` in [0, 1], with a tile in latents, to a LATENT."""
     *_, frames, height, width = video.shape
-    options = options_for(vae, options, tile, encode=True, single_frame=frames == 1)
+    options, needed = begin(vae, video.shape, options, tile, encode=True)
     log_cut(vae, height, width)
     model, latents = vae.first_stage_model, []
     progress = Progress(len(video) * model.config.latent_frames(frames))
-    for part in _parts(vae, video, options, encode_bytes(vae, video.shape, options)):
+    for part in _parts(vae, video, options, needed):
         stream = model.encode_stream(part, options, scaled=False, to_range=vae.process_input)
         latents.append(moved(vae, progress.counted(stream)))
     return retried(lambda: torch.cat(latents), vae.device, "an encode", options.release)
@@ -76,30 +76,34 @@ def encoded(
 
 # The norms of SeedVR2 are over the whole frame, so its tiles would differ for any overlap: there
 # the memory of the shortest steps on such a tile is the limit.
-def options_for(
+def begin(
     vae: comfy.sd.VAE,
-    options: StreamOptions,
+    shape: Sequence[int],
+    options: StreamOptions = AUTOMATIC,
     tile: tuple[int, int] | None = None,
     *,
     encode: bool = False,
-    single_frame: bool = False,
-) -> StreamOptions:
-    """Return the options of a stream with a tile in latents.
+    extra_bytes: int = 0,
+) -> tuple[StreamOptions, int]:
+    """Load the weights for a stream of `shape`, with a tile in latents; return options and bytes.
 
     When memory runs out, the stream lets other models be unloaded, and goes on in smaller steps and
-    tiles, at last on the CPU.
+    tiles, at last on the CPU. The bytes are `work_bytes`; `extra_bytes` are freed too.
     """
     model = vae.first_stage_model
     options = replace(options, chunk=options.chunk or model.chunk, release=release(vae))
-    if tile is None:
-        return options
-    height, width = (max(1, side) * model.config.spatial_compression for side in tile)
-    if not model.is_seedvr2:
-        scale = model.config.output_scale
-        return replace(options, tile=(height * scale, width * scale))
-    least = StreamOptions(limit_bytes=1)
-    plan = model.plan(height, width, least, encode=encode, single_frame=single_frame)
-    return replace(options, limit_bytes=plan.peak_bytes)
+    if tile is not None:
+        height, width = (max(1, side) * model.config.spatial_compression for side in tile)
+        if model.is_seedvr2:
+            least, single = StreamOptions(limit_bytes=1), shape[2] == 1
+            plan = model.plan(height, width, least, encode=encode, single_frame=single)
+            options = replace(options, limit_bytes=plan.peak_bytes)
+        else:
+            scale = model.config.output_scale
+            options = replace(options, tile=(height * scale, width * scale))
+    needed = work_bytes(vae, shape, options, encode=encode)
+    load(vae, needed + extra_bytes)
+    return options, needed
 
 
 def moved(vae: comfy.sd.VAE, latents: Iterator[Tensor]) -> Tensor:
@@ -183,32 +187,24 @@ def label(vae: comfy.sd.VAE) -> str:
 # The memory of the plan that an empty device would run, so that ComfyUI unloads other models
 # before. Requested tiles mean that memory is short: request the smallest steps on a tile. The
 # stream finds any further free memory itself.
-def decode_bytes(vae: comfy.sd.VAE, shape: torch.Size, options: StreamOptions = AUTOMATIC) -> int:
-    """Return the bytes for decoding a latent of `shape`, per video of `vae`'s batch."""
-    model = vae.first_stage_model
-    *_, latents, height, width = model.video_shape(shape)
-    step = model.config.spatial_compression
-    return _plan_bytes(vae, (latents, height * step, width * step), options, encode=False)
-
-
-def encode_bytes(vae: comfy.sd.VAE, shape: torch.Size, options: StreamOptions = AUTOMATIC) -> int:
-    """Return the bytes for encoding frames of `shape`, per video of `vae`'s batch."""
-    frames = 1 if len(shape) == 4 else shape[2]
-    latents = vae.first_stage_model.config.latent_frames(frames)
-    return _plan_bytes(vae, (latents, *shape[-2:]), options, encode=True)
-
-
-def _plan_bytes(
-    vae: comfy.sd.VAE, size: tuple[int, int, int], options: StreamOptions, *, encode: bool
+def work_bytes(
+    vae: comfy.sd.VAE,
+    shape: Sequence[int],
+    options: StreamOptions = AUTOMATIC,
+    *,
+    encode: bool = False,
 ) -> int:
-    latents, height, width = size
+    """Return the bytes for a latent or, to encode, frames of `shape`, per video of the batch."""
+    model = vae.first_stage_model
+    *_, count, height, width = model.video_shape(shape)
+    step = 1 if encode else model.config.spatial_compression
     limit = options.limit_bytes or (None if options.tile is None else 1)
-    plan = vae.first_stage_model.plan(
-        height,
-        width,
+    plan = model.plan(
+        height * step,
+        width * step,
         StreamOptions(limit_bytes=limit, tile=options.tile),
         encode=encode,
-        single_frame=latents == 1,
+        single_frame=count == 1,
         device=vae.device,  # the weights may be on the host
         empty=True,
     )
@@ -218,8 +214,7 @@ def _plan_bytes(
 def _parts(
     vae: comfy.sd.VAE, batch: Tensor, options: StreamOptions, memory_bytes: int
 ) -> tuple[Tensor, ...]:
-    """Load the weights; return what runs at once: a video, or images as GPU memory allows."""
-    load(vae, memory_bytes)
+    """Return what runs at once: a video, or images as GPU memory allows."""
     if options.limit_bytes is not None or batch.shape[2] > 1 or vae.device.type == "cpu":
         return batch.split(1)
     free = min(map(vae.patcher.get_free_memory, devices(vae)))

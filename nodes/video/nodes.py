@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .source import Fit, Source
 
 comfy_vae, stream = Later("nodes.vae.comfy_vae"), Later("nodes.video.stream")
-other_vae, timing = Later("nodes.vae.other_vae"), Later("nodes.host.timing")
+timing = Later("nodes.host.timing")
 sources, videos = Later("nodes.video.source"), Later("nodes.video.videos")
 
 # Frames of an IMAGE that are converted at a time.
@@ -185,7 +185,7 @@ def _decoded(
         return made, wanted, (height, width)
     log_unused(dtype=options.dtype is not None, chunk=options.chunk is not None)
     target.check(*(vae.spacial_compression_decode() * side for side in latent.shape[-2:]))
-    images = other_vae.decoded(vae, latent)
+    images = comfy_vae.by_another(vae, "decode", latent, "samples")
     if images.ndim not in (4, 5):
         raise ValueError(f"vae: its output is {list(images.shape)}; expected images [N, H, W, C]")
     images = images.reshape(-1, *images.shape[-3:])
@@ -219,7 +219,7 @@ def _encoded(
     log_unused(dtype=options.dtype is not None, chunk=options.chunk is not None)
     with timing.span("file"):
         images = sources.images_of(source, fit)
-    latent = other_vae.encoded(vae, images, "video")
+    latent = comfy_vae.by_another(vae, "encode", images, "video")
     ratio = vae.upscale_ratio
     is_video = latent.ndim == 5 and isinstance(ratio, tuple)
     return latent, int(ratio[0](latent.shape[2])) if is_video else len(images)

@@ -35,7 +35,7 @@ def decode_pictures(
     """Decode `[1, C_latent, t, h, w]` and yield pictures `[n, H, W, C]` on the VAE's device."""
     vae.throw_exception_if_invalid()
     convert = functools.partial(media.pictures_of, dtype=dtype, alpha=alpha)
-    options, deep = driver.options_for(vae, options), dtype != torch.uint8
+    deep, release = dtype != torch.uint8, driver.release(vae)
 
     # A function, so that its tensors are gone before memory is released.
     def pictures() -> Iterator[Tensor]:
@@ -44,7 +44,7 @@ def decode_pictures(
         for piece in driver.decode_pieces(vae, latent, options, frames=frames, deep=deep):
             for part in media.parts_of(piece, dtype):
                 made = functools.partial(convert, part)
-                done = retried(made, vae.device, "a decode", options.release)
+                done = retried(made, vae.device, "a decode", release)
                 progress.passed(len(done), done)
                 yield done
 
@@ -77,9 +77,8 @@ def encode_video(
         model.check_frames(first, vae.device, 0)
         height, width = first.shape[3:]
         frames = 1 if second is None else 1 + second.shape[2]
-        setting = driver.options_for(vae, options, encode=True, single_frame=frames == 1)
-        shape = torch.Size((*first.shape[:2], frames, height, width))
-        driver.load(vae, driver.encode_bytes(vae, shape, setting))
+        shape = *first.shape[:2], frames, height, width
+        setting, _ = driver.begin(vae, shape, options, encode=True)
         driver.log_cut(vae, height, width)
         if setting.chunk is None:
             chunk = model.plan(height, width, setting, encode=True).chunk

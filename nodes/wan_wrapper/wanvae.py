@@ -103,9 +103,8 @@ class WanVideoWrapperVAE:
         total = len(parts) * sum(count(part.shape[2]) for part in parts[0])
 
         def go(_: bool) -> Tensor:
-            options, single = StreamOptions(dtype=self._dtype), shape[2] == 1
-            options = pieces.options_for(vae, options, tile, encode=True, single_frame=single)
-            pieces.load(vae, pieces.encode_bytes(vae, shape, options))
+            options = StreamOptions(dtype=self._dtype)
+            options, _ = pieces.begin(vae, shape, options, tile, encode=True)
             progress, rows = Progress(total, shown=pbar), []
             with _posterior(network) if sample else contextlib.nullcontext():
                 for video in parts:
@@ -151,9 +150,8 @@ class WanVideoWrapperVAE:
         def go(on_host: bool) -> Tensor:
             home = torch.device(output_device or "cpu") if on_host else place
             options = StreamOptions(dtype=self._dtype)
-            options = pieces.options_for(vae, options, tile, single_frame=shape[2] == 1)
             room = 0 if home.type == "cpu" else math.prod(size) * dtype.itemsize
-            pieces.load(vae, room + pieces.decode_bytes(vae, shape, options))
+            options, _ = pieces.begin(vae, shape, options, tile, extra_bytes=room)
             with kept():
                 frames = torch.empty(size, dtype=dtype, device=home).movedim(-1, 1)
             progress = Progress(len(parts) * sum(counts), shown=pbar is not False)

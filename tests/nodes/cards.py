@@ -2,9 +2,8 @@
 
 A card is `torch.device("cpu", index)`: another key than the host's `torch.device("cpu")`, although
 its tensors report "cpu", and `.to` copies. ComfyUI's code is unchanged except for its questions to
-the hardware: which devices there are and how much memory is free. For DynamicVRAM, comfy_aimdo's
-two memory classes are replaced by objects that count bytes; weights are not faulted in one by one,
-but a model's whole memory when it is called.
+the hardware. For DynamicVRAM, comfy_aimdo's memory classes are replaced by objects that count
+bytes; a model's whole memory is faulted in when it is called.
 """
 
 import contextlib
@@ -17,6 +16,21 @@ from safetensors.torch import load_file
 from torch import nn
 
 GB = 2**30
+
+
+def machine(patch, count, kind="cpu"):
+    """Let ComfyUI report `count` devices while `patch`, a pytest.MonkeyPatch, is in force; them."""
+    import comfy.model_management as management
+
+    from fast_video_vae.vae import validation
+
+    devices = [torch.device(kind, index) for index in range(count)]
+    report = lambda exclude_current=False: devices[exclude_current:]  # noqa: E731
+    patch.setattr(management, "get_all_torch_devices", report)
+    # PyTorch does not list them.
+    names = ["cpu", *map(str, devices)]
+    patch.setattr(validation, "available_devices", lambda: names, raising=False)
+    return devices
 
 
 class Cards:
@@ -34,7 +48,7 @@ class Cards:
         import comfy_aimdo.model_vbar
         import folder_paths
 
-        self.devices = [torch.device("cpu", index) for index in range(count)]
+        self.devices = machine(patch, count)
         self.events, self._total = [], 24 * GB
         self._regions = []  # weak references, the one in use last at the end
         self._names = weakref.WeakKeyDictionary()
@@ -46,7 +60,6 @@ class Cards:
             "MAX_PINNED_MEMORY": 0,
             "is_device_cpu": lambda device: False,
             "get_torch_device": lambda: self.devices[0],
-            "get_all_torch_devices": lambda exclude_current=False: self.devices[exclude_current:],
             "get_total_memory": lambda device=None, **options: self._total,
             "get_free_memory": self._free_memory,
         }

@@ -18,8 +18,8 @@ if __name__ == "__main__":
 
 import pytest
 
+from fast_video_vae.tests.nodes.cards import machine
 from fast_video_vae.tests.nodes.checkout import PACK, import_comfyui
-from fast_video_vae.tests.nodes.vae.machines import machine
 
 LOCALES = PACK / "locales"
 

@@ -10,8 +10,6 @@ from fast_video_vae.tests.seedvr2 import random_seedvr2
 
 
 class Family(NamedTuple):
-    """The same weights in both."""
-
     name: str
     state: dict[str, Tensor]
     stock: Any  # ComfyUI's VAE

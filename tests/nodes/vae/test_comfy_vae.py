@@ -98,18 +98,15 @@ def test_every_way_to_encode_equals_stock(family, count, channels, size):
     assert torch.equal(pixels, before)
 
 
-def test_images_are_encoded_as_a_video_or_separately(family):
-    pixels = frames(3)
+def test_batches_are_encoded_one_by_one(family):
+    pixels, videos = frames(3), torch.stack([frames(5), frames(5, seed=1)])
     expected = torch.cat([family.stock.encode(image[None]) for image in pixels])
-    assert expected.shape == (3, 16, 1, 4, 6)
     for latent in (
-        family.fast.encode(pixels, not_video=True),
         family.fast.encode_tiled(pixels, 64, 64, not_video=True),
         family.fast.encode(pixels[:, None]),  # [B, T, H, W, C]
         ours("Encode", vae=family.fast, pixels=pixels, batch="images").args[0]["samples"],
     ):
         assert relative_error(latent, expected) <= 1e-5
-    videos = torch.stack([frames(5), frames(5, seed=1)])
     expected = torch.cat([family.stock.encode(video) for video in videos])
     assert relative_error(family.fast.encode(videos), expected) <= 1e-5
 
@@ -154,25 +151,18 @@ def test_the_layered_vae_with_alpha_equals_stock(tmp_path):
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_comfyui_s_nodes_of_seedvr2_work_with_the_fast_vae(seedvr2, count):
-    patcher = dits.patcher("seedvr2")
-    network = patcher.model.diffusion_model
-    generator = torch.Generator().manual_seed(2)
-    for name, length in (("positive_conditioning", 5), ("negative_conditioning", 4)):
-        setattr(network, name, torch.randn(length, 24, generator=generator))
     source = frames(count, 30, 44, channels=4)  # not of the 16 pixels that the nodes pad to
 
     def upscaled(vae):
         pixels, *_ = v3_node("nodes_seedvr", "SeedVR2Preprocess", resized_images=source)
         assert pixels.shape == (1, 1 if count == 1 else 5, 32, 48, 3)
         (latent,) = node("VAEEncode", vae=vae, pixels=pixels)
-        positive, _ = v3_node(
-            "nodes_seedvr", "SeedVR2Conditioning", model=patcher, vae_conditioning=latent
-        )
-        ((context, options),) = positive
-        noise, time = small_latents(latent["samples"].shape[2], seed=5), torch.tensor([600.0])
-        given = {"condition": options["condition"], "transformer_options": {"cond_or_uncond": [0]}}
-        step = network(noise, time, context, **given)
-        return node("VAEDecode", vae=vae, samples={"samples": noise - 0.6 * step})
+        given = {"model": dits.patcher("seedvr2"), "vae_conditioning": latent}
+        for name in ("positive_conditioning", "negative_conditioning"):
+            setattr(given["model"].model.diffusion_model, name, torch.zeros(4, 24))
+        positive, _ = v3_node("nodes_seedvr", "SeedVR2Conditioning", **given)
+        ((_, options),) = positive
+        return options["condition"], node("VAEDecode", vae=vae, samples=latent)
 
     assert_same(upscaled(seedvr2.fast), upscaled(seedvr2.stock))
 
@@ -182,20 +172,18 @@ def test_the_network_works_as_comfyui_s_for_packs_that_call_it(family):
     theirs, model = family.stock.first_stage_model, family.fast.first_stage_model
     for count in (1, 2):
         video = torch.stack([frames(4 * count - 3, seed=seed) for seed in (0, 1)]).movedim(-1, 1)
-        expected = theirs.encode(video * 2 - 1)
-        assert_same(model.encode(video * 2 - 1), expected)
-        assert_same(model.encode(video * 2 - 1, device=torch.device("cpu")), expected)
+        for options in ({}, {"device": torch.device("cpu")}):
+            assert_same(model.encode(video * 2 - 1, **options), theirs.encode(video * 2 - 1))
         latent = small_latents(count, batch=2)
         assert_same(model.decode(latent), theirs.decode(latent))
     if family.name == "seedvr2":
-        flat, shape = small_latents(3).flatten(1, 2), (1, 3, 9, 32, 48)
+        flat = small_latents(3).flatten(1, 2)
         expected = theirs.decode(flat)
         needed = [family.fast.memory_used_decode(x.shape, None) for x in (flat, small_latents(3))]
         assert needed[0] == needed[1]
     else:
-        flat, shape = small_latents(1, batch=3)[:, :, 0], (3, 3, 32, 48)
+        flat = small_latents(1, batch=3)[:, :, 0]
         expected = theirs.decode(flat[:, :, None])[:, :, 0]
-    assert expected.shape == shape
     assert_same(model.decode(flat), expected)
     images = (expected.movedim(1, -1) + 1) / 2
     assert (family.fast.decode(flat) - images.clamp(0, 1)).abs().max() <= 1e-5
@@ -204,23 +192,20 @@ def test_the_network_works_as_comfyui_s_for_packs_that_call_it(family):
 def test_an_unknown_option_is_named_in_the_log_and_changes_nothing(fast, monkeypatch, caplog):
     """An option of a newer ComfyUI, or of a pack."""
     monkeypatch.setattr(errors, "_logged", set())
-    latent, pixels, tile = latents(2), frames(5), {"tile_x": 64, "tile_y": 64, "overlap": 16}
-    expected, means = fast.decode(latent), fast.encode(pixels)
-    for _ in range(2):
-        for images in (
-            fast.decode(latent, something_new=3),
-            fast.decode(latent, {"something_new": 3}),
-            fast.decode_tiled(latent, **tile, something_new=3),
-        ):
-            assert_same(images, expected)
-        assert_same(fast.encode(pixels, something_new=3), means)
-        assert_same(fast.encode_tiled(pixels, **tile, something_new=3), means)
-        fast.first_stage_model.decode(latent, something_new=3)
+    latent, pixels, new = latents(2), frames(5), {"something_new": 3}
+    tile = {"tile_x": 64, "tile_y": 64, "overlap": 16} | new
+    for images in (
+        fast.decode(latent, **new),
+        fast.decode(latent, new),
+        fast.decode_tiled(latent, **tile),
+    ):
+        assert_same(images, fast.decode(latent))
+    for means in (fast.encode(pixels, **new), fast.encode_tiled(pixels, **tile)):
+        assert_same(means, fast.encode(pixels))
+    fast.first_stage_model.decode(latent, **new)
     line = "a fast VAE does not know this option of {}, and ignores it: something_new"
-    assert [text.partition(": ")[2] for text in caplog.messages] == [
-        line.format("decode"),
-        line.format("encode"),
-    ]
+    expected = [line.format("decode"), line.format("encode")]
+    assert [text.partition(": ")[2] for text in caplog.messages] == expected
 
 
 def test_the_requested_output_dtype_is_used(fast, monkeypatch):
@@ -244,12 +229,11 @@ def test_a_saved_vae_equals_the_loaded_one(family):
 def test_a_copy_for_another_device_is_fast_and_complete(family):
     fast, latent = family.fast, small_latents(2)
     (selected,) = v3_node("nodes_multigpu", "SelectVAEDeviceNode", vae=fast, device="default")
-    assert selected is not fast
-    clone = fast.patcher.deepclone_multigpu(new_load_device=torch.device("cpu"))
-    assert clone.model is not fast.first_stage_model
     moved = copy.copy(fast)
-    moved.patcher, moved.first_stage_model = clone, clone.model
+    moved.patcher = fast.patcher.deepclone_multigpu(new_load_device=torch.device("cpu"))
+    moved.first_stage_model = moved.patcher.model
     for vae in (selected, moved):
+        assert vae is not fast
         assert type(vae.first_stage_model) is type(fast.first_stage_model)
         assert torch.equal(vae.decode(latent), fast.decode(latent))
         assert torch.equal(vae.encode(frames(5)), fast.encode(frames(5)))
@@ -356,7 +340,6 @@ def test_a_2x_decoder_gives_images_of_twice_the_size(tmp_path):
 def test_vaes_of_the_published_widths_equal_stock(state):
     stock = stock_vae(state())
     fast = accelerated(stock)
-    assert fast is not stock
     assert fast.get_sd().keys() == stock.get_sd().keys()
     assert_same_numbers(fast, stock)
     latent, pixels = latents(2, 2, 2, channels=stock.latent_channels), clip(5, 32, 32)
@@ -367,30 +350,27 @@ def test_vaes_of_the_published_widths_equal_stock(state):
 def test_a_narrow_wan_2_2_loads_where_comfyui_s_class_does_not_fit(tmp_path):
     from fast_video_vae.tests.benchmarks.peers import comfyui_vae
 
-    state = random_wan22(8, 16)
+    state, latent, pixels = random_wan22(8, 16), latents(3, 3, 5, channels=48), clip(6, 70, 68)
     fast, network = fast_vae(state, tmp_path), comfyui_vae(state).module
-    samples = {"samples": latents(3, 3, 5, channels=48)}
-    expected = network.decode(samples["samples"]).movedim(1, -1).add(1).div(2).clamp(0, 1)[0]
-    for images in (
-        node("VAEDecode", vae=fast, samples=samples)[0],
-        node("VAEDecodeTiled", vae=fast, samples=samples, tile_size=64)[0],
-    ):
+    expected = network.decode(latent).movedim(1, -1).add(1).div(2).clamp(0, 1)
+    for images in (fast.decode(latent), fast.decode_tiled(latent, 4, 4)):
         assert relative_error(images, expected) <= 1e-5
-    pixels = clip(6, 70, 68)
     cropped = pixels[:5, 3:67, 2:66].movedim(-1, 0)[None] * 2 - 1
     assert relative_error(fast.encode(pixels), network.encode(cropped)) <= 1e-5
-    assert (fast.latent_channels, fast.output_channels) == (48, 3)
     assert fast.spacial_compression_decode() == fast.spacial_compression_encode() == 16
 
 
 def assert_of_images(vae, images, one, pixels, encoded):
     """Check that a VAE decodes images `[B, C, h, w]`, also with time, and encodes each alone."""
-    assert vae.latent_dim == 2
-    assert vae.temporal_compression_decode() is None
-    decode = functools.partial(node, vae=vae)
-    for samples in ({"samples": one}, {"samples": one[:, :, 0]}):
-        assert_same(decode("VAEDecode", samples=samples), [images])
-        assert_same(decode("VAEDecodeTiled", samples=samples, tile_size=64), [images])
+    assert (vae.latent_dim, vae.temporal_compression_decode()) == (2, None)
+    for samples in (
+        one,
+        one[:, :, 0],
+        torch.cat([one, one], 2) if vae.latent_channels == 64 else one,
+    ):
+        given = {"vae": vae, "samples": {"samples": samples}}
+        assert_same(node("VAEDecode", **given), [images])
+        assert_same(node("VAEDecodeTiled", **given, tile_size=64), [images])
     for found in (vae.encode(pixels), ours("Encode", pixels=pixels, vae=vae).args[0]["samples"]):
         assert_same(found, encoded[:, :, 0])
 
@@ -403,8 +383,6 @@ def test_qwen_image_2_1_is_a_vae_of_images(picture_vae):
     images = peer.decode(one)[:, :, 0].movedim(1, -1).add(1).div(2)
     encoded = peer.encode(pixels.movedim(-1, 1)[:, :, None] * 2 - 1)
     assert_of_images(picture_vae, images, one, pixels, encoded)
-    first = picture_vae.decode(torch.cat([one, one.flip(0)], dim=2))  # as ComfyUI takes it
-    assert torch.equal(first, picture_vae.decode(one))
     assert (picture_vae.output_channels, picture_vae.spacial_compression_decode()) == (4, 16)
     opaque = torch.nn.functional.pad(pixels[..., :3], (0, 1), value=1.0)
     assert torch.equal(picture_vae.encode(pixels[..., :3]), picture_vae.encode(opaque))
@@ -412,19 +390,20 @@ def test_qwen_image_2_1_is_a_vae_of_images(picture_vae):
 
 def test_a_vae_of_single_frames_is_one_of_images_and_refuses_a_video(models, state, fast):
     save_file({k: v.contiguous() for k, v in flat(state).items()}, models / "flat.safetensors")
-    vae = ours("Load", vae_name="flat.safetensors").args[0]
-    one, pixels = latents(1, batch=2), clip(2, 48, 64)
-    images, encoded = (
-        fast.decode(one)[:, 0],
-        torch.cat([fast.encode(each[None]) for each in pixels]),
+    vae, one, pixels = (
+        ours("Load", vae_name="flat.safetensors").args[0],
+        latents(1, batch=2),
+        clip(2),
     )
+    encoded = torch.cat([fast.encode(each[None]) for each in pixels])
     for each in (vae, accelerated(vae, chunk=2)):
-        assert_of_images(each, images, one, pixels, encoded)
+        assert_of_images(each, fast.decode(one)[:, 0], one, pixels, encoded)
+    samples = {"samples": latents(2)}
     for call in (
         lambda: vae.encode(pixels[None]),
-        lambda: node("VAEDecodeTiled", vae=vae, samples={"samples": latents(2)}, tile_size=512),
-        lambda: ours("Decode", vae=vae, samples={"samples": latents(2)}),
-        lambda: ours("DecodeVideo", vae=vae, samples={"samples": latents(2)}),
+        lambda: node("VAEDecodeTiled", vae=vae, samples=samples, tile_size=512),
+        lambda: ours("Decode", vae=vae, samples=samples),
+        lambda: ours("DecodeVideo", vae=vae, samples=samples),
     ):
         with refused("frames; expected 1: the weights of this VAE are of single frames"):
             call()

@@ -2,10 +2,8 @@
 
 import asyncio
 import copy
-import functools
 import itertools
 import logging
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,9 +11,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fast_video_vae.tests.builders import random_state_dict, refused
-from fast_video_vae.tests.nodes.cards import GB, Cards, a_prompt
+from fast_video_vae.tests.nodes.cards import GB, Cards, a_prompt, machine
 from fast_video_vae.tests.nodes.server import AUTO, Workflow
-from fast_video_vae.tests.nodes.vae.machines import known, machine
 from fast_video_vae.tests.nodes.vae.pairs import (
     accelerated,
     clip,
@@ -32,13 +29,7 @@ from fast_video_vae.tests.nodes.vae.pairs import (
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
 
-NODES = ("Load", "Accelerate")
 HOST = torch.device("cpu")
-
-
-@pytest.fixture
-def two(monkeypatch):
-    return machine(monkeypatch, 2)
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +38,10 @@ def vae_name(models, state):
     return "spread.safetensors"
 
 
-def node_class(name):
+def inputs_of(name):
     from fast_video_vae.nodes.vae import nodes
 
-    return getattr(nodes, name)
-
-
-def loaded(name, **options):
-    return ours("Load", vae_name=name, **options).args[0]
+    return getattr(nodes, name).define_schema().inputs
 
 
 def devices_of(vae):
@@ -62,35 +49,26 @@ def devices_of(vae):
     return vae.first_stage_model.shared_by
 
 
-def lines(caplog):
-    return [text for text in caplog.messages if "Fast Video VAE" in text]
-
-
-@pytest.mark.parametrize("name", NODES)
+@pytest.mark.parametrize("name", ["Load", "Accelerate"])
 def test_a_machine_with_several_devices_has_the_input_as_its_last(name, monkeypatch):
     """Values of widgets are saved by position."""
     from comfy.cli_args import args
     from comfy.model_management import get_gpu_device_options
 
-    inputs = lambda: node_class(name).define_schema().inputs  # noqa: E731
-    for count in (0, 1):
-        machine(monkeypatch, count)
-        before = [each.id for each in inputs()]
-        assert "devices" not in before
+    machine(monkeypatch, 1)
+    before = [each.id for each in inputs_of(name)]
+    assert "devices" not in before
     for count in (2, 3, 4, 9):
         machine(monkeypatch, count)
-        *others, last = inputs()
+        *others, last = inputs_of(name)
         assert [each.id for each in others] == before
         assert (last.id, last.default, last.optional) == ("devices", "one", True)
         names = [each for each in get_gpu_device_options() if each.startswith("gpu:")]
-        every = [[*c] for size in range(2, count) for c in itertools.combinations(names, size)]
-        chosen = [choice.split(", ") for choice in last.options[2:]]
-        assert last.options[:2] == ["one", "all"]
-        assert len({*last.options}) == len(last.options) <= 12
-        assert [each for each in every if each in chosen] == chosen
-        assert count > 4 or chosen == every
+        every = [c for size in range(2, count) for c in itertools.combinations(names, size)]
+        some = every if count <= 4 else [names[:size] for size in range(2, count)]
+        assert last.options == ["one", "all", *map(", ".join, some)]
     monkeypatch.setattr(args, "cpu_vae", True)  # VAEs are put on the CPU
-    assert [each.id for each in inputs()] == before
+    assert [each.id for each in inputs_of(name)] == before
 
 
 @pytest.mark.parametrize(
@@ -99,8 +77,7 @@ def test_a_machine_with_several_devices_has_the_input_as_its_last(name, monkeypa
         ("one", [0], None),
         ("all", [0, 1, 2, 3], None),
         ("gpu:2,gpu:1 ", [0, 2, 1], None),  # the VAE's own device takes part, and is the first
-        ("gpu:1, gpu:1", [0, 1], None),
-        ("gpu:1, gpu:7", [0, 1], "gpu:7"),  # saved on a larger machine
+        ("gpu:1, gpu:1, gpu:7", [0, 1], "gpu:7"),  # saved on a larger machine
         ("gpu:7", [0], "gpu:7"),
     ],
 )
@@ -109,15 +86,17 @@ def test_a_vae_gets_the_selected_devices(
 ):
     import comfy.model_management as management
 
+    monkeypatch.setattr("fast_video_vae.kernels.errors._logged", set())
     found = machine(monkeypatch, 4)
     monkeypatch.setattr(management, "get_torch_device", lambda: found[0])
     wanted = [found[number] for number in numbers] if len(numbers) > 1 else []
     with caplog.at_level(logging.INFO):
-        assert devices_of(loaded(vae_name, devices=selection)) == wanted
+        assert devices_of(ours("Load", vae_name=vae_name, devices=selection).args[0]) == wanted
     texts = [f"this machine has no {missing}"] if missing else []
     texts += ["among " + ", ".join(f"gpu:{number}" for number in numbers)] if wanted else []
-    assert all(text in line for text, line in zip(texts, lines(caplog), strict=True))
-    plain = loaded(vae_name)
+    lines = [text for text in caplog.messages if "Fast Video VAE" in text or "no gpu" in text]
+    assert all(text in line for text, line in zip(texts, lines, strict=True))
+    (plain,) = ours("Load", vae_name=vae_name).args
     (again,) = ours("Accelerate", vae=plain, devices=selection).args
     assert devices_of(again) == wanted
     assert devices_of(plain) == []
@@ -125,18 +104,14 @@ def test_a_vae_gets_the_selected_devices(
     assert devices_of(ours("Accelerate", vae=again).args[0]) == []
 
 
-@pytest.mark.parametrize("bad", ["", "two", "cuda:0", "gpu:", "gpu:0 gpu:1", "gpu:-1", 1])
-def test_an_unknown_selection_is_an_error_before_the_file_is_read(two, monkeypatch, bad):
-    monkeypatch.setattr("fast_video_vae.nodes.vae.accelerate.read_checkpoint", pytest.fail)
-    with refused(r"^devices: got .*; expected one, all, or names such as gpu:0, gpu:1"):
-        loaded("bundled demo", devices=bad)
-
-
-def test_a_vae_on_the_cpu_uses_no_gpu(vae_name, monkeypatch):
-    machine(monkeypatch, 2, "cuda")
-    vae = loaded(vae_name, devices="all")
-    assert vae.decode(latents(1, 4, 6)).device.type == "cpu"
-    assert devices_of(vae) == []
+def test_a_vae_on_the_cpu_and_seedvr2_use_their_own_device(seedvr2, fast, monkeypatch, caplog):
+    for kind, stock, count in (("cuda", fast, 0), ("cpu", seedvr2.stock, 1)):
+        machine(monkeypatch, 2, kind)
+        with caplog.at_level(logging.INFO):
+            vae = accelerated(stock, devices="all")
+        assert vae.decode(latents(1, 4, 6)).device == HOST
+        assert devices_of(vae) == []
+        assert caplog.text.count("the norms of SeedVR2 measure whole frames") == count
 
 
 @pytest.mark.parametrize(
@@ -147,7 +122,7 @@ def test_a_vae_on_the_cpu_uses_no_gpu(vae_name, monkeypatch):
         (2, None, 0),  # saved on a machine with one
         (2, "gpu:5", 0),
         (2, "all", 2),
-        (2, "both", None),
+        *((2, bad, None) for bad in ("", "two", "cuda:0", "gpu:", "gpu:0 gpu:1", "gpu:-1", 1)),
     ],
 )
 def test_a_workflow_of_another_machine_runs_on_its_devices(
@@ -157,9 +132,13 @@ def test_a_workflow_of_another_machine_runs_on_its_devices(
     from comfy_extras.nodes_hunyuan import EmptyHunyuanLatentVideo
 
     import nodes as core
+    from fast_video_vae.nodes.vae.nodes import Accelerate, Load
 
-    classes = {f"FastVAE_{name}": node_class(name) for name in NODES}
-    for name, each in (classes | {"EmptyHunyuanLatentVideo": EmptyHunyuanLatentVideo}).items():
+    for name, each in (
+        ("FastVAE_Load", Load),
+        ("FastVAE_Accelerate", Accelerate),
+        ("EmptyHunyuanLatentVideo", EmptyHunyuanLatentVideo),
+    ):
         monkeypatch.setitem(core.NODE_CLASS_MAPPINGS, name, each)
     workflow, found = Workflow(), machine(monkeypatch, count)
     vae = workflow.add("FastVAE_Accelerate", vae=workflow.load(), **AUTO)
@@ -169,36 +148,36 @@ def test_a_workflow_of_another_machine_runs_on_its_devices(
     workflow.add("PreviewImage", images=images)
     valid, _, _, errors = asyncio.run(execution.validate_prompt("test", workflow, None))
     assert valid == (wanted is not None)
-    if not valid:  # before anything runs
-        expected = "devices - devices: got 'both'; expected one, all, or"
-        assert all(errors[number]["errors"][0]["details"].startswith(expected) for number in "12")
+    if not valid:  # before anything runs, and a linked value before the file is read
+        expected = f"devices: got {devices!r}; expected one, all, or names such as gpu:0, gpu:1"
+        for number in "12":
+            assert errors[number]["errors"][0]["details"].startswith(f"devices - {expected}")
+        with refused(f"^{expected}"):
+            ours("Load", vae_name="bundled demo", devices=devices)
         return
     # The inputs that ComfyUI takes from a prompt.
-    taken, _, _ = execution.get_input_data(workflow["1"]["inputs"], node_class("Load"), "1")
+    taken, _, _ = execution.get_input_data(workflow["1"]["inputs"], Load, "1")
     given = {key: value for key, (value,) in taken.items()} | {"vae_name": vae_name}
     # The VAE of a test is on "cpu", which is none of the devices of the machine.
     assert devices_of(ours("Load", **given).args[0])[1:] == found[:wanted]
 
 
-@pytest.mark.parametrize("devices", ["all", "gpu:0, gpu:1"])
-def test_seedvr2_uses_its_own_device(seedvr2, two, caplog, devices):
-    with caplog.at_level(logging.INFO):
-        vae = accelerated(seedvr2.stock, devices=devices)
-        vae.decode(torch.zeros(1, 16, 1, 4, 4))
-    (line,) = lines(caplog)
-    assert "the norms of SeedVR2 measure whole frames" in line
-    assert devices_of(vae) == []
+def test_several_devices_give_the_result_of_one_and_stop(fast, state, tmp_path, monkeypatch):
+    from fast_video_vae.nodes.host import timing
 
-
-def test_several_devices_give_the_result_of_one_and_stop(fast, state, tmp_path, two):
+    machine(monkeypatch, 2)
+    measured = set()  # the rows of the table of times
+    note = lambda kind, first, last, label="", *_: measured.add((kind, label))  # noqa: E731
+    monkeypatch.setattr(timing, "add", note)
     shared = fast_vae(state, tmp_path, devices="all")
     latent, pixels = latents(2, 16, 24), clip(5, 128, 192)
     expected = fast.decode(latent)
     tiled = shared.decode_tiled(latent, tile_x=8, tile_y=8, overlap=4)
     for images in (shared.decode(latent), tiled):
+        assert images.device == HOST
         assert relative_error(images, expected) <= 1e-5
-    assert tiled.device == HOST
     assert relative_error(shared.encode(pixels), fast.encode(pixels)) <= 1e-5
+    assert {(f"VAE {way}", "gpu:0, gpu:1") for way in ("decode", "encode")} <= measured
     # Each of the three devices, the CPU too, can be in its first step of two.
     with stopped_at(shared.first_stage_model.decoder.get_submodule("middle.0"), most=3):
         shared.decode(latent)
@@ -207,9 +186,7 @@ def test_several_devices_give_the_result_of_one_and_stop(fast, state, tmp_path, 
 
 @pytest.fixture
 def cards(comfyui, monkeypatch):
-    cards = Cards(monkeypatch, 2, dynamic=False)
-    known(monkeypatch, cards.devices)
-    return cards
+    return Cards(monkeypatch, 2, dynamic=False)
 
 
 def fill(cards, *sizes):
@@ -235,7 +212,6 @@ def unloaded(cards):
     ("devices", "sizes", "expected"),
     [
         ("all", (10, 10), []),  # there is room on both
-        ("all", (10, 23.9), ["model 1"]),
         ("all", (23.9, 23.9), ["model 0", "model 1"]),
         ("one", (10, 23.9), []),
     ],
@@ -251,25 +227,20 @@ def test_room_is_made_on_each_device_that_lacks_it(
         del models
 
 
-@pytest.mark.parametrize(("name", "taken"), [("cpu:0", 0), ("cpu:1", 1), ("cpu", 0)])
-def test_a_release_unloads_other_models_from_the_device_that_is_short(
-    cards, state, tmp_path, name, taken
-):
-    """The VAE's own device has other names, such as mps:0 for mps."""
-    import comfy.model_management as management
-
+def test_a_release_unloads_other_models_from_the_device_that_is_short(cards, state, tmp_path):
     from fast_video_vae.nodes.vae import pieces
 
     vae = fast_vae(state, tmp_path, devices="all")
     vae.decode(small_latents(1))
-    models = fill(cards, 5, 5)
-    pieces.release(vae)(torch.device(name))
-    assert unloaded(cards) == [f"model {taken}"]
-    loaded = [each.model for each in management.current_loaded_models]
-    assert set(loaded) == {vae.patcher, models[1 - taken]}
+    # The VAE's own device has other names, such as mps:0 for mps.
+    for name, taken in (("cpu:0", 0), ("cpu:1", 1), ("cpu", 0)):
+        models = fill(cards, 5, 5)
+        pieces.release(vae)(torch.device(name))
+        assert unloaded(cards) == [f"model {taken}"]
+        del models
 
 
-@pytest.mark.parametrize("selection", ["all", "gpu:0, gpu:1", "gpu:0", "one"])
+@pytest.mark.parametrize("selection", ["all", "gpu:0", "one"])
 def test_the_device_of_a_vae_that_comfyui_has_moved_comes_first(cards, state, tmp_path, selection):
     vae, latent = fast_vae(state, tmp_path, devices=selection), small_latents(2)
     expected, moved = vae.decode(latent), copy.copy(vae)
@@ -288,40 +259,18 @@ def test_prompts_give_the_same_bits_whatever_else_was_loaded(monkeypatch, state,
 
     cards = Cards(monkeypatch, 2, dynamic=dynamic)
     vae, pixels, samples = fast_vae(state, tmp_path), clip(5), {"samples": latents(3)}
-    others = [fast_vae(random_state_dict(8, seed=1), tmp_path), stock_vae(random_state_dict(8))]
-    found = []
+    other, found = stock_vae(random_state_dict(8)), []
     for number in range(3):
         with a_prompt(vae.patcher):
             (images,) = node("VAEDecode", vae=vae, samples=samples)
             (encoded,) = node("VAEEncode", vae=vae, pixels=pixels)
         found.append((images, encoded["samples"]))
-        if number == 0:  # models take the card, and other VAEs decode
+        if number == 0:  # models take the card, and another VAE decodes
             models = fill(cards, 23.9, 23.9)
             assert vae.patcher not in [each.model for each in management.current_loaded_models]
-            for each in others:
-                each.decode(latents(1))
+            other.decode(latents(1))
             del models
         else:
             management.unload_all_models()
-    for images, encoded in found[1:]:
-        assert torch.equal(images, found[0][0])
-        assert torch.equal(encoded, found[0][1])
-
-
-@pytest.mark.parametrize(("devices", "label"), [("all", "gpu:0, gpu:1"), ("one", "")])
-def test_the_table_of_times_names_several_devices(cards, state, tmp_path, devices, label):
-    from fast_video_vae.nodes.host import timing
-    from fast_video_vae.nodes.video import stream
-
-    vae = fast_vae(state, tmp_path, devices=devices)
-
-    @torch.inference_mode()
-    def labels(work, given):
-        list(work(given))
-        return [row.label for row in timing.report().rows() if row.kind.startswith("VAE")]
-
-    pictures = functools.partial(stream.decode_pictures, vae)
-    latent = small_latents(1)
-    for work, given in ((vae.decode, latent), (vae.encode, frames(1)), (pictures, latent)):
-        with ThreadPoolExecutor(1) as thread:  # a thread has a table of its own
-            assert thread.submit(labels, work, given).result() == [label]
+    for results in zip(*found, strict=True):
+        assert all(torch.equal(each, results[0]) for each in results)
