@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fast_video_vae.tests.nodes.diffusion import inputs, load_model, random_weights
-from fast_video_vae.tests.nodes.vae.pairs import node
+from fast_video_vae.tests.nodes.vae.pairs import node, v3_node
 
 DEFAULTS = {
     "preset": "base",
@@ -111,6 +111,26 @@ def advanced(first, *, model, known, latent, steps, cfg, sampler, start, end=100
         "KSamplerAdvanced", model, first, 7, steps, cfg, sampler, "simple",
         known["positive"], known["negative"], latent, start, end, leftover,
     )[0]  # fmt: skip
+
+
+def levels_of(model, steps, denoise=1.0):
+    """The noise levels of ComfyUI's KSampler."""
+    from comfy.samplers import KSampler
+
+    known = {"sampler": "euler", "scheduler": "simple", "denoise": denoise}
+    return KSampler(model, steps, torch.device("cpu"), **known).sigmas
+
+
+@torch.inference_mode()
+def custom(model, sigmas, latent, *, cfg, noise):
+    """ComfyUI's SamplerCustom over some noise levels: the latent and the estimate."""
+    from comfy.samplers import sampler_object
+
+    return v3_node(
+        "nodes_custom_sampler", "SamplerCustom", model=model, add_noise=noise, noise_seed=7,
+        cfg=cfg, **prompts(), sampler=sampler_object("euler"), sigmas=torch.tensor(sigmas),
+        latent_image=latent,
+    )  # fmt: skip
 
 
 STEPS = 4

@@ -1,5 +1,7 @@
 """Wan Sampler (Fast) against ComfyUI's own samplers, on small models with random weights."""
 
+import random
+
 import pytest
 import torch
 
@@ -14,11 +16,13 @@ from fast_video_vae.tests.nodes.lora.lora_models import (
 )
 from fast_video_vae.tests.nodes.sampling.sampler_models import (
     advanced,
+    custom,
     empty,
     expert,
     experts,
     in_two,
     ksampler,
+    levels_of,
     prompts,
     run,
     samples,
@@ -28,6 +32,8 @@ from fast_video_vae.tests.nodes.sampling.sampler_models import (
 from fast_video_vae.tests.nodes.vae.pairs import v3_node
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("comfyui")]
+
+NAMES = (("high", "H"), ("low", "L"))
 
 # Least difference of two runs that are not the same.
 DIFFERENT = 1e-3
@@ -52,81 +58,108 @@ def calls(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize(
-    ("kind", "cfg"),
-    [
-        ("wan21-t2v", (1.0, 1.0)),  # the distilled LoRAs
-        ("wan21-t2v", (4.0, 3.0)),  # published, of each expert its own
-        ("wan22-14b-i2v", (3.5, 3.5)),  # with an image as extra channels
-        slow("vace", (4.0, 4.0)),
-    ],
-)
-def test_two_experts_equal_two_advanced_samplers(kind, cfg):
-    high, low = (shifted(model, 5.0) for model in experts(kind).values())
-    result = samples(kind, cfg_high=str(cfg[0]), cfg_low=str(cfg[1]))
-    assert relative_error(result, in_two(high, low, kind, cfg=cfg)) < ROUNDING
-    assert relative_error(result, in_two(low, high, kind, cfg=cfg)) > DIFFERENT
+# The first four are steps, the others noise levels; of 4 steps at shift 5, 0.9375 and 0.8333333 are
+# levels of the list, which the first expert serves.
+BOUNDARIES = ("0", "1", "2", "40", "0.0", "0.9375", "0.8333333", "auto", None)
 
 
-def test_a_preset_fills_in_what_is_auto(calls):
-    result = run(preset="4-step", steps=0, **AUTO)
-    assert result["sigmas"].tolist() == pytest.approx([1, 0.9375, 0.83333, 0.625, 0], abs=1e-5)
-    expected = [("H", 1.0, 1), ("H", 0.9375, 1), ("L", 0.8333, 1), ("L", 0.625, 1)]
-    assert calls == expected  # one row: no negative pass
-    first = run(steps=0, end_at_step=1, **AUTO)["report"].splitlines()  # published for two experts
-    assert first == [
-        "uni_pc, 1 steps",
-        "high noise: steps 1-1, noise level 1.0000 to 0.0000, CFG 4",
+def drawn(boundary, draw):
+    """Random settings of a run, and the shift and the guidance of each step by `H` and `L`."""
+    is_level = "." in (boundary or "")
+    steps = 4 if is_level else draw.randint(3, 6)
+    high = 5.0 if is_level else draw.choice((3.0, 5.0, 8.0))
+    shift = {"H": [high] * steps, "L": [draw.choice((high, 2.0))] * steps}
+    cfg = {part: [draw.choice((1.0, 2.0, 3.5)) for _ in range(steps)] for part in "HL"}
+    start = draw.choice((0, 1))
+    given = {
+        "steps": steps,
+        "denoise": 1.0 if is_level else draw.choice((1.0, 0.6)),
+        "start_at_step": start,
+        "end_at_step": draw.choice((10000, draw.randint(start + 1, steps))),
+        "add_noise": draw.choice(("enable", "disable")),
+        "return_with_leftover_noise": draw.choice(("enable", "disable")),
+        "plain_steps": draw.choice((0, 2)),
+        "latent_image": {"samples": torch.randn(1, 16, 3, 8, 8)},
+    }
+    return given, shift, cfg
+
+
+def texts(values, own, draw):
+    """A value for each step as a text: one, one for each step of an expert, or all."""
+    mine = [values[step] for step in own]
+    if mine and len({*mine}) == 1 and draw.random() < 0.5:
+        return f"{mine[0]:g}"
+    return ",".join(f"{value:g}" for value in (mine if mine and draw.random() < 0.5 else values))
+
+
+@pytest.mark.parametrize("seed", [0, slow(1), slow(2)])
+@pytest.mark.parametrize("boundary", BOUNDARIES, ids=str)
+def test_a_run_equals_its_steps_by_comfyuis_sampler(calls, boundary, seed):
+    """A run of ComfyUI's sampler for each step, with the model, levels and guidance of the step."""
+    draw = random.Random(f"{boundary} {seed}")
+    given, shift, cfg = drawn(boundary, draw)
+    high, low = experts().values()
+    file = lora(0)
+    models = {"plain": high, "H": core(high, file, 0.8), "L": low}
+    levels = {
+        part: levels_of(shifted(high, shift[part][0]), given["steps"], given["denoise"])
+        for part in "HL"
+    }
+    point = {None: 10**6, "auto": 0.875}.get(boundary) or float(boundary)
+    is_step = boundary is None or boundary.isdigit()
+    parts = [
+        "H" if (step < point if is_step else level >= point - 1e-6) else "L"
+        for step, level in enumerate(levels["H"][:-1])
     ]
-    assert len(run(steps=0, start_at_step=39, **AUTO)["sigmas"]) == 2
+    own = {part: [step for step, each in enumerate(parts) if each == part] for part in "HL"}
+    sigmas = [float(levels[part][step]) for step, part in enumerate(parts)] + [0.0]
+    count, end = given["steps"], min(given["end_at_step"], given["steps"])
+    if end < count and given["return_with_leftover_noise"] == "disable":
+        sigmas[end] = 0.0
+    latent, last = given["latent_image"], None
+    for step in range(given["start_at_step"], end):
+        part = parts[step]
+        plain = part == "H" and step < given["plain_steps"]
+        noise = step == given["start_at_step"] and given["add_noise"] == "enable"
+        latent, last = custom(
+            shifted(models["plain" if plain else part], shift[part][0]),
+            sigmas[step : step + 2], latent, cfg=cfg[part][step], noise=noise,
+        )  # fmt: skip
+    expected = calls[:]
+    calls.clear()
+    given |= {f"cfg_{name}": texts(cfg[part], own[part], draw) for name, part in NAMES}
+    given |= {
+        f"shift_{name}": draw.choice((f"{shift[part][0]:g}", ",".join(map(str, shift[part]))))
+        for name, part in NAMES
+    }
+    given |= {"boundary": boundary or "auto", "loras_high": stack(file, 0.8)}
+    result = run(**given, **({"model_low": None} if boundary is None else {}))
+    assert calls == expected
+    assert result["sigmas"].tolist() == pytest.approx(sigmas[given["start_at_step"] : end + 1])
+    assert relative_error(result["LATENT"]["samples"], latent["samples"]) < ROUNDING
+    assert relative_error(result["denoised"]["samples"], last["samples"]) < ROUNDING
 
 
 @pytest.mark.parametrize(
-    ("kind", "boundary", "steps", "expected"),
+    ("kind", "sampler", "denoise"),
     [
-        ("wan21-t2v", "auto", 4, "HHLL"),  # 0.875
-        ("wan22-14b-i2v", "auto", 8, "HHHLLLLL"),  # 0.9; sigmas 1, 0.972, 0.9375, 0.893, 0.833
-        ("wan21-t2v", "0.9375", 4, "HHLL"),  # a level of the list: the first expert serves it
-        ("wan21-t2v", "0.8333333", 4, "HHHL"),
-        ("wan21-t2v", "0.0", 4, "HHHH"),
-        ("wan21-t2v", "1", 4, "HLLL"),  # a step
-        ("wan21-t2v", "0", 4, "LLLL"),
-        ("wan21-t2v", "40", 4, "HHHH"),
+        ("wan21-t2v", "uni_pc", 1.0),
+        ("wan21-t2v", "euler", 0.5),  # of a latent with a mask
+        ("qwen-image", "euler", 1.0),
+        *(slow(kind, "euler", 1.0) for kind in KINDS if kind not in ("wan21-t2v", "qwen-image")),
     ],
 )
-def test_the_boundary_is_a_noise_level_or_a_step(calls, kind, boundary, steps, expected):
-    run(kind, boundary=boundary, steps=steps)
-    assert "".join(name for name, *_ in calls) == expected
-
-
-@pytest.mark.parametrize(
-    ("sampler", "given"),
-    [
-        ("euler", {"cfg": 4.0}),
-        ("uni_pc", {}),
-        ("euler", {"denoise": 0.5}),  # of a latent with a mask
-        slow("dpmpp_2m", {"cfg": 4.0}),
-    ],
-)
-def test_one_expert_equals_ksampler(sampler, given):
-    latent = {"samples": torch.randn(1, 16, 3, 8, 8), "noise_mask": torch.ones(1, 1, 3, 8, 8)}
-    latent["noise_mask"][..., :4] = 0
-    latent = latent if "denoise" in given else empty()
-    expected = ksampler(shifted(expert(), 5.0), sampler=sampler, latent=latent, **given)
-    same = {"sampler_name": sampler, "latent_image": latent, "denoise": given.get("denoise", 1.0)}
-    result = samples(model_low=None, cfg_high=str(given.get("cfg", 1)), **same)
-    assert relative_error(result, expected) < ROUNDING
-
-
-@pytest.mark.parametrize(
-    "kind", [kind if kind == "qwen-image" else slow(kind) for kind in KINDS if kind != "wan21-t2v"]
-)
-def test_every_kind_of_model_works_as_one_expert(kind):
-    model = expert(kind)
+def test_one_expert_of_any_kind_equals_ksampler(kind, sampler, denoise):
+    model, latent = expert(kind), empty(kind)
+    if denoise < 1:
+        latent = {"samples": torch.randn(1, 16, 3, 8, 8), "noise_mask": torch.ones(1, 1, 3, 8, 8)}
+        latent["noise_mask"][..., :4] = 0
     if "wan" in model.model.model_config.unet_config["image_model"]:
         model = shifted(model, 5.0)  # the shift of the preset; other models keep their own
-    expected = ksampler(model, kind, cfg=3.0, steps=2)
-    result = samples(kind, model_low=None, shift_high="auto", preset="base", steps=2, cfg_high="3")
+    same = {"denoise": denoise, "steps": 3}
+    expected = ksampler(model, kind, cfg=3.0, sampler=sampler, latent=latent, **same)
+    given = {"model_low": None, "shift_high": "auto", "cfg_high": "3", "sampler_name": sampler}
+    result = samples(kind, latent_image=latent, **given, **same)
     assert relative_error(result, expected) < ROUNDING
 
 
@@ -170,22 +203,6 @@ def test_calls_between_steps_use_the_expert_of_their_noise_level(calls):
     assert {name for name, *_ in calls} == {"H", "L"}
 
 
-def test_each_step_has_its_guidance(calls):
-    run(cfg_high="3.5,1", cfg_low="1,2")
-    # Both passes in one call where there are two.
-    assert [each[1:] for each in calls] == [(1.0, 2), (0.9375, 1), (0.8333, 1), (0.625, 2)]
-    given = {"cfg_high": "3.5,1,1,1", "cfg_low": "1,1,1,2"}  # values for all steps
-    assert torch.equal(samples(**given), samples(cfg_high="3.5,1", cfg_low="1,2"))
-    assert relative_error(samples(cfg_high="3.5,1"), samples(cfg_high="1,3.5")) > DIFFERENT
-
-
-def test_each_step_has_its_shift():
-    sigmas = {shift: run(shift_high=shift)["sigmas"] for shift in ("8", "5")}
-    result = run(shift_high="8", shift_low="5", boundary="2")["sigmas"]
-    assert torch.equal(result, torch.cat([sigmas["8"][:2], sigmas["5"][2:]]))
-    assert torch.equal(run(shift_high="8,8,5,5", boundary="2")["sigmas"], result)
-
-
 def test_given_noise_levels_are_used_unchanged(calls):
     given = torch.tensor([1.0, 0.9, 0.6, 0.3, 0.0])
     before = given.clone()
@@ -193,18 +210,6 @@ def test_given_noise_levels_are_used_unchanged(calls):
     assert torch.equal(result["sigmas"], given)
     assert torch.equal(given, before)  # this solver writes its last level into the list
     assert [name for name, *_ in calls] == ["H", "H", "L", "L"]
-
-
-def test_two_parts_of_a_run_equal_the_whole_run(calls):
-    whole = samples(cfg_high="2", cfg_low="3")
-    for at in (1, 2, 3):  # within the first expert, at the switch, within the second
-        given = {"cfg_high": "2", "cfg_low": "3"}
-        first = run(**given, end_at_step=at, return_with_leftover_noise="enable")
-        calls.clear()
-        part = {"add_noise": "disable", "latent_image": first["LATENT"], "start_at_step": at}
-        assert relative_error(samples(**given, **part), whole) < ROUNDING
-        assert [name for name, *_ in calls] == [*"HHLL"[at:]]
-    assert run(end_at_step=2)["sigmas"].tolist() == pytest.approx([1, 0.9375, 0])
 
 
 @pytest.mark.parametrize("low", [expert, None], ids=["two", "one"])
@@ -215,13 +220,6 @@ def test_a_run_without_steps_returns_the_latent(calls, low):
         result = run(model_low=model, latent_image=latent, **given)
         assert result["LATENT"]["samples"] is latent["samples"]
     assert not calls
-
-
-def test_denoised_is_the_estimate_of_the_last_step():
-    result = run(end_at_step=2, return_with_leftover_noise="enable")
-    assert relative_error(result["denoised"]["samples"], result["LATENT"]["samples"]) > DIFFERENT
-    whole = run()  # a step of euler to noise level 0 gives just that
-    assert relative_error(whole["denoised"]["samples"], whole["LATENT"]["samples"]) < ROUNDING
 
 
 def test_three_phases_equal_three_advanced_samplers():

@@ -101,20 +101,16 @@ def test_a_gradient_passes_through_comfyuis_nodes(
             assert stream.codec_context.colorspace == (0 if stream.codec.name == "ffv1" else 1)
 
 
-def test_a_file_of_8_bits_is_read_as_by_comfyui_and_as_accurate_as_its_own(fast, output, saved):
-    video, expected = decode(fast, latents(3)), image(fast, latents(3))
-    images, *_ = components(video)
-    assert torch.equal(images, components(from_file(video.get_stream_source()))[0])
-    (stock,) = v3_node("nodes_video", "CreateVideo", images=expected, fps=16.0)
-    theirs = components(from_file(saved(stock)))[0]
-    assert (images - expected).square().mean() <= (theirs - expected).square().mean()
-    assert saved(video).read_bytes()
-
-
-def test_higher_quality_gives_a_larger_file(fast, output):
-    videos = [decode(fast, latents(3), quality=quality) for quality in (10, 50, 90)]
-    sizes = [Path(video.get_stream_source()).stat().st_size for video in videos]
-    assert sizes == sorted(set(sizes))
+def test_a_file_of_8_bits_is_read_as_by_comfyui_and_better_with_more_quality(fast, output):
+    expected, found = image(fast, latents(3)), []
+    for quality in (10, 50, 90):
+        video = decode(fast, latents(3), quality=quality)
+        images, *_ = components(video)
+        assert torch.equal(images, components(from_file(video.get_stream_source()))[0])
+        size = Path(video.get_stream_source()).stat().st_size
+        found.append((size, -(images - expected).square().mean()))
+    assert found == sorted(set(found))
+    assert [error for _, error in found] == sorted(error for _, error in found)
 
 
 @pytest.mark.parametrize(
@@ -139,25 +135,8 @@ def test_a_range_has_the_bytes_and_the_sound_of_its_frames(fast, output, text, s
     assert torch.allclose(heard["waveform"], expected, atol=2**-15)
 
 
-def test_file_numbers_continue_and_the_frontend_gets_them(fast, output):
+def test_file_numbers_continue_and_files_have_their_workflow(fast, output, monkeypatch):
     import folder_paths
-
-    given = {"samples": {"samples": latents(1)}, "filename_prefix": "clips/%width%x%height%"}
-    for save_to, name in (
-        ("output", "72x48_00001_.mp4"),
-        ("output", "72x48_00002_.mp4"),
-        ("temp", "72x48_00001_.mp4"),
-    ):
-        result = ours("DecodeVideo", vae=fast, save_to=save_to, **given)
-        shown = result.ui.as_dict()
-        assert shown["animated"] == (True,)
-        assert shown["images"] == [{"filename": name, "subfolder": "clips", "type": save_to}]
-        file = Path(folder_paths.get_directory_by_type(save_to)) / "clips" / name
-        assert Path(result.args[0].get_stream_source()) == file
-        assert file.is_file()
-
-
-def test_the_workflow_is_stored_as_by_save_video(fast, output, monkeypatch):
     from comfy.cli_args import args
     from comfy_api.latest import io as comfy_io
 
@@ -165,19 +144,24 @@ def test_the_workflow_is_stored_as_by_save_video(fast, output, monkeypatch):
         comfy_io.Hidden.prompt: {"1": {"class_type": "FastVAE_Load"}},
         comfy_io.Hidden.extra_pnginfo: {"workflow": {"nodes": [], "name": "ä", "text": 'a"\\{'}},
     }
-
-    def tags():
-        video, _ = ours("DecodeVideo", hidden, vae=fast, samples={"samples": latents(1)}).args
-        with av.open(video.get_stream_source()) as container:
-            return {key.lower(): value for key, value in container.metadata.items()}
-
-    found = tags()
-    assert json.loads(found["prompt"]) == hidden[comfy_io.Hidden.prompt]
-    assert json.loads(found["workflow"]) == hidden[comfy_io.Hidden.extra_pnginfo]["workflow"]
-    # The frontend counts braces in WebM, those of texts included.
-    assert found["workflow"].count("{") == found["workflow"].count("}")
-    monkeypatch.setattr(args, "disable_metadata", True)
-    assert not {"prompt", "workflow"} & tags().keys()
+    given = {"samples": {"samples": latents(1)}, "filename_prefix": "clips/%width%x%height%"}
+    for save_to, name in (("output", "72x48_00001_"), ("output", "72x48_00002_"), ("temp", None)):
+        name = f"{name or '72x48_00001_'}.mp4"
+        result = ours("DecodeVideo", hidden, vae=fast, save_to=save_to, **given)
+        shown = result.ui.as_dict()
+        assert shown["animated"] == (True,)
+        assert shown["images"] == [{"filename": name, "subfolder": "clips", "type": save_to}]
+        file = Path(folder_paths.get_directory_by_type(save_to)) / "clips" / name
+        assert Path(result.args[0].get_stream_source()) == file
+        with av.open(str(file)) as container:
+            tags = {key.lower(): value for key, value in container.metadata.items()}
+        assert ("workflow" in tags) == ("prompt" in tags) == (save_to == "output")
+        if save_to == "output":
+            assert json.loads(tags["prompt"]) == hidden[comfy_io.Hidden.prompt]
+            assert json.loads(tags["workflow"])["text"] == 'a"\\{'
+            # The frontend counts braces in WebM, those of texts included.
+            assert tags["workflow"].count("{") == tags["workflow"].count("}")
+        monkeypatch.setattr(args, "disable_metadata", name == "72x48_00002_.mp4")
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
@@ -191,7 +175,7 @@ def test_the_workflow_is_stored_as_by_save_video(fast, output, monkeypatch):
         ),
         ({"bit_depth": "16"}, "codec: bit depth is 16; h264 stores 8 or 10 bits per component"),
         ({"codec": "png", "audio": tone(1)}, "audio: png is a sequence of images"),
-        *(({"frames": text}, f"frames is '{text}'; ") for text in ("a-b", "-4", "1-2-3", "1.5")),
+        *(({"frames": text}, f"frames is '{text}'; ") for text in ("a-b", "1-2-3")),
         ({"frames": "9" * 5000}, "frames is '999"),
         ({"audio": tone(1, channels=3)}, "audio: .*3 channels"),
         ({"audio": [torch.zeros(1, 1, 5)]}, "audio: got a list of 1; expected an AUDIO"),
@@ -239,14 +223,6 @@ def test_an_interrupt_leaves_no_file_and_the_next_run_succeeds(fast, output, mon
     assert torch.equal(frames_of(video), as_saved(image(fast, latent)))
 
 
-def numbers(video):
-    """The values of every frame of a file, as `[T, H, W, C]`."""
-    with av.open(video.get_stream_source()) as container:
-        name = "rgba64le" if "a" in container.streams.video[0].pix_fmt else "rgb48le"
-        found = [frame.to_ndarray(format=name) for frame in container.decode(video=0)]
-    return torch.from_numpy(np.stack(found).astype(np.int32))
-
-
 @pytest.mark.parametrize("kind", ["fast", "stock", "picture_vae"])
 def test_a_lossless_file_has_sixteen_bits_and_alpha_of_the_image(request, output, kind, caplog):
     vae, latent = request.getfixturevalue(kind), latents(3)
@@ -254,11 +230,13 @@ def test_a_lossless_file_has_sixteen_bits_and_alpha_of_the_image(request, output
         latent = torch.randn(5, 64, 4, 4, generator=torch.Generator().manual_seed(0))
     with caplog.at_level(logging.INFO):
         video = decode(vae, latent, codec="ffv1", chunk=2, frames="3-4")
-    expected = convert_pictures(image(vae, latent)[3:5], torch.uint16).int()
+    expected = convert_pictures(image(vae, latent)[3:5], torch.uint16)
     assert expected.shape[-1] == (4 if kind == "picture_vae" else 3)
-    assert torch.equal(numbers(video), expected)
+    with av.open(video.get_stream_source()) as container:
+        name = "rgba64le" if kind == "picture_vae" else "rgb48le"
+        found = [frame.to_ndarray(format=name) for frame in container.decode(video=0)]
+    assert np.array_equal(np.stack(found), expected.numpy())
     assert video.get_bit_depth() == 16
-    assert (components(video)[0] - expected[..., :3] / 65535).abs().max() < LEVEL
     assert ("unused: chunk" in caplog.text) == (kind == "stock")
 
 
@@ -267,7 +245,7 @@ def test_alpha_is_dropped_or_refused(picture_vae, output, monkeypatch, caplog):
     video = decode(picture_vae, latent, codec="ffv1", bit_depth="8", alpha="off")
     assert torch.equal(frames_of(video), as_saved(image(picture_vae, latent))[..., :3])
     with caplog.at_level(logging.INFO):
-        assert len(components(decode(picture_vae, latent))[0]) == 3
+        decode(picture_vae, latent)
     assert caplog.text.count("h264 stores no alpha channel; that of the frames is dropped") == 1
     monkeypatch.setattr("fast_video_vae.nodes.vae.pieces.load", pytest.fail)
     with refused("^codec: h264 stores no alpha channel; expected one of ffv1, prores4444, png"):
@@ -277,13 +255,11 @@ def test_alpha_is_dropped_or_refused(picture_vae, output, monkeypatch, caplog):
 @pytest.mark.parametrize("codec", ["png", "exr"])
 def test_a_sequence_of_images_is_a_video_too(fast, output, codec):
     latent = latents(2, height=8, width=8)
-    expected = image(fast, latent)
     video, again = (decode(fast, latent, codec=codec, filename_prefix="s/one") for _ in range(2))
-    names = [f"frame_{n:05}.{codec}" for n in range(len(expected))]
-    assert [path.name for path in sorted((output / "s" / "one_00001_").iterdir())] == names
-    assert Path(again.paths[0]).parent.name == "one_00002_"
-    assert (video.get_frame_count(), video.get_dimensions()) == (len(expected), (64, 64))
-    assert (video.get_bit_depth(), video.get_duration()) == (16, len(expected) / 16)
+    assert [path.name for path in video.paths] == [f"frame_{n:05}.{codec}" for n in range(5)]
+    assert [each.paths[0].parent.name for each in (video, again)] == ["one_00001_", "one_00002_"]
+    assert (video.get_frame_count(), video.get_dimensions()) == (5, (64, 64))
+    assert (video.get_bit_depth(), video.get_duration()) == (16, 5 / 16)
     assert video.as_trimmed(-2 / 16).paths == video.paths[-2:]
     assert video.as_trimmed(0, 1, strict_duration=True) is video.as_trimmed(9) is None
-    assert (encode(fast, video)[0] - encode(fast, again)[0]).abs().max() == 0
+    assert torch.equal(encode(fast, video)[0], encode(fast, again)[0])
