@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...vae import Rereadable, StreamOptions, media, rechunk, retried
 from ..host import timing
-from ..host.oom import give_back, in_turn
+from ..host.oom import in_turn
 from ..host.progress import Progress
 from ..vae import pieces as driver
 from ..vae.comfy_vae import FastVAE
@@ -37,7 +37,6 @@ def decode_pictures(
     convert = functools.partial(media.pictures_of, dtype=dtype, alpha=alpha)
     deep, release = dtype != torch.uint8, driver.release(vae)
 
-    # A function, so that its tensors are gone before memory is released.
     def pictures() -> Iterator[Tensor]:
         count = vae.first_stage_model.config.frames(latent.shape[2])
         progress = Progress(count if frames is None else len(frames))
@@ -48,10 +47,7 @@ def decode_pictures(
                 progress.passed(len(done), done)
                 yield done
 
-    try:
-        yield from timing.drawn("VAE decode", pictures(), driver.label(vae), vae.device)
-    finally:
-        give_back(vae.device)
+    return timing.drawn("VAE decode", pictures(), driver.label(vae), vae.device)
 
 
 def encode_video(

@@ -5,6 +5,7 @@ them in its `finally`: there it must find those of its own model, and no error o
 error that stopped the run.
 """
 
+import itertools
 import logging
 import operator
 import re
@@ -27,7 +28,6 @@ from fast_video_vae.tests.nodes.sampling.sampler_models import (
     expert,
     experts,
     in_two,
-    prompts,
     run,
     samples,
     shifted,
@@ -45,7 +45,8 @@ def states(models):
             {key: value for key, value in weights(model).items() if "model_sampling" not in key},
             (model.patches_uuid, [*model.patches], [*model.object_patches], [*model.attachments]),
             repr(sorted(model.model_options)),
-            repr(model.model_options["transformer_options"]),
+            repr(options := model.model_options["transformer_options"]),
+            repr([vars(one) for name, one in options.items() if name == "easycache"]),
             (repr(model.wrappers), [*model.additional_models], model.hook_mode),
             model.get_model_object("model_sampling").shift,
         )
@@ -54,37 +55,37 @@ def states(models):
 
 
 @pytest.mark.parametrize("free_high", [False, True])
-def test_a_run_does_not_change_its_inputs(monkeypatch, free_high):
+def test_a_run_does_not_change_its_inputs_and_reports_its_steps(monkeypatch, free_high):
     import comfy.model_management as management
 
     freed, unload = [], management.unload_model_and_clones
-
-    def noted(model, *args, **kwargs):
-        freed.append(model.model)
-        return unload(model, *args, **kwargs)
-
-    monkeypatch.setattr(management, "unload_model_and_clones", noted)
-    both, latent, texts = experts(), empty(), prompts()
+    monkeypatch.setattr(
+        management, "unload_model_and_clones", lambda one: (freed.append(one.model), unload(one))
+    )
+    both, latent = experts(), empty()
     before = states(both)
-    given = {"loras_high": stack(lora(0), 0.8), "free_high": free_high}
-    first = samples(**given, latent_image=latent, **texts)
+    given = {"loras_high": stack(lora(0), 0.8), "free_high": free_high, "cfg_high": "3.5,1"}
+    first = run(**given, latent_image=latent)
     assert states(both) == before
-    assert not latent["samples"].any()
     assert list(latent) == ["samples"]
-    assert torch.equal(samples(**given), first)
+    assert not latent["samples"].any()
+    assert torch.equal(samples(**given), first["LATENT"]["samples"])
     assert freed == ([both["model_high"].model] * 2 if free_high else [])
+    assert first["report"].splitlines()[:3] == [
+        "euler, 4 steps",
+        "high noise: steps 1-2, noise level 1.0000 to 0.8333, CFG 3.5, 1",
+        "low noise: steps 3-4, noise level 0.8333 to 0.0000, CFG 1",
+    ]
 
 
 @pytest.mark.parametrize(("at", "count"), [(1, 1), (2, 2)])  # 2: switched
 def test_a_run_out_of_memory_retries_the_step(monkeypatch, caplog, at, count):
     """In a model call: first unload other models, then stream the weights of this one."""
-    import comfy.model_base
-    import comfy.sampler_helpers
+    from comfy import sampler_helpers
+    from comfy.model_base import BaseModel
 
-    given = {"loras_high": stack(lora(0), 0.8), "loras_low": stack(lora(0), 0.5)}
-    expected = samples(**given)
-    apply_model, calls = comfy.model_base.BaseModel._apply_model, iter(range(100))
-    prepare, loads = comfy.sampler_helpers.prepare_sampling, []
+    expected, calls, loads = samples(), itertools.count(), []
+    apply_model, prepare = BaseModel._apply_model, sampler_helpers.prepare_sampling
 
     def scarce(self, *args, **kwargs):
         if at <= next(calls) < at + count:
@@ -95,54 +96,21 @@ def test_a_run_out_of_memory_retries_the_step(monkeypatch, caplog, at, count):
         loads.append(kwargs.get("force_offload", False))
         return prepare(*args, **kwargs)
 
-    monkeypatch.setattr(comfy.model_base.BaseModel, "_apply_model", scarce)
-    monkeypatch.setattr(comfy.sampler_helpers, "prepare_sampling", noted)
-    assert relative_error(samples(**given), expected) < ROUNDING
+    monkeypatch.setattr(BaseModel, "_apply_model", scarce)
+    monkeypatch.setattr(sampler_helpers, "prepare_sampling", noted)
+    assert relative_error(samples(), expected) < ROUNDING
     assert sum(loads) == count - 1
-    warned = [record.message for record in caplog.records if "memory ran out" in record.message]
-    assert len(warned) == count
-    assert all(("high noise" if at == 1 else "low noise") in text for text in warned)
-
-
-def test_both_models_get_the_noise_levels_of_each_call():
-    from comfy.patcher_extension import WrappersMP
-
-    seen = []
-
-    def wrapper(executor, *args, **kwargs):
-        options = args[5] if len(args) > 5 else kwargs["transformer_options"]
-        seen.append((len(options["sample_sigmas"]), options["fast_video_vae.phase"].number))
-        return executor(*args, **kwargs)
-
-    models = {name: model.clone() for name, model in experts().items()}
-    for model in models.values():
-        model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "test", wrapper)
-    samples(**models)
-    assert seen == [(5, 0), (5, 0), (5, 1), (5, 1)]
-
-
-def test_the_report_lists_the_steps_and_the_timing_both_experts():
-    result = run(cfg_high="3.5,1")
-    assert result["report"].splitlines() == [
-        "euler, 4 steps",
-        "high noise: steps 1-2, noise level 1.0000 to 0.8333, CFG 3.5, 1",
-        "low noise: steps 3-4, noise level 0.8333 to 0.0000, CFG 1",
-    ]
-    for part in ("denoise", "high noise", "low noise", "switch", "load"):
-        assert part in result["timing"]
+    assert caplog.text.count(f"ran out in a step of {['high', 'low'][at - 1]} noise") == count
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"boundary": "1.5"}, "boundary: got '1.5'"),
-        ({"boundary": "-1"}, "boundary: got '-1'"),
         ({"cfg_high": "3.5;1"}, "cfg_high: got '3.5;1'; expected a number"),
         ({"cfg_high": "1,2,3"}, "cfg_high: 3 values; expected 1, 2 for its steps or 4"),
-        ({"cfg_low": "1,2,3,4,5"}, "cfg_low: 5 values; expected 1, 2 for its steps or 4"),
         ({"shift_high": "5,5,5"}, "shift_high: 3 values; expected 1 or 4"),
         ({"shift_high": "1,2,3,900"}, "shift_high: step 3 starts at noise level 0.9967; expected"),
-        ({"shift_high": "0"}, "shift_high: got 0; expected a shift above 0"),
         ({"shift_low": "90"}, "shift_low: step 2 starts at noise level 0.9890, not below"),
         ({"shift_low": "8"}, "shift_low: step 2 starts at noise level 0.8889, not below the bound"),
         ({"negative": None, "cfg_low": "2"}, "negative: not connected, but CFG 2 needs it"),
@@ -182,18 +150,15 @@ def other_lora():
     ("kind", "channels", "size", "fits"),
     [
         ("wan21-t2v", 16, (8, 6), None),
-        ("wan21-t2v", 16, (7, 6), "height 48 or 64"),
         ("wan22-5b", 48, (5, 3), "height 64 or 96, width 32 or 64"),
         ("qwen-image", 16, (5, 6), "height 32 or 48"),  # whose patch is one number
     ],
 )
 def test_a_size_that_the_model_cuts_is_logged_once(size_lines, kind, channels, size, fits):
     latent = {"samples": torch.zeros(1, channels, 1 if kind == "qwen-image" else 3, *size)}
-    low = expert(kind, 1) if kind == "wan21-t2v" else None
+    given = {"model_low": None, "shift_high": "auto", "latent_image": latent, "steps": 2}
     for seed in (1, 2):
-        given = {"model_high": expert(kind), "model_low": low, "shift_high": "auto"}
-        result = run(kind, **given, latent_image=latent, seed=seed, steps=2)
-        assert result["LATENT"]["samples"].shape == latent["samples"].shape
+        assert samples(kind, **given, seed=seed).shape == latent["samples"].shape
         line = (
             f"Fast Video VAE: the latent has {size[0]} rows and {size[1]} columns; this model "
             "needs even numbers, so ComfyUI repeats the opposite edge, which can show. In pixels: "
@@ -250,7 +215,7 @@ SEEN += [(name, "ends", True) for name in reversed(ORDER)]
     ("cache", "where"), [("EasyCache", ["low"]), ("LazyCache", ["high"]), ("EasyCache", BOTH)]
 )
 def test_wrappers_find_the_options_of_their_own_model(cache, where, caplog):
-    """As in two runs of ComfyUI's sampler, of which the results are equal."""
+    """As in two runs of ComfyUI's sampler, of which the results and skipped steps are equal."""
     caplog.set_level(logging.INFO)
 
     def skipped():  # the numbers of steps that caches log at the end of a run
@@ -259,19 +224,13 @@ def test_wrappers_find_the_options_of_their_own_model(cache, where, caplog):
         return sorted(text.split("skipped ")[1].split("/")[0] for text in texts)
 
     high, low = (shifted(model, 5.0) for model in pair(cache, where, []).values())
-    expected, saved = in_two(high, low, at=AT, steps=STEPS), skipped()
+    expected, saved, seen = in_two(high, low, at=AT, steps=STEPS), skipped(), []
     assert len(saved) == len(where)
-    assert "0" not in saved
-    seen = []
     result = samples(**pair(cache, where, seen), steps=STEPS)
     assert seen == SEEN
     assert skipped() == saved
     assert relative_error(result, expected) < ROUNDING
-
-
-@pytest.mark.parametrize("cache", ["EasyCache", "LazyCache"])
-def test_two_caches_and_loras_of_one_network_are_separate(cache):
-    """Both stages may be clones of one model, each with its own."""
+    # Both stages may be clones of one network, each with its own cache and LoRA.
     one, other = (cached(fast(expert(), lora(seed), 0.8), cache) for seed in (0, 1))
     expected = in_two(shifted(one, 5.0), shifted(other, 5.0), at=AT, steps=STEPS)
     result = samples(model_high=one, model_low=other, steps=STEPS)
@@ -290,9 +249,9 @@ def test_two_caches_and_loras_of_one_network_are_separate(cache):
 )
 def test_an_error_anywhere_is_raised_as_it_is(monkeypatch, cache, where, place, count):
     """After it, all is as before; the next run succeeds."""
-    import comfy.model_base
-    import comfy.model_management
-    import comfy.sampler_helpers
+    from comfy import sampler_helpers
+    from comfy.model_base import BaseModel
+    from comfy.model_management import InterruptProcessingException
     from comfy.patcher_extension import WrappersMP
 
     seen, failing = [], {"left": -1}
@@ -315,32 +274,22 @@ def test_an_error_anywhere_is_raised_as_it_is(monkeypatch, cache, where, place, 
         return result
 
     models["model_low"].add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "broken", wrapper)
-    base, helpers = comfy.model_base.BaseModel, comfy.sampler_helpers
-    monkeypatch.setattr(base, "_apply_model", may_fail(base._apply_model, "call"))
-    monkeypatch.setattr(helpers, "prepare_sampling", may_fail(helpers.prepare_sampling, "load"))
-
-    def state():
-        options = [model.model_options["transformer_options"] for model in models.values()]
-        return states(models), [
-            repr(vars(one["easycache"])) for one in options if "easycache" in one
-        ]
-
-    expected, before = samples(**models, steps=STEPS), state()
-    errors = [
-        comfy.model_management.InterruptProcessingException(),
-        KeyError("a"),
-        torch.cuda.OutOfMemoryError("no memory is left"),
-    ]
+    load = may_fail(sampler_helpers.prepare_sampling, "load")
+    monkeypatch.setattr(BaseModel, "_apply_model", may_fail(BaseModel._apply_model, "call"))
+    monkeypatch.setattr(sampler_helpers, "prepare_sampling", load)
+    expected, before = samples(**models, steps=STEPS), states(models)
+    memory = torch.cuda.OutOfMemoryError("no memory is left")
+    errors = InterruptProcessingException(), KeyError("a"), memory
     for at, error in zip(sorted({0, count // 2, count - 1}), errors, strict=False):
         seen.clear()
         # Where memory runs out, each retry fails too.
-        failing.update(left=at + 1, error=error, more=1 if error is errors[2] else -1)
+        failing.update(left=at + 1, error=error, more=1 if error is memory else -1)
         with pytest.raises(BaseException) as caught:  # noqa: PT011
             samples(**models, steps=STEPS)
         assert caught.value is error
         begun = [name for name, event, _ in seen if event == "begins"]
         assert seen[len(begun) :] == [(name, "ends", True) for name in reversed(begun)]
-        assert state() == before
+        assert states(models) == before
         assert all(model.model.current_patcher is None for model in experts().values())
         seen.clear()
         failing["left"] = -1

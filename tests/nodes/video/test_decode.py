@@ -1,6 +1,5 @@
 """Latents to files of 8 to 16 bits, with alpha and sound, through ComfyUI's own nodes; errors."""
 
-import itertools
 import json
 import logging
 import threading
@@ -30,25 +29,6 @@ pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
 LEVEL = 1 / 1023  # of 10 bits
 
 
-@pytest.fixture
-def saved(output):
-    """Save a VIDEO by ComfyUI's node; returns the file."""
-    names = (f"saved{number}" for number in itertools.count())
-
-    def save(video, form="auto"):
-        name = next(names)
-        v3_node("nodes_video", "SaveVideo", video=video, filename_prefix=name, format=form)
-        return next(output.glob(f"{name}_*"))
-
-    return save
-
-
-def read(file):
-    """An IMAGE of a file, of all of its bits."""
-    pictures = torch.stack([*read_video(file).frames()])
-    return convert_pictures(pictures, torch.float32)
-
-
 @pytest.mark.parametrize(
     ("codec", "suffix", "bits"),
     [
@@ -64,53 +44,54 @@ def read(file):
         ("exr", "", 16),
     ],
 )
-def test_a_gradient_passes_through_comfyuis_nodes(
-    stock, output, saved, monkeypatch, codec, suffix, bits
-):
+def test_a_gradient_passes_through_comfyuis_nodes(stock, output, monkeypatch, codec, suffix, bits):
     """Get Video Components, Trim Video, Save Video and our encode get all bits of the file."""
     steps = torch.linspace(0.1, 0.9, 1024)[:, None] * torch.tensor([1, 0.7, 0.4])
-    images, given, audio = steps.expand(10, 64, 1024, 3), [], tone(2)
+    images, given, audio = steps.expand(10, 64, 1024, 3), [], tone(2) if suffix else None
     monkeypatch.setattr(stock, "decode", lambda latent: images)
     monkeypatch.setattr(stock, "encode", lambda pixels: given.append(pixels) or latents(3))
     options = {"codec": codec, "fps": 20, "filename_prefix": "x/y", "bit_depth": str(bits)}
-    video = decode(stock, latents(3, 8, 8), audio=audio if suffix else None, **options)
+    video = decode(stock, latents(3, 8, 8), audio=audio, **options)
     assert [path.name for path in (output / "x").iterdir()] == [f"y_00001_{suffix}"]
     trim = {"start_time": 0.1, "duration": 0.25, "strict_duration": False}
     (part,) = v3_node("nodes_video", "VideoSlice", video=video, **trim)
-    encode(stock, video)
-    encode(stock, part)
-    found = [components(each) for each in (video, part)]
-    exact = [*(each for each, *_ in found), *given]
-    assert [len(each) for each in exact] == [10, 5, 10, 5]
-    forms = ("auto", "webm")
-    files = [saved(each, form) for each in (video, part) for form in forms]
-    again = [read(file) for file in files]
-    assert [len(each) for each in again] == [10, 10, 5, 5]
-    most = {8: 6, 10: 0.6, 16: 0.05}[bits]
-    for each, limit in [*((one, most) for one in exact), *((one, most + 2.5) for one in again)]:
-        assert ((each - images[0]).abs().mean() / LEVEL).item() < limit
-        assert bits == 8 or len(each[0, 8, :, 0].unique()) > 600
-    for each, seconds in zip(found, (0.5, 0.25), strict=True):
-        assert each[2] == 20
-        assert not suffix or abs(each[1]["waveform"].shape[-1] / 44100 - seconds) < 0.05
-    for file in files:
-        with av.open(str(file)) as container:
-            stream, sound = container.streams.video[0], container.streams.audio
-            assert (len(sound) == 1) == bool(suffix)
-            assert abs(stream.average_rate - 20) < 0.1  # ComfyUI rounds times
-            assert stream.codec_context.colorspace == (0 if stream.codec.name == "ffv1" else 1)
+    limit = {8: 6, 10: 0.6, 16: 0.05}[bits] * LEVEL
+    for each, count in ((video, 10), (part, 5)):
+        encode(stock, each)
+        found, sound, fps = components(each)
+        for exact in (found, given.pop()):
+            assert len(exact) == count
+            assert (exact - images[0]).abs().mean() < limit
+            assert bits == 8 or len(exact[0, 8, :, 0].unique()) > 600
+        assert fps == 20
+        assert not suffix or abs(sound["waveform"].shape[-1] / 44100 - count / 20) < 0.05
+        for form in ("auto", "webm"):
+            name = f"{form}{count}"
+            v3_node("nodes_video", "SaveVideo", video=each, filename_prefix=name, format=form)
+            file = next(output.glob(f"{name}_*"))
+            again = convert_pictures(torch.stack([*read_video(file).frames()]), torch.float32)
+            assert len(again) == count
+            assert (again - images[0]).abs().mean() < limit + 2.5 * LEVEL
+            assert bits == 8 or len(again[0, 8, :, 0].unique()) > 600
+            with av.open(str(file)) as container:
+                stream = container.streams.video[0]
+                assert len(container.streams.audio) == bool(suffix)
+                assert abs(stream.average_rate - 20) < 0.1  # ComfyUI rounds times
+                is_rgb = stream.codec.name == "ffv1"
+                assert stream.codec_context.colorspace == (0 if is_rgb else 1)
 
 
-def test_a_file_of_8_bits_is_read_as_by_comfyui_and_better_with_more_quality(fast, output):
-    expected, found = image(fast, latents(3)), []
+def test_more_quality_is_more_accurate_and_a_rate_is_a_number(fast, output):
+    expected, found, rate = image(fast, latents(3)), [], Fraction(30000, 1001)
     for quality in (10, 50, 90):
-        video = decode(fast, latents(3), quality=quality)
+        video = decode(fast, latents(3), quality=quality, fps=float(rate))
         images, *_ = components(video)
         assert torch.equal(images, components(from_file(video.get_stream_source()))[0])
         size = Path(video.get_stream_source()).stat().st_size
         found.append((size, -(images - expected).square().mean()))
-    assert found == sorted(set(found))
-    assert [error for _, error in found] == sorted(error for _, error in found)
+    assert found == sorted(found, key=lambda each: each[0]) == sorted(found, key=lambda x: x[1])
+    assert video.get_frame_rate() == rate
+    assert decode(fast, latents(3), fps=encode(fast, video)[1]).get_frame_rate() == rate
 
 
 @pytest.mark.parametrize(
@@ -118,7 +99,6 @@ def test_a_file_of_8_bits_is_read_as_by_comfyui_and_better_with_more_quality(fas
     [
         ("  ", slice(17), 3),
         ("0-0", slice(1), -1),
-        ("16", slice(16, 17), 0),
         (" 4 - 9 ", slice(4, 10), 1),  # over the borders of latents
         ("12-", slice(12, 17), 0),
     ],
@@ -131,7 +111,6 @@ def test_a_range_has_the_bytes_and_the_sound_of_its_frames(fast, output, text, s
     assert torch.equal(frames_of(video), whole[shown])
     heard, first, last = components(video)[1], *shown.indices(17)[:2]
     expected = sound["waveform"][..., round(first * 44100 / 16) : round(last * 44100 / 16)]
-    assert heard["sample_rate"] == 44100
     assert torch.allclose(heard["waveform"], expected, atol=2**-15)
 
 
@@ -176,7 +155,6 @@ def test_file_numbers_continue_and_files_have_their_workflow(fast, output, monke
         ({"bit_depth": "16"}, "codec: bit depth is 16; h264 stores 8 or 10 bits per component"),
         ({"codec": "png", "audio": tone(1)}, "audio: png is a sequence of images"),
         *(({"frames": text}, f"frames is '{text}'; ") for text in ("a-b", "1-2-3")),
-        ({"frames": "9" * 5000}, "frames is '999"),
         ({"audio": tone(1, channels=3)}, "audio: .*3 channels"),
         ({"audio": [torch.zeros(1, 1, 5)]}, "audio: got a list of 1; expected an AUDIO"),
         ({"filename_prefix": "../../x"}, "filename_prefix is '../../x'"),
@@ -194,13 +172,6 @@ def test_a_bad_input_is_refused_before_the_decode(
             with refused(f"^frames is '{text}'; the video has the frames 0-4"):
                 decode(fast, latents(2), frames=text)
     assert not any(output.rglob("*"))
-
-
-@pytest.mark.parametrize("rate", [Fraction(30000, 1001), Fraction(25, 2)])
-def test_a_rate_is_passed_on_as_a_number(fast, output, rate):
-    video = decode(fast, latents(3), fps=float(rate))
-    assert video.get_frame_rate() == rate
-    assert decode(fast, latents(3), fps=encode(fast, video)[1]).get_frame_rate() == rate
 
 
 @pytest.mark.parametrize("at", [2, 33])  # and while the last frames are written
