@@ -6,6 +6,7 @@ is replaced by an empty one: every name can be imported from it, and calling one
 needs only the standard library.
 """
 
+import functools
 import importlib.util
 import runpy
 import subprocess
@@ -18,28 +19,17 @@ from types import ModuleType
 _PACKAGES = ("torchvision", "torchaudio", "kornia_rs")
 
 
-def stand_ins() -> list[str]:
-    """Let ComfyUI be imported in this process without these packages; those that are replaced."""
-    missing = [name for name in _PACKAGES if not _imports(name)]
-    if missing and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder(missing))
-    return missing
-
-
-def main() -> None:
-    """Run `main.py` of the folder in the first argument, with the other arguments."""
-    folder = Path(sys.argv[1]).resolve()
-    stand_ins()
-    sys.path[0] = str(folder)  # as with `python main.py`
-    sys.argv = [str(folder / "main.py"), *sys.argv[2:]]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+@functools.cache
+def stand_ins() -> None:
+    """Let ComfyUI be imported in this process without these packages."""
+    sys.meta_path.insert(0, _Finder([name for name in _PACKAGES if not _imports(name)]))
 
 
 class _Finder(MetaPathFinder, Loader):
     """Answers for whole packages, whatever the submodule."""
 
     def __init__(self, packages):
-        self._packages = frozenset(packages)
+        self._packages = packages
 
     def find_spec(self, name, path=None, target=None):
         ours = name.partition(".")[0] in self._packages
@@ -73,4 +63,8 @@ def _imports(name: str) -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    folder = Path(sys.argv[1]).resolve()
+    stand_ins()
+    sys.path[0] = str(folder)  # as with `python main.py`
+    sys.argv = [str(folder / "main.py"), *sys.argv[2:]]
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -7,16 +7,6 @@ from typing import Any
 
 BROWSERS = ["chromium", "chromium-browser", "google-chrome"]
 
-# No sandbox: it does not start for root. The rest keeps the browser off the network.
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
-
 READY = "window.app?.graph && Object.keys(LiteGraph.registered_node_types).length > 100"
 
 SET = """async settings => {
@@ -28,6 +18,12 @@ LOAD = "async workflow => { await app.loadGraphData(workflow) }"
 PROMPT = "async () => (await app.graphToPrompt()).output"
 QUEUE = "async () => { await app.queuePrompt(0, 1) }"
 
+# No sandbox: it does not start for root. The rest keeps the browser off the network.
+_FLAGS = (
+    "--no-sandbox --disable-gpu --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync"
+)
+
 
 def find_browser() -> str | None:
     """Return the browser of this machine: `$CHROMIUM`, or one of `BROWSERS`."""
@@ -35,8 +31,8 @@ def find_browser() -> str | None:
     return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
-def open_browser(driver: Any, folder: Path, **options: object) -> Any:
+def open_browser(driver: Any, folder: Path) -> Any:
     """Open the browser by Playwright, with its profile in `folder`; return its context."""
     return driver.chromium.launch_persistent_context(
-        folder, executable_path=find_browser(), args=FLAGS, **options
+        folder, executable_path=find_browser(), args=_FLAGS.split()
     )

@@ -25,9 +25,8 @@ def find_comfyui() -> Path | None:
 
 def where_looked() -> str:
     """Return the folders of `find_comfyui`, to explain why a test was skipped."""
-    return (
-        f"no ComfyUI checkout in {' or '.join(map(str, _places()))} ($COMFYUI_PATH is asked first)"
-    )
+    places = " or ".join(map(str, _places()))
+    return f"no ComfyUI checkout in {places} ($COMFYUI_PATH is asked first)"
 
 
 def why_unavailable() -> str | None:
@@ -35,12 +34,11 @@ def why_unavailable() -> str | None:
     root = find_comfyui()
     if root is None:
         return where_looked()
-    lines = (root / "requirements.txt").read_text(encoding="utf-8").splitlines()
-    names = [match[0] for line in lines if (match := re.match(r"[A-Za-z0-9][\w.-]*", line))]
-    missing = [name for name in names if name not in _REPLACED and not [*distributions(name=name)]]
-    if missing:
-        return f"ComfyUI in {root} needs packages that are not installed: {', '.join(missing)}"
-    return None
+    text = (root / "requirements.txt").read_text(encoding="utf-8")
+    names = {*re.findall(r"^[A-Za-z0-9][\w.-]*", text, re.MULTILINE)} - _REPLACED
+    missing = sorted(name for name in names if not [*distributions(name=name)])
+    needed = f"ComfyUI in {root} needs packages that are not installed: {', '.join(missing)}"
+    return needed if missing else None
 
 
 def import_comfyui(base: Path) -> None:
@@ -50,12 +48,10 @@ def import_comfyui(base: Path) -> None:
     """
     import torch
 
-    root = find_comfyui()
     boot.stand_ins()
-    path, logger = [*sys.path], logging.getLogger()
-    handlers = [*logger.handlers]
-    if str(root) not in path:
-        path.append(str(root))
+    logger = logging.getLogger()
+    root, handlers = str(find_comfyui()), [*logger.handlers]
+    path = [*sys.path, *([root] if root not in sys.path else [])]
     # Our `nodes/` hides ComfyUI's `nodes.py` where Python was started in our folder.
     sys.path[:] = [entry for entry in path if Path(entry).resolve() != PACK.resolve()]
     if PACK.name == "nodes":  # pytest gives the root's `__init__.py` the name of the folder

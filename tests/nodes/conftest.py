@@ -6,7 +6,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fast_video_vae.kernels import errors
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.nodes.checkout import import_comfyui, why_unavailable
 from fast_video_vae.tests.nodes.prompts import give_models, give_nodes
@@ -16,32 +15,25 @@ from fast_video_vae.tests.wan22 import random_qwen21
 
 
 @pytest.fixture(scope="session")
-def comfyui(tmp_path_factory):
+def available():
+    """ComfyUI can be started."""
+    if reason := why_unavailable():
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def comfyui(available, tmp_path_factory):
     """ComfyUI's modules can be imported; gives the folder that it has its files in."""
-    _skip_without_comfyui()
     base = tmp_path_factory.mktemp("comfyui")
     import_comfyui(base)
     return base
-
-
-@pytest.fixture
-def size_lines(monkeypatch, caplog):
-    """The lines in the log about sizes, from now on."""
-    monkeypatch.setattr(errors, "_logged", set())
-
-    def found():
-        texts = [record.getMessage() for record in caplog.records]
-        return [text for text in texts if " rows and " in text]
-
-    return found
 
 
 @pytest.fixture(scope="module", autouse=True)
 def unloaded():
     """No file leaves a loaded model: ComfyUI would warn in the next one of a clone that is gone."""
     yield
-    management = sys.modules.get("comfy.model_management")
-    if management is not None:
+    if management := sys.modules.get("comfy.model_management"):
         management.unload_all_models()
         loaded = management.current_loaded_models
         loaded[:] = [model for model in loaded if not model.is_dead()]
@@ -117,9 +109,8 @@ def progress(comfyui, monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def start_server(tmp_path_factory):
+def start_server(available, tmp_path_factory):
     """Makes a ComfyUI with this pack, `extra_nodes.py` and a small VAE, to be entered."""
-    _skip_without_comfyui()
 
     def start(*flags, **options):
         base = tmp_path_factory.mktemp("server")
@@ -138,29 +129,8 @@ def server(start_server):
         yield server
 
 
-@pytest.fixture(
-    scope="session",
-    params=[
-        pytest.param([], id="DynamicVRAM", marks=pytest.mark.gpu),
-        pytest.param(["--disable-dynamic-vram"], id="static", marks=pytest.mark.gpu),
-    ],
-)
-def device_server(request, start_server):
-    """A server on a GPU, with ComfyUI's defaults and without DynamicVRAM."""
-    if not torch.cuda.is_available():
-        pytest.skip("there is no CUDA device")
-    with start_server("--fp32-vae", *request.param, cpu=False) as server:
-        yield server
-
-
 @pytest.fixture(scope="session")
 def expert_server(server, comfyui):
     """The same server, with the models `expert-0` and `expert-1`, a LoRA for each, and others."""
     give_models(server)
     return server
-
-
-def _skip_without_comfyui():
-    reason = why_unavailable()
-    if reason is not None:
-        pytest.skip(reason)

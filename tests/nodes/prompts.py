@@ -5,10 +5,9 @@ round is reused. Some prompts fail, and some are stopped.
 """
 
 import functools
-import itertools
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -24,7 +23,7 @@ from fast_video_vae.tests.tiny import random_tiny
 from fast_video_vae.tests.wan22 import random_qwen21, random_wan22
 
 # Sides in pixels and numbers of frames, of the prompts of a kind in turn.
-SIDES, FRAMES = (64, 96, 80, 128), (9, 1, 13, 5)
+SIZES = ((64, 9), (96, 1), (80, 13), (128, 5))
 CODECS = ("h264", "ffv1", "png")
 
 # Files of small VAEs, and what makes their weights.
@@ -45,33 +44,33 @@ class Prompt(Workflow):
     seed: int
     side: int
     frames: int
-    ends: str = RUNS
-    name: str = field(default="", kw_only=True)
+    ends: str
+    name: str
+
+    def encoded(self, vae: Link) -> Link:
+        """The frames of the bundled clip at the size of this prompt, with noise of its seed."""
+        return self.add("FastVAE_Encode", pixels=self.pictures(), vae=vae, batch="video")
 
     def pictures(self) -> Link:
-        """The frames of the bundled clip at the size of this prompt, with noise of its seed."""
         clip = self.add("FastVAE_DemoClip")
         few = self.add("ImageFromBatch", image=clip, batch_index=0, length=self.frames)
         size = {"width": self.side, "height": self.side, "upscale_method": "area"}
         scaled = self.add("ImageScale", image=few, crop="disabled", **size)
         return self.add("ImageAddNoise", image=scaled, seed=self.seed, strength=0.1)
 
-    def encoded(self, vae: Link) -> Link:
-        return self.add("FastVAE_Encode", pixels=self.pictures(), vae=vae, batch="video")
-
-    def expert(self, number: int = 0) -> Link:
+    def expert(self, number: int) -> Link:
         file = f"expert-{number}.safetensors"
         return self.add("UNETLoader", unet_name=file, weight_dtype="default")
 
-    def loras(self, number: int = 0, strength: str = "0.8") -> Link:
+    def loras(self, number: int, strength: str) -> Link:
         file = f"lora-{number}.safetensors"
         return self.add("FastVAE_LoraStack", lora_name=file, strength=strength, blocks="")
 
-    def texts(self) -> tuple[Link, Link]:
+    def texts(self) -> dict[str, Link]:
         clip = self.add("Test_Clip")
         words = f"a (red:1.{self.seed % 9}) fox\n---\nwaves {self.seed}"
         node, _ = self.add("FastVAE_TextEncode", clip=clip, positive=words, negative="blurry")
-        return [node, 0], [node, 1]
+        return {"positive": [node, 0], "negative": [node, 1]}
 
     def shows(self, value: Link) -> None:
         self.add("SaveImage", images=value, filename_prefix=self.name)
@@ -116,10 +115,9 @@ def previews(prompt: Prompt) -> None:
 
 def two_experts(prompt: Prompt) -> None:
     """Sample with both experts, their LoRAs and encoded texts."""
-    positive, negative = prompt.texts()
-    inputs = {"model_high": prompt.expert(0), "model_low": prompt.expert(1)}
-    inputs |= {"positive": positive, "negative": negative}
-    inputs |= {"loras_high": prompt.loras(0), "loras_low": prompt.loras(1, "0.5")}
+    texts = prompt.texts()
+    inputs = {"model_high": prompt.expert(0), "model_low": prompt.expert(1), **texts}
+    inputs |= {"loras_high": prompt.loras(0, "0.8"), "loras_low": prompt.loras(1, "0.5")}
     latent = prompt.latent(prompt.side, prompt.frames)
     options = DEFAULTS | {"seed": prompt.seed, "steps": 2}
     prompt.keeps(prompt.add("FastVAE_WanSampler", latent_image=latent, **options, **inputs))
@@ -127,12 +125,13 @@ def two_experts(prompt: Prompt) -> None:
 
 def one_model(prompt: Prompt) -> None:
     """Sample with ComfyUI's sampler and a model with LoRAs."""
-    positive, negative = prompt.texts()
+    texts = prompt.texts()
     mode = ("auto", "stream", "bypass", "merged")[prompt.seed % 4]
-    model = prompt.add("FastVAE_FuseMLP", model=prompt.expert())
-    model = prompt.add("FastVAE_ApplyLora", model=model, stack=prompt.loras(), mode=mode)
+    model = prompt.add("FastVAE_FuseMLP", model=prompt.expert(0))
+    stack = prompt.loras(0, "0.8")
+    model = prompt.add("FastVAE_ApplyLora", model=model, stack=stack, mode=mode)
     options = {"steps": 2, "cfg": 3.0, "sampler_name": "euler", "scheduler": "simple"}
-    options |= {"seed": prompt.seed, "denoise": 1.0, "positive": positive, "negative": negative}
+    options |= {"seed": prompt.seed, "denoise": 1.0, **texts}
     latent = prompt.latent(prompt.side, prompt.frames)
     prompt.keeps(prompt.add("KSampler", model=model, latent_image=latent, **options))
 
@@ -174,17 +173,13 @@ KINDS: list[tuple[Callable[[Prompt], None], int, str]] = [
 def mixed(number: int) -> list[Prompt]:
     """Return the prompts of a round, the kinds in turn."""
     made = []
-    for kind, count, ends in KINDS:
-        sizes = itertools.islice(itertools.cycle(zip(SIDES, FRAMES, strict=True)), count)
-        same = []
-        for at, (side, frames) in enumerate(sizes):
-            seed = 100 * number + at
-            prompt = Prompt(seed, side, frames, ends, name=f"{kind.__name__}-{seed}")
-            kind(prompt)
-            same.append(prompt)
-        made.append(same)
-    turns = itertools.zip_longest(*made)
-    return [prompt for turn in turns for prompt in turn if prompt is not None]
+    for at in range(max(count for _, count, _ in KINDS)):
+        for kind in [each for each in KINDS if at < each[1]]:
+            seed, (make, _, ends) = 100 * number + at, kind
+            prompt = Prompt(seed, *SIZES[at % len(SIZES)], ends, f"{make.__name__}-{seed}")
+            make(prompt)
+            made.append(prompt)
+    return made
 
 
 def give_models(server: Server) -> None:

@@ -1,6 +1,7 @@
 """A real ComfyUI server on loopback, and what the tests ask of it over HTTP."""
 
 import atexit
+import functools
 import json
 import os
 import re
@@ -11,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +88,9 @@ class PromptError(Exception):
     `messages` are the server's `[kind, details]`; `node_errors` what is wrong with each node.
     """
 
-    def __init__(self, text: str, messages: list | None = None, node_errors: dict | None = None):
+    def __init__(self, text: str, messages: Any = (), node_errors: Any = None) -> None:
         super().__init__(text)
-        self.messages = messages or []
-        self.node_errors = node_errors or {}
+        self.messages, self.node_errors = messages, node_errors or {}
 
     @property
     def interrupted(self) -> bool:
@@ -117,13 +117,10 @@ class Server:
         self.base = base.absolute()
         self.input, self.output = self.base / "input", self.base / "output"
         self.client_id = uuid.uuid4().hex
-        self.name = name
-        self.boot_log = ""
+        self.name, self.url, self.boot_log = name, "", ""
         self._flags = [*flags, *(["--cpu"] if cpu else [])]
         self._python, self._pack, self._threads = str(python), pack, threads
-        self._port = 0
         self._process: subprocess.Popen | None = None
-        self._events: Events | None = None
 
     def __enter__(self) -> "Server":
         self.start()
@@ -140,24 +137,19 @@ class Server:
             (self.base / "custom_nodes" / self.name).symlink_to(self._pack)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            self._port = probe.getsockname()[1]
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
         environment.pop("TRITON_INTERPRET", None)  # for the tests of the kernels, not for users
-        if self._threads is not None:
+        if self._threads:
             environment["OMP_NUM_THREADS"] = str(self._threads)
         with (self.base / "server.log").open("wb") as log:
             self._process = subprocess.Popen(
-                self._command(), cwd=self.base, env=environment,
+                self._command(port), cwd=self.base, env=environment,
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
             )  # fmt: skip
         atexit.register(self.stop)
-        deadline = time.monotonic() + _BOOT_TIMEOUT_S
-        while not self._answers():
-            self._check_alive()
-            if time.monotonic() > deadline:
-                self.stop()
-                raise TimeoutError(f"ComfyUI does not answer\n{self.log()[-4000:]}")
-            time.sleep(0.2)
+        self._until(self._answers, _BOOT_TIMEOUT_S, "boot")
         self.boot_log = self.log()
 
     def stop(self) -> None:
@@ -183,11 +175,6 @@ class Server:
         text = (self.base / "server.log").read_text(encoding="utf-8", errors="replace")
         return _COLOR.sub("", text)
 
-    @property
-    def url(self) -> str:
-        """Address of the server."""
-        return f"http://127.0.0.1:{self._port}"
-
     def memory(self) -> Any:
         """The bytes that it uses at the moment: `rss`; and `vms`, also what it has not touched."""
         import psutil
@@ -207,12 +194,10 @@ class Server:
         """Send JSON; the answer as in `get`."""
         return self.get(path, json.dumps(body).encode())
 
-    @property
+    @functools.cached_property
     def events(self) -> Events:
         """Messages about prompts of this object, from the first access on."""
-        if self._events is None:
-            self._events = self.listen(self.client_id)
-        return self._events
+        return self.listen(self.client_id)
 
     def listen(self, client_id: str, **features: bool) -> Events:
         """Messages about prompts of a client that supports `features`."""
@@ -237,25 +222,19 @@ class Server:
 
     def queued(self, before: Collection[str], timeout_s: float = 30) -> str:
         """Return the id of the prompt that a browser queues; `before` has ids of the history."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
+
+        def new() -> list[str]:
             queue = self.get("/queue")
             waiting = [entry[1] for entry in queue["queue_running"] + queue["queue_pending"]]
-            new = [*waiting, *(self.get("/history").keys() - before)]
-            if new:
-                return new[0]
-            time.sleep(0.1)
-        raise TimeoutError("the browser has queued nothing")
+            return [*waiting, *(self.get("/history").keys() - before)]
+
+        return self._until(new, timeout_s, "a prompt of the browser")[0]
 
     def wait(self, prompt_id: str, timeout_s: float = 300) -> dict[str, dict[str, list]]:
         """Wait for the end of a queued prompt; results and errors as in `run`."""
-        deadline = time.monotonic() + timeout_s
-        while not (history := self.get(f"/history/{prompt_id}")):
-            self._check_alive()
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{prompt_id} takes longer than {timeout_s} s\n{self.log()}")
-            time.sleep(0.05)
-        entry = history[prompt_id]
+        entry = self._until(
+            lambda: self.get(f"/history/{prompt_id}").get(prompt_id), timeout_s, prompt_id
+        )
         messages = entry["status"]["messages"]
         if entry["status"]["status_str"] != "success":
             raise PromptError(json.dumps(messages[-1], indent=1), messages)
@@ -277,8 +256,8 @@ class Server:
 
     def files(self, shown: Mapping[str, list]) -> list[Path]:
         """The files that an output node has written, from what `run` returns for it."""
-        items = [each for items in shown.values() for each in items if isinstance(each, dict)]
-        places = [each for each in items if "filename" in each]
+        items = [each for items in shown.values() for each in items]
+        places = [each for each in items if isinstance(each, dict) and "filename" in each]
         return [self.base / each["type"] / each["subfolder"] / each["filename"] for each in places]
 
     def pictures(self, shown: Mapping[str, list]) -> Any:
@@ -289,20 +268,26 @@ class Server:
         opened = [Image.open(file).convert("RGB") for file in self.files(shown)]
         return np.stack([np.asarray(each) for each in opened]).astype(int)
 
-    def _command(self) -> list[str]:
-        flags = ["--listen", "127.0.0.1", "--port", str(self._port), "--disable-auto-launch"]
+    def _command(self, port: int) -> list[str]:
+        flags = ["--listen", "127.0.0.1", "--port", str(port), "--disable-auto-launch"]
         flags += ["--base-directory", str(self.base), "--database-url", "sqlite:///:memory:"]
         flags += ["--disable-api-nodes", *self._flags]
         return [self._python, str(Path(boot.__file__).resolve()), str(find_comfyui()), *flags]
 
-    def _answers(self) -> bool:
+    def _answers(self) -> Any:
         try:
-            self.get("/system_stats")
+            return self.get("/system_stats")
         except OSError:
-            return False
-        return True
+            return None
 
-    def _check_alive(self) -> None:
-        if self._process.poll() is not None:
-            code = self._process.returncode
-            raise RuntimeError(f"ComfyUI ended with {code}\n{self.log()[-4000:]}")
+    def _until(self, found: Callable[[], Any], timeout_s: float, what: str) -> Any:
+        """Return what `found` returns as soon as it is something."""
+        deadline = time.monotonic() + timeout_s
+        while not (result := found()):
+            code = self._process.poll()
+            if code is not None:
+                raise RuntimeError(f"ComfyUI ended with {code}\n{self.log()[-4000:]}")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{what}: not within {timeout_s} s\n{self.log()[-4000:]}")
+            time.sleep(0.05)
+        return result

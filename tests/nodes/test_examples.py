@@ -1,7 +1,7 @@
 """The files of `example_workflows/` and `subgraphs/`, made in ComfyUI, without a browser."""
 
 import json
-from urllib.parse import urlparse
+from urllib.parse import quote, urlparse
 
 import pytest
 from PIL import Image
@@ -50,11 +50,6 @@ def models_of(workflow):
     return [each for node in nodes_of(workflow) for each in node["properties"].get("models", [])]
 
 
-def named(node):
-    """The values of the widgets by name."""
-    return node.get("widgets_values_named", {})
-
-
 @every_file
 def test_the_widgets_are_the_first_of_their_definitions(definitions, file):
     """The frontend reads the values by position, so widgets may only be appended.
@@ -62,18 +57,18 @@ def test_the_widgets_are_the_first_of_their_definitions(definitions, file):
     `test_browser.py` gives what the frontend makes of them to the server.
     """
     for node in nodes_of(read(file), OURS, CORE):
-        entries = [*inputs(definitions[node["type"]])]
+        entries, named = [*inputs(definitions[node["type"]])], node.get("widgets_values_named", {})
         widgets = [
             name
             for name, kind, options in entries
             if isinstance(kind, list) or (kind in WITH_WIDGETS and not options.get("forceInput"))
         ]
-        order = [name for name in named(node) if name not in ADDED and "." not in name]
+        order = [name for name in named if name not in ADDED and "." not in name]
         assert order == widgets[: len(order)], node["type"]
         shown = {each["name"].partition(".")[0] for each in node["inputs"]} - ADDED
         assert shown <= {name for name, *_ in entries}, node["type"]
         if node["type"] != "LoadAudio":  # its last widgets have no names
-            assert node.get("widgets_values", []) == [*named(node).values()]
+            assert node.get("widgets_values", []) == [*named.values()]
 
 
 @every_file
@@ -93,7 +88,8 @@ def test_every_node_names_its_pack_and_its_files_as_the_note_does(comfyui, file)
         if properties["cnr_id"] == OURS:
             assert f'\nname = "{OURS}"\nversion = "{properties["ver"]}"\n' in project
         models = {model["name"]: model for model in properties.get("models", [])}
-        files = {each for each in named(node).values() if str(each).endswith(".safetensors")}
+        values = map(str, node.get("widgets_values_named", {}).values())
+        files = {each for each in values if each.endswith(".safetensors")}
         assert files == models.keys(), kind
         for name, model in models.items():
             address = urlparse(model["url"])
@@ -105,27 +101,29 @@ def test_every_node_names_its_pack_and_its_files_as_the_note_does(comfyui, file)
 
 
 @pytest.mark.parametrize("at", range(len(WORKFLOWS)))
-def test_a_workflow_has_a_title_a_readable_view_and_a_small_thumbnail(at):
+def test_a_workflow_is_offered_with_a_title_a_readable_view_and_a_small_thumbnail(server, at):
     """The Templates dialog shows the file name, in the order of the file system.
 
     A file that names no view is fitted to three quarters of the window, of any size.
     """
-    number, _, title = WORKFLOWS[at].stem.partition(" ")
+    file = WORKFLOWS[at]
+    offered = "/api/workflow_templates"
+    assert sorted(server.get(offered)[server.name]) == [each.stem for each in WORKFLOWS]
+    workflow = server.get(quote(f"{offered}/{server.name}/{file.name}"))
+    assert workflow == read(file)
+    assert nodes_of(workflow, OURS)
+    number, _, title = file.stem.partition(" ")
     assert number == str(at + 1)
     assert title[0].isupper()
     assert "_" not in title
     assert len(title) <= 40
-    workflow = read(WORKFLOWS[at])
     assert title.startswith("No download - ") is (at < NO_DOWNLOAD) is (not models_of(workflow))
     assert "ds" not in workflow["extra"]
-    nodes = workflow["nodes"]
-    width, height = (
-        max(node["pos"][axis] + node["size"][axis] for node in nodes)
-        - min(node["pos"][axis] for node in nodes)
-        for axis in (0, 1)
-    )
-    assert 0.75 * min(1920 / width, 1080 / height) >= READABLE
-    picture = WORKFLOWS[at].with_suffix(".jpg")
+    for axis, pixels in enumerate((1920, 1080)):
+        ends = [(node["pos"][axis], node["size"][axis]) for node in workflow["nodes"]]
+        length = max(map(sum, ends)) - min(ends)[0]
+        assert 0.75 * pixels / length >= READABLE
+    picture = file.with_suffix(".jpg")
     assert picture.stat().st_size < 200_000
     with Image.open(picture) as image:
         assert image.format == "JPEG"

@@ -26,19 +26,13 @@ def test_the_demo_runs_after_a_fresh_installation(tmp_path):
     environments.install_comfyui(python, find_comfyui())
     version = torch_of(python)
     environments.pip(python, "-r", pack / "requirements.txt")
-    with Server(tmp_path, python=python, pack=None, name=FOLDER) as server:
-        (info,) = server.get("/object_info/FastVAE_DemoClip").values()
-        assert info["python_module"] == f"custom_nodes.{FOLDER}"
+    with Server(tmp_path, python=python, pack=None) as server:
         workflow = Workflow()
         vae = workflow.load()
         latent = workflow.add("FastVAE_Encode", pixels=workflow.add("FastVAE_DemoClip"), vae=vae)
         video = workflow.add("FastVAE_Decode", samples=latent, vae=vae)
         sink, _ = workflow.add("SaveImage", images=video, filename_prefix="demo")
-        files = server.files(server.run(workflow)[sink])
-        assert files
-        assert all(file.stat().st_size for file in files)
-        log = server.log()
-    assert f"pytorch version: {version}" in log
-    assert not [line for line in log.splitlines() if "IMPORT FAILED" in line and FOLDER in line]
+        assert server.pictures(server.run(workflow)[sink]).any()
+        assert f"pytorch version: {version}" in server.boot_log
     assert torch_of(python) == version
     shutil.rmtree(tmp_path / "venv", ignore_errors=True)  # gigabytes

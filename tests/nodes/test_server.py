@@ -1,4 +1,4 @@
-"""The pack in a running ComfyUI, over HTTP: its start, menu, errors, interrupts, templates."""
+"""The pack in a running ComfyUI, over HTTP: its start, replaced nodes, interrupts."""
 
 import asyncio
 import json
@@ -7,14 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from urllib.parse import quote
 
 import pytest
 
 from fast_video_vae.tests.nodes import boot
-from fast_video_vae.tests.nodes.checkout import PACK, find_comfyui, why_unavailable
+from fast_video_vae.tests.nodes.checkout import PACK, find_comfyui
 from fast_video_vae.tests.nodes.prompts import KINDS, RUNS, give_models, mixed
-from fast_video_vae.tests.nodes.server import NODES, VAE_FILE, VIDEO, Workflow
+from fast_video_vae.tests.nodes.server import VAE_FILE, VIDEO, Workflow
 
 pytestmark = pytest.mark.comfyui
 
@@ -53,22 +52,19 @@ def test_comfyui_starts_without_import_errors(server):
     assert re.search(rf" seconds: .*{server.name}$", server.boot_log, re.MULTILINE)
 
 
-def test_the_import_is_fast_and_loads_no_compiler(tmp_path):
-    reason = why_unavailable()
-    if reason is not None:
-        pytest.skip(reason)
+def test_the_import_is_fast_and_loads_no_compiler(available, tmp_path):
     folders = [str(Path(boot.__file__).parent), str(find_comfyui()), str(PACK)]
     command = [sys.executable, "-c", IMPORT, *folders]
-    seconds = []
-    while len(seconds) < 3 and not (seconds and min(seconds) < 0.1):  # the fastest of three counts
+    for _ in range(3):  # the fastest of three counts
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         result = json.loads(done.stdout.splitlines()[-1])
         assert result["loaded"], done.stderr
-        seconds.append(result["seconds"])
+        if result["seconds"] < 0.1:
+            break
     compilers = re.compile(r"triton|ninja|setuptools|torch\._inductor|torch\.utils\.cpp_extension")
     assert not [name for name in result["modules"] if compilers.match(name)]
-    assert min(seconds) < 0.1
+    assert result["seconds"] < 0.1
 
 
 @pytest.mark.slow
@@ -129,16 +125,3 @@ def test_an_interrupt_ends_a_decode_and_frees_its_memory(server, decoder):
     after = server.memory()
     assert after.rss < before.rss + SLACK_BYTES
     assert after.vms < before.vms + MAPPED_SLACK_BYTES
-
-
-def test_the_example_workflows_are_offered_with_thumbnails(server):
-    files = sorted((PACK / "example_workflows").glob("*.json"))
-    assert files
-    offered = server.get("/workflow_templates")[server.name]
-    assert sorted(offered) == [file.stem for file in files]
-    for file in files:
-        assert file.with_suffix(".jpg").read_bytes().startswith(b"\xff\xd8")
-        workflow = server.get(quote(f"/api/workflow_templates/{server.name}/{file.name}"))
-        kinds = {node["type"] for node in workflow["nodes"]}
-        assert kinds & NODES.keys()
-        assert {kind for kind in kinds if kind.startswith("FastVAE_")} <= NODES.keys()

@@ -1,7 +1,7 @@
 """The texts of the nodes as ComfyUI's frontend translates them: `locales/<language>/nodeDefs.json`.
 
 `python tests/tools/locales.py` writes the English file from the schemas, where every text is
-written first. The other languages are written by hand; test_locales.py lists what they lack.
+written first. The other languages are written by hand; test_texts.py lists what they lack.
 """
 
 import asyncio

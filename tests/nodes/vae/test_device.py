@@ -50,6 +50,15 @@ def freed_bytes(server):
     return free
 
 
+@pytest.fixture(params=[[], ["--disable-dynamic-vram"]], ids=["DynamicVRAM", "static"])
+def device_server(request, start_server):
+    """A server on a GPU, with ComfyUI's defaults and without DynamicVRAM."""
+    with start_server("--fp32-vae", *request.param, cpu=False) as server:
+        yield server
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_a_gpu_gives_the_frames_of_stock_and_frees_its_memory(device_server):
     before = None
     for seed in range(4):  # the first warms it up

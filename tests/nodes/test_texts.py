@@ -1,0 +1,234 @@
+"""The texts of the nodes: schemas, locales, help pages and the README's table agree.
+
+A page gives the default of an input as "`auto` (default)"; "Empty" is the empty text, "On" and
+"Off" are those of a switch. It explains an option as "`fp16`: ...", or names it in a list. Pages
+in Chinese do so in the words of `READ_AS`, with the name of the Chinese UI before each input.
+"""
+
+import re
+
+import pytest
+
+from fast_video_vae.tests.nodes.checkout import PACK
+from fast_video_vae.tests.nodes.server import NODES
+from fast_video_vae.tests.tools.locales import LOCALES, english, inputs, node_infos, written
+from fast_video_vae.vae import media
+
+pytestmark = pytest.mark.comfyui
+
+LANGUAGES = sorted(path.name for path in LOCALES.iterdir())
+every_language = pytest.mark.parametrize("language", LANGUAGES)
+
+# Letters that a text of this language has and an English one does not.
+LETTERS = {"zh": r"[\u4e00-\u9fff]"}
+
+# What the words and signs of a page stand for in the patterns below.
+READ_AS = {
+    **{"| 输入 |": "| Input |", "| 输出 |": "| Output |", "关闭（默认）": " Off (default)"},  # noqa: RUF001
+    **{"留空（默认）": " Empty (default)", "（默认）": " (default)", "：": ": ", "、": ", "},  # noqa: RUF001
+    **{" 或 ": " or ", " 和 ": " and ", " 到 ": " to ", "是高级输入": "are advanced inputs"},
+    **{"工作流": "workflow", "无法打开": "does not open", "；": ";", "。": ". "},  # noqa: RUF001
+}
+
+# Choices between files, between devices, and between ComfyUI's own samplers.
+LISTS = {"vae_name", "lora_name", "devices", "sampler_name", "scheduler"}
+
+NUMBERS = {"INT", "FLOAT"}
+WIDGETS = {"COMBO", "BOOLEAN", "STRING"} | NUMBERS
+WORDS = {"on": True, "off": False, "empty": ""}  # defaults that a page writes as words
+
+# Not translated: flags, placeholders, numbers, and words such as h264 or VAE.
+TOKEN = re.compile(r"--[\w-]+|%\w+%|\d+(?:\.\d+)?|\b[A-Za-z]*(?:[A-Z][A-Za-z]*[A-Z]|\d)\w*")
+
+# The frontend reads names and descriptions as message patterns with these special characters.
+PATTERN = set("{}@|")
+
+# A tooltip of a number must have a unit or the meaning of a value.
+UNIT = re.compile(r"frame|pixel|second|step|noise level|percent|%|\bGB|\bMB|times|\bof\b|-?\d+: ")
+
+# The tables of a help page and the names in them.
+TABLE = re.compile(r"^\| (?:Input|Output) \|.*\n((?:\|.*\n)+)", re.MULTILINE)
+ROW = re.compile(r"^\| (?:([^`|]+) )?`([^`]+)` \| (.*) \|$", re.MULTILINE)
+
+DEFAULT = re.compile(r"(?:`([^`]+)`|(\S+)) \(default\)")
+NAME = re.compile(r"`([^`\n]+)`")
+BOLD = re.compile(r"\*\*(\w+)\*\*")
+# One name in backquotes or several in a row, and what comes after them.
+_ITEM = r"`[^`]+`(?: \(default\))?"
+RUN = re.compile(rf"({_ITEM}(?:(?:, | or | and ){_ITEM})*)(:?)")
+ADVANCED = re.compile(r"^(`.*`) (?:are advanced inputs|is an advanced input)\.", re.MULTILINE)
+_NUMBER = r"(-?\d+(?:\.\d+)?)"
+RANGE = re.compile(rf"{_NUMBER} to {_NUMBER}")
+EXPLAINED = re.compile(rf"`{_NUMBER}`(?: \(default\)|:)")
+
+# Suffixes of images, and those of files whose workflow ComfyUI does not open.
+IMAGES, UNOPENED = {"png", "exr"}, {"mkv", "exr"}
+
+
+@pytest.fixture(scope="module")
+def infos(comfyui):
+    return node_infos()
+
+
+def leaves(tree, path=()):
+    """Every text of a tree with the keys that lead to it."""
+    for key, value in tree.items():
+        where = (*path, key)
+        yield from [(where, value)] if isinstance(value, str) else leaves(value, where)
+
+
+def page_of(server, node, language):
+    """A page as ComfyUI serves it, in the words of the patterns."""
+    path = f"{node}.md" if language == "en" else f"{node}/{language}.md"
+    text = server.get(f"/extensions/{server.name}/docs/{path}").decode()
+    for words, meaning in READ_AS.items() if language != "en" else ():
+        text = text.replace(words, meaning)
+    return text
+
+
+def names(info, language):
+    """The inputs and outputs of a node as the frontend shows them in this language."""
+    texts = written(language)[info["name"]]
+    for name, *_ in inputs(info):
+        yield texts["inputs"][name.replace(".", "_")]["name"]
+    for at, name in enumerate(info["output_name"]):
+        shown = texts.get("outputs", {}).get(str(at), {})
+        yield shown.get("name", name if language == "en" else "")
+
+
+def wrong_default(text, kind, options):
+    """Say which default of a text is not the schema's, or is missing."""
+    default, given = options.get("default", ""), DEFAULT.findall(text)
+    if kind in WIDGETS and default != "" and not given:
+        yield f"no default; the schema has {default!r}"
+    for quoted, bare in given:
+        word = quoted or bare
+        if kind in NUMBERS and re.fullmatch(r"-?[\d.]+", word):
+            word = float(word)
+        elif kind == "BOOLEAN" or default == "":
+            word = WORDS.get(word.lower())
+        if word != default:
+            yield f"{word} (default); the schema has {default!r}"
+
+
+def wrong_options(text, choices, everywhere):
+    """Say which choices the page lacks, and which words in the place of one are none."""
+    yield from (f"the page lacks {each}" for each in choices - everywhere)
+    for run, colon in RUN.findall(text) if choices else ():
+        found = {*NAME.findall(run)}
+        if colon or "(default)" in run or found & choices:
+            yield from (f"{each} is no option" for each in found - choices)
+
+
+def wrong_limits(text, kind, options):
+    """Say which range is not the schema's, and which value is outside of it."""
+    if kind in NUMBERS:
+        limits = least, most = options["min"], options["max"]
+        for low, high in RANGE.findall(text):
+            yield from [] if (float(low), float(high)) == limits else [f"{low} to {high}"]
+        yield from (each for each in EXPLAINED.findall(text) if not least <= float(each) <= most)
+
+
+def test_every_node_has_a_description_search_aliases_and_useful_tooltips(infos):
+    """A tooltip has the unit of a number, and the meanings of choices between words."""
+    for info in infos:
+        assert info["description"].endswith("."), info["name"]
+        aliases = info["search_aliases"]
+        assert len({*aliases}) == len(aliases) >= 3, info["name"]
+        assert aliases == [alias for alias in aliases if alias.strip() and alias.islower()]
+        for name, kind, options in inputs(info):
+            tooltip, where = options["tooltip"], (info["name"], name)
+            assert tooltip, where
+            is_seed = options.get("control_after_generate")  # any number is as good as another
+            if kind in NUMBERS and not is_seed:
+                assert UNIT.search(tooltip), where
+            choices = options.get("options", kind if isinstance(kind, list) else [])
+            if choices and not name.endswith("_name"):  # the choices of those are files
+                assert any(str(each) in tooltip for each in [*choices, "(Fast)"]), where
+
+
+def test_the_english_file_has_the_texts_of_the_schemas(infos):
+    assert written("en") == english(infos), "stale: python tests/tools/locales.py"
+
+
+@pytest.mark.parametrize("language", [each for each in LANGUAGES if each != "en"])
+def test_a_translation_is_complete_and_keeps_numbers_names_and_choices(infos, language):
+    texts, have = dict(leaves(english(infos))), dict(leaves(written(language)))
+    assert have.keys() == texts.keys()
+    choices = {
+        (info["name"], "inputs", name, "tooltip"): {str(each) for each in options["options"]}
+        for info in infos
+        for name, _, options in inputs(info)
+        if "options" in options
+    }
+    for path, text in texts.items():
+        assert have[path] == have[path].strip()
+        if path[-1] == "name":  # names such as VAE are the same everywhere
+            continue
+        assert re.search(LETTERS[language], have[path]), ".".join(path)
+        words = {*re.findall(r"[\w.-]+", text)}
+        kept = {re.sub("(?<=[A-Z])s$", "", token) for token in TOKEN.findall(text)}  # LoRAs
+        kept |= {word for word in words & choices.get(path, set()) if f"{word}:" in text}
+        assert [token for token in kept if token not in have[path]] == [], ".".join(path)
+    categories = written(language, "main")["nodeCategories"]
+    assert categories.keys() == {name for info in infos for name in info["category"].split("/")}
+    assert all(re.search(LETTERS[language], text) for text in categories.values())
+
+
+@every_language
+def test_the_server_offers_texts_that_are_no_message_patterns(server, language):
+    offered = server.get("/i18n")[language]["nodeDefs"]
+    assert offered == written(language)
+    for path, text in leaves(offered):
+        assert path[-1] == "tooltip" or not PATTERN & {*text}, ".".join(path)
+
+
+@every_language
+def test_every_node_has_a_help_page_that_agrees_with_its_schema(infos, server, language):
+    wrong = []
+    for info in infos:
+        page = page_of(server, info["name"], language)
+        assert page.startswith(f"# {written(language)[info['name']]['display_name']}\n")
+        labels = [*names(info, "en")]
+        translated = [*names(info, language)] if language != "en" else [""] * len(labels)
+        rows = [row for table in TABLE.findall(page) for row in ROW.findall(table)]
+        assert [row[:2] for row in rows] == [*zip(translated, labels, strict=True)]
+        everywhere, advanced = {*NAME.findall(page), *BOLD.findall(page)}, set()
+        for (_, label, text), (name, kind, options) in zip(rows, inputs(info), strict=False):
+            choices = set() if name in LISTS else {str(each) for each in options.get("options", [])}
+            found = [*wrong_default(text, kind, options), *wrong_limits(text, kind, options)]
+            found += wrong_options(text, choices, everywhere)
+            wrong += [f"{info['name']}, {label}: {each}" for each in found]
+            advanced |= {label} if options.get("advanced") else set()
+        listed = {name for line in ADVANCED.findall(page) for name in NAME.findall(line)}
+        assert listed == advanced, info["name"]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_a_translated_page_has_every_line_name_and_number_of_the_english_one(server, node):
+    def content(page):
+        outline = [line[:2] for line in page.splitlines() if line.startswith(("#", "- ", "|"))]
+        return outline, {*NAME.findall(page)}, {*re.findall(r"\d+(?:\.\d+)?", page)}
+
+    assert content(page_of(server, node, "zh")) == content(page_of(server, node, "en"))
+
+
+# `test_browser.py` drops a file of each codec into the frontend.
+@every_language
+@pytest.mark.parametrize("name", ["DecodeVideo", "EncodeVideo"])
+def test_the_video_pages_say_which_files_open_their_workflow(server, name, language):
+    page = page_of(server, f"FastVAE_{name}", language)
+    (line,) = re.findall(r"^- .*workflow.*`mkv`.*", page, re.MULTILINE)
+    opens, _, rest = line.rpartition("does not open" if name == "DecodeVideo" else ";")
+    videos = {media.codec_named(codec).suffix[1:] for codec in media.CODECS}
+    videos -= IMAGES if name == "EncodeVideo" else set()
+    assert {*NAME.findall(opens)} == videos - UNOPENED
+    assert {*NAME.findall(rest)} == videos & UNOPENED
+
+
+def test_the_readme_lists_every_node_in_menu_order():
+    readme = (PACK / "README.md").read_text(encoding="utf-8")
+    section = readme.partition("\n## Nodes\n")[2].partition("\n## ")[0]
+    listed = re.findall(r"^\| \[([^\]]+)\]\(([^)]+)\) \|", section, re.MULTILINE)
+    assert listed == [(title, f"web/docs/{key}.md") for key, title in NODES.items()]
