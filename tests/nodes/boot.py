@@ -7,7 +7,6 @@ needs only the standard library.
 """
 
 import functools
-import importlib.util
 import runpy
 import subprocess
 import sys
@@ -56,8 +55,6 @@ class _Missing(ModuleType):
 
 def _imports(name: str) -> bool:
     """Whether a package works; in another process, because a failed import leaves its traces."""
-    if importlib.util.find_spec(name) is None:
-        return False
     command = [sys.executable, "-c", f"import {name}"]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 

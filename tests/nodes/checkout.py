@@ -36,9 +36,10 @@ def why_unavailable() -> str | None:
         return where_looked()
     text = (root / "requirements.txt").read_text(encoding="utf-8")
     names = {*re.findall(r"^[A-Za-z0-9][\w.-]*", text, re.MULTILINE)} - _REPLACED
-    missing = sorted(name for name in names if not [*distributions(name=name)])
-    needed = f"ComfyUI in {root} needs packages that are not installed: {', '.join(missing)}"
-    return needed if missing else None
+    missing = ", ".join(sorted(name for name in names if not [*distributions(name=name)]))
+    return (
+        f"ComfyUI in {root} needs packages that are not installed: {missing}" if missing else None
+    )
 
 
 def import_comfyui(base: Path) -> None:

@@ -6,9 +6,9 @@ and one patches a VAE.
 
 import copy
 import fractions
-import importlib
 import runpy
 import threading
+from importlib import import_module as module
 from pathlib import Path
 
 import torch
@@ -23,17 +23,10 @@ def node(kind, returns, /, **required):
     """Make a function a node with one output; `required` has the type and options of each input."""
 
     def made(function):
-        NODE_CLASS_MAPPINGS[kind] = type(
-            kind,
-            (),
-            {
-                "CATEGORY": "tests",
-                "FUNCTION": "run",
-                "RETURN_TYPES": (returns,),
-                "INPUT_TYPES": classmethod(lambda cls: {"required": required}),
-                "run": lambda self, **given: (function(**given),),
-            },
-        )
+        members = {"CATEGORY": "tests", "FUNCTION": "run", "RETURN_TYPES": (returns,)}
+        members["INPUT_TYPES"] = classmethod(lambda cls: {"required": required})
+        members["run"] = lambda self, **given: (function(**given),)
+        NODE_CLASS_MAPPINGS[kind] = type(kind, (), members)
 
     return made
 
@@ -95,7 +88,7 @@ def sound(*shape, **changed):
 
 
 def clip(**changed):
-    latest = importlib.import_module("comfy_api.latest")
+    latest = module("comfy_api.latest")
     parts = {"images": image(), "audio": None, "frame_rate": fractions.Fraction(16)} | changed
     return latest.InputImpl.VideoFromComponents(latest.Types.VideoComponents(**parts))
 
@@ -136,15 +129,11 @@ FOR_WIDGETS = {
 BAD = FOR_WIDGETS | {
     "samples of None": lambda: {"samples": None},
     "flat latent": lambda: latent(16, 4),
-    "latent of no frames": lambda: latent(1, 16, 0, 2, 2),
-    "latent of integers": lambda: latent(dtype=torch.int64),
     "latent of NaN": lambda: {"samples": torch.full((1, 16, 1, 2, 2), torch.nan)},
     "latent of 5 channels": lambda: latent(1, 5, 1, 2, 2),
     "latent of 6 dimensions": lambda: latent(1, 16, 1, 2, 2, 2),
     "latent without memory": lambda: latent(device="meta"),
-    "nested latent of nothing": lambda: {
-        "samples": importlib.import_module("comfy.nested_tensor").NestedTensor([])
-    },
+    "nested latent of nothing": lambda: {"samples": module("comfy.nested_tensor").NestedTensor([])},
     "latent with a mask of text": lambda: latent() | {"noise_mask": "all"},
     "no image": lambda: torch.zeros(0, 16, 16, 3),
     "image of integers": lambda: image(0, dtype=torch.uint8),
@@ -162,10 +151,7 @@ BAD = FOR_WIDGETS | {
     "video of a list": lambda: clip(images=[1, 2]),
     "video of no rate": lambda: clip(frame_rate=fractions.Fraction(0)),
     "video of a sound of text": lambda: clip(audio={"waveform": "x", "sample_rate": 1}),
-    "video of a file that is gone": lambda: importlib.import_module(
-        "comfy_api.latest"
-    ).InputImpl.VideoFromFile("gone.mp4"),
+    "video of a lost file": lambda: module("comfy_api.latest").InputImpl.VideoFromFile("x.mp4"),
     "conditioning of a list": lambda: [[1, 2]],
-    "conditioning of None": lambda: [None],
     "conditioning of NaN": lambda: [[torch.full((1, 8, 4096), torch.nan), {}]],
 }

@@ -5,6 +5,7 @@ round is reused. Some prompts fail, and some are stopped.
 """
 
 import functools
+import itertools
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +25,6 @@ from fast_video_vae.tests.wan22 import random_qwen21, random_wan22
 
 # Sides in pixels and numbers of frames, of the prompts of a kind in turn.
 SIZES = ((64, 9), (96, 1), (80, 13), (128, 5))
-CODECS = ("h264", "ffv1", "png")
 
 # Files of small VAEs, and what makes their weights.
 FAMILIES: dict[str, Callable[[], dict[str, Tensor]]] = {
@@ -97,7 +97,7 @@ def core_nodes(prompt: Prompt) -> None:
 def files(prompt: Prompt) -> None:
     """Decode to a file with sound, and encode that file."""
     vae = prompt.load()
-    codec = CODECS[prompt.seed % len(CODECS)]
+    codec = ("h264", "ffv1", "png")[prompt.seed % 3]
     options = VIDEO | {"codec": codec, "filename_prefix": prompt.name, "save_to": "output"}
     inputs = {"samples": prompt.encoded(vae), "vae": vae}
     if codec != "png":  # a folder of pictures has no sound
@@ -115,11 +115,10 @@ def previews(prompt: Prompt) -> None:
 
 def two_experts(prompt: Prompt) -> None:
     """Sample with both experts, their LoRAs and encoded texts."""
-    texts = prompt.texts()
+    texts, options = prompt.texts(), DEFAULTS | {"seed": prompt.seed, "steps": 2}
     inputs = {"model_high": prompt.expert(0), "model_low": prompt.expert(1), **texts}
     inputs |= {"loras_high": prompt.loras(0, "0.8"), "loras_low": prompt.loras(1, "0.5")}
     latent = prompt.latent(prompt.side, prompt.frames)
-    options = DEFAULTS | {"seed": prompt.seed, "steps": 2}
     prompt.keeps(prompt.add("FastVAE_WanSampler", latent_image=latent, **options, **inputs))
 
 
@@ -156,7 +155,7 @@ def long_decode(prompt: Prompt) -> None:
     prompt.shows(prompt.add("FastVAE_Decode", samples=latent, vae=prompt.load(VAE_FILE)))
 
 
-# Kinds, how many of a round are of each, and how they end.
+# Kinds, how many of a round are of each (at most ten), and how they end.
 KINDS: list[tuple[Callable[[Prompt], None], int, str]] = [
     (there_and_back, 10, RUNS),
     (core_nodes, 8, RUNS),
@@ -173,12 +172,11 @@ KINDS: list[tuple[Callable[[Prompt], None], int, str]] = [
 def mixed(number: int) -> list[Prompt]:
     """Return the prompts of a round, the kinds in turn."""
     made = []
-    for at in range(max(count for _, count, _ in KINDS)):
-        for kind in [each for each in KINDS if at < each[1]]:
-            seed, (make, _, ends) = 100 * number + at, kind
-            prompt = Prompt(seed, *SIZES[at % len(SIZES)], ends, f"{make.__name__}-{seed}")
-            make(prompt)
-            made.append(prompt)
+    for at, (kind, count, ends) in itertools.product(range(10), KINDS):
+        if at < count:
+            seed = 100 * number + at
+            made.append(Prompt(seed, *SIZES[at % 4], ends, f"{kind.__name__}-{seed}"))
+            kind(made[-1])
     return made
 
 

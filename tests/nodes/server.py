@@ -1,24 +1,27 @@
 """A real ComfyUI server on loopback, and what the tests ask of it over HTTP."""
 
+import asyncio
 import atexit
 import functools
+import itertools
 import json
 import os
 import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from . import boot
 from .checkout import PACK, find_comfyui
-from .host.events import Events
 
 Prompt = Mapping[str, Mapping[str, Any]]
 Link = list  # the id of a node, and which of its outputs
@@ -54,8 +57,6 @@ VAE_FILE = "random.safetensors"
 # Booting takes 10 s on two cores; the first time after an installation compiles every file.
 _BOOT_TIMEOUT_S = 240
 
-_COLOR = re.compile(r"\x1b\[[0-9;]*m")
-
 
 class Workflow(dict):
     """A prompt that grows node by node."""
@@ -83,14 +84,12 @@ class Workflow(dict):
 
 
 class PromptError(Exception):
-    """A prompt that failed or was interrupted while it ran, or that the server refused.
-
-    `messages` are the server's `[kind, details]`; `node_errors` what is wrong with each node.
-    """
+    """A prompt that failed or was interrupted while it ran, or that the server refused."""
 
     def __init__(self, text: str, messages: Any = (), node_errors: Any = None) -> None:
         super().__init__(text)
-        self.messages, self.node_errors = messages, node_errors or {}
+        self.messages = messages  # the server's `[kind, details]`
+        self.node_errors = node_errors or {}  # what is wrong with each node
 
     @property
     def interrupted(self) -> bool:
@@ -141,8 +140,7 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
         environment.pop("TRITON_INTERPRET", None)  # for the tests of the kernels, not for users
-        if self._threads:
-            environment["OMP_NUM_THREADS"] = str(self._threads)
+        environment |= {"OMP_NUM_THREADS": str(self._threads)} if self._threads else {}
         with (self.base / "server.log").open("wb") as log:
             self._process = subprocess.Popen(
                 self._command(port), cwd=self.base, env=environment,
@@ -155,12 +153,7 @@ class Server:
     def stop(self) -> None:
         """End it, whatever it does at the moment; nothing of it stays."""
         atexit.unregister(self.stop)
-        if self._process is None:
-            return
-        self._process.terminate()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
+        if self._process is not None:
             self._process.kill()
             self._process.wait()
 
@@ -173,7 +166,7 @@ class Server:
     def log(self) -> str:
         """The output so far, without colors."""
         text = (self.base / "server.log").read_text(encoding="utf-8", errors="replace")
-        return _COLOR.sub("", text)
+        return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
     def memory(self) -> Any:
         """The bytes that it uses at the moment: `rss`; and `vms`, also what it has not touched."""
@@ -195,14 +188,13 @@ class Server:
         return self.get(path, json.dumps(body).encode())
 
     @functools.cached_property
-    def events(self) -> Events:
+    def events(self) -> "Events":
         """Messages about prompts of this object, from the first access on."""
         return self.listen(self.client_id)
 
-    def listen(self, client_id: str, **features: bool) -> Events:
+    def listen(self, client_id: str, **features: bool) -> "Events":
         """Messages about prompts of a client that supports `features`."""
-        url = f"ws{self.url.removeprefix('http')}/ws?clientId={client_id}"
-        return Events(url, **features)
+        return Events(f"{self.url}/ws?clientId={client_id}", **features)
 
     def run(self, prompt: Prompt, timeout_s: float = 300) -> dict[str, dict[str, list]]:
         """Run a prompt to its end; for every output node what it showed: lists of files, mostly."""
@@ -214,9 +206,9 @@ class Server:
         try:
             answer = self.post("/prompt", prompt=prompt, **whose)
         except urllib.error.HTTPError as error:
-            text = error.read().decode()
             if error.code != 400:
                 raise
+            text = error.read().decode()
             raise PromptError(text, node_errors=json.loads(text)["node_errors"]) from error
         return answer["prompt_id"]
 
@@ -242,8 +234,7 @@ class Server:
 
     def interrupted(self, prompt: Prompt, **extra: object) -> tuple[PromptError, float]:
         """Stop a prompt in the middle of its first progress: how it ended, and after how long."""
-        events = self.events  # it listens from here on
-        prompt_id = self.queue(prompt, **extra)
+        events, prompt_id = self.events, self.queue(prompt, **extra)
         events.wait("progress", timeout_s=60, prompt_id=prompt_id)
         time.sleep(1)  # in the middle of it
         start = time.monotonic()
@@ -256,9 +247,9 @@ class Server:
 
     def files(self, shown: Mapping[str, list]) -> list[Path]:
         """The files that an output node has written, from what `run` returns for it."""
-        items = [each for items in shown.values() for each in items]
-        places = [each for each in items if isinstance(each, dict) and "filename" in each]
-        return [self.base / each["type"] / each["subfolder"] / each["filename"] for each in places]
+        items = [each for items in shown.values() for each in items if isinstance(each, dict)]
+        parts = [[item.get(key) for key in ("type", "subfolder", "filename")] for item in items]
+        return [self.base.joinpath(*each) for each in parts if each[2]]
 
     def pictures(self, shown: Mapping[str, list]) -> Any:
         """`[N, H, W, 3]` of what SaveImage shows, as an array of integers."""
@@ -266,13 +257,13 @@ class Server:
         from PIL import Image
 
         opened = [Image.open(file).convert("RGB") for file in self.files(shown)]
-        return np.stack([np.asarray(each) for each in opened]).astype(int)
+        return np.stack([np.asarray(each, int) for each in opened])
 
     def _command(self, port: int) -> list[str]:
-        flags = ["--listen", "127.0.0.1", "--port", str(port), "--disable-auto-launch"]
-        flags += ["--base-directory", str(self.base), "--database-url", "sqlite:///:memory:"]
-        flags += ["--disable-api-nodes", *self._flags]
-        return [self._python, str(Path(boot.__file__).resolve()), str(find_comfyui()), *flags]
+        flags = f"--listen 127.0.0.1 --port {port} --disable-auto-launch --disable-api-nodes "
+        flags += "--database-url sqlite:///:memory: --base-directory"
+        start = [self._python, str(Path(boot.__file__).resolve()), str(find_comfyui())]
+        return [*start, *flags.split(), str(self.base), *self._flags]
 
     def _answers(self) -> Any:
         try:
@@ -291,3 +282,69 @@ class Server:
                 raise TimeoutError(f"{what}: not within {timeout_s} s\n{self.log()[-4000:]}")
             time.sleep(0.05)
         return result
+
+
+@dataclass(frozen=True)
+class Event:
+    """A message: `progress`, `executing`, ..., a node's `text`, or a `preview` with its `image`."""
+
+    time_s: float  # of arrival, from `time.perf_counter`
+    kind: str
+    data: dict[str, Any]
+
+
+class Events:
+    """Listens at the address of a websocket, in a thread until the server ends the connection."""
+
+    def __init__(self, url: str, **features: bool) -> None:
+        self._events: list[Event] = []
+        self._changed = threading.Condition()
+        listening = [self._listen(url, features)]
+        threading.Thread(target=asyncio.run, args=listening, daemon=True).start()
+        self.wait("status", timeout_s=30)  # the server's greeting: the connection is registered
+
+    def wait(self, kind: str, timeout_s: float, **data: object) -> Event:
+        """Return the first message of a kind with this data, now or within `timeout_s`."""
+        with self._changed:
+            found = self._changed.wait_for(lambda: self.all(kind, **data), timeout_s)
+        if not found:
+            raise TimeoutError(f"no {kind} with {data} within {timeout_s} s")
+        return found[0]
+
+    def all(self, kind: str, **data: object) -> list[Event]:
+        """Return the received messages of a kind with this data."""
+        events = [event for event in [*self._events] if event.kind == kind]
+        return [event for event in events if data.items() <= event.data.items()]
+
+    def node_seconds(self, prompt_id: str, timeout_s: float = 30) -> dict[str, float]:
+        """Return the seconds of every node of a prompt: to the next node's start, or to the end."""
+        self.wait("executing", timeout_s, node=None, prompt_id=prompt_id)
+        starts = itertools.pairwise(self.all("executing", prompt_id=prompt_id))
+        return {start.data["node"]: end.time_s - start.time_s for start, end in starts}
+
+    async def _listen(self, url: str, features: dict[str, bool]) -> None:
+        import aiohttp  # installed with ComfyUI; other tests run without it
+
+        async with aiohttp.ClientSession() as session, session.ws_connect(url) as socket:
+            if features:
+                await socket.send_json({"type": "feature_flags", "data": features})
+            async for message in socket:
+                is_text = message.type is aiohttp.WSMsgType.TEXT
+                content = json.loads(message.data) if is_text else _binary(message.data)
+                with self._changed:
+                    self._events.append(
+                        Event(time.perf_counter(), content["type"], content["data"])
+                    )
+                    self._changed.notify_all()
+
+
+def _binary(message: bytes) -> dict[str, Any]:
+    """The content of a binary message: its kind, the length of a first part, and the parts."""
+    kind, size = (int.from_bytes(message[at : at + 4], "big") for at in (0, 4))
+    first, second = message[8 : 8 + size], message[8 + size :]
+    if kind == 3:
+        return {"type": "text", "data": {"node": first.decode(), "text": second.decode()}}
+    if kind == 4:
+        return {"type": "preview", "data": {**json.loads(first), "image": second}}
+    # Of a preview without metadata, the second number is the format of the picture.
+    return {"type": "preview" if kind == 1 else f"binary {kind}", "data": {"image": message[8:]}}

@@ -1,6 +1,7 @@
 """The files of `example_workflows/` and `subgraphs/`, made in ComfyUI, without a browser."""
 
 import json
+import re
 from urllib.parse import quote, urlparse
 
 import pytest
@@ -21,7 +22,7 @@ SEARCHED = 32  # the search of the node library compares no longer names
 INPUT_FILES = {"example.png", "video.mp4", "speech.wav"}  # of the user
 # What the frontend adds to the widgets of a definition.
 ADDED = {"control_after_generate", "upload", "audioUI"}
-WITH_WIDGETS = {"COMBO", "INT", "FLOAT", "STRING", "BOOLEAN", "COMFY_DYNAMICCOMBO_V3"}
+WIDGETS = {"COMBO", "INT", "FLOAT", "STRING", "BOOLEAN", "COMFY_DYNAMICCOMBO_V3"}
 
 pytestmark = pytest.mark.comfyui
 every_file = pytest.mark.parametrize("file", WORKFLOWS + BLUEPRINTS, ids=lambda file: file.stem)
@@ -58,11 +59,8 @@ def test_the_widgets_are_the_first_of_their_definitions(definitions, file):
     """
     for node in nodes_of(read(file), OURS, CORE):
         entries, named = [*inputs(definitions[node["type"]])], node.get("widgets_values_named", {})
-        widgets = [
-            name
-            for name, kind, options in entries
-            if isinstance(kind, list) or (kind in WITH_WIDGETS and not options.get("forceInput"))
-        ]
+        settable = [each for each in entries if not each[2].get("forceInput")]
+        widgets = [name for name, kind, _ in settable if isinstance(kind, list) or kind in WIDGETS]
         order = [name for name in named if name not in ADDED and "." not in name]
         assert order == widgets[: len(order)], node["type"]
         shown = {each["name"].partition(".")[0] for each in node["inputs"]} - ADDED
@@ -102,23 +100,17 @@ def test_every_node_names_its_pack_and_its_files_as_the_note_does(comfyui, file)
 
 @pytest.mark.parametrize("at", range(len(WORKFLOWS)))
 def test_a_workflow_is_offered_with_a_title_a_readable_view_and_a_small_thumbnail(server, at):
-    """The Templates dialog shows the file name, in the order of the file system.
-
-    A file that names no view is fitted to three quarters of the window, of any size.
-    """
-    file = WORKFLOWS[at]
-    offered = "/api/workflow_templates"
+    """The Templates dialog shows the file name, in the order of the file system."""
+    file, offered = WORKFLOWS[at], "/api/workflow_templates"
     assert sorted(server.get(offered)[server.name]) == [each.stem for each in WORKFLOWS]
     workflow = server.get(quote(f"{offered}/{server.name}/{file.name}"))
     assert workflow == read(file)
     assert nodes_of(workflow, OURS)
     number, _, title = file.stem.partition(" ")
     assert number == str(at + 1)
-    assert title[0].isupper()
-    assert "_" not in title
-    assert len(title) <= 40
+    assert re.fullmatch("[A-Z][^_]{,39}", title)
     assert title.startswith("No download - ") is (at < NO_DOWNLOAD) is (not models_of(workflow))
-    assert "ds" not in workflow["extra"]
+    assert "ds" not in workflow["extra"]  # so it is fitted to three quarters of the window
     for axis, pixels in enumerate((1920, 1080)):
         ends = [(node["pos"][axis], node["size"][axis]) for node in workflow["nodes"]]
         length = max(map(sum, ends)) - min(ends)[0]
@@ -136,13 +128,13 @@ def test_a_blueprint_is_one_subgraph_of_its_name_that_the_server_offers(server, 
     """The library shows the file name, and has one blueprint of a name."""
     offered = server.get("/global_subgraphs")
     (found,) = [key for key, each in offered.items() if each["name"] == file.stem]
-    assert server.get(f"/global_subgraphs/{found}")["data"] == file.read_text(encoding="utf-8")
+    workflow = json.loads(server.get(f"/global_subgraphs/{found}")["data"])
+    assert workflow == read(file)
     assert len(file.stem) <= SEARCHED
-    workflow = read(file)
     (node,), (graph,) = workflow["nodes"], workflow["definitions"]["subgraphs"]
     assert (graph["id"], graph["name"], graph["category"]) == (node["type"], file.stem, "Fast VAE")
     assert graph["description"].endswith(".")
     assert node["properties"]["cnr_id"] == OURS
-    for side in ("inputs", "outputs"):
-        shown = [(each["name"], each["type"], each.get("label")) for each in node[side]]
-        assert shown == [(each["name"], each["type"], each.get("label")) for each in graph[side]]
+    for outer, inner in ((node[side], graph[side]) for side in ("inputs", "outputs")):
+        for one, other in zip(outer, inner, strict=True):
+            assert [one.get(k) == other.get(k) for k in ("name", "type", "label")] == [True] * 3

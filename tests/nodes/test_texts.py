@@ -96,8 +96,8 @@ def names(info, language):
         yield shown.get("name", name if language == "en" else "")
 
 
-def wrong_default(text, kind, options):
-    """Say which default of a text is not the schema's, or is missing."""
+def wrong_in(text, kind, options, choices, everywhere):
+    """Say which default, option or limit in the text of an input is not the schema's."""
     default, given = options.get("default", ""), DEFAULT.findall(text)
     if kind in WIDGETS and default != "" and not given:
         yield f"no default; the schema has {default!r}"
@@ -109,23 +109,14 @@ def wrong_default(text, kind, options):
             word = WORDS.get(word.lower())
         if word != default:
             yield f"{word} (default); the schema has {default!r}"
-
-
-def wrong_options(text, choices, everywhere):
-    """Say which choices the page lacks, and which words in the place of one are none."""
     yield from (f"the page lacks {each}" for each in choices - everywhere)
     for run, colon in RUN.findall(text) if choices else ():
         found = {*NAME.findall(run)}
         if colon or "(default)" in run or found & choices:
             yield from (f"{each} is no option" for each in found - choices)
-
-
-def wrong_limits(text, kind, options):
-    """Say which range is not the schema's, and which value is outside of it."""
     if kind in NUMBERS:
         limits = least, most = options["min"], options["max"]
-        for low, high in RANGE.findall(text):
-            yield from [] if (float(low), float(high)) == limits else [f"{low} to {high}"]
+        yield from (each for each in RANGE.findall(text) if (*map(float, each),) != limits)
         yield from (each for each in EXPLAINED.findall(text) if not least <= float(each) <= most)
 
 
@@ -145,10 +136,6 @@ def test_every_node_has_a_description_search_aliases_and_useful_tooltips(infos):
             choices = options.get("options", kind if isinstance(kind, list) else [])
             if choices and not name.endswith("_name"):  # the choices of those are files
                 assert any(str(each) in tooltip for each in [*choices, "(Fast)"]), where
-
-
-def test_the_english_file_has_the_texts_of_the_schemas(infos):
-    assert written("en") == english(infos), "stale: python tests/tools/locales.py"
 
 
 @pytest.mark.parametrize("language", [each for each in LANGUAGES if each != "en"])
@@ -176,9 +163,9 @@ def test_a_translation_is_complete_and_keeps_numbers_names_and_choices(infos, la
 
 
 @every_language
-def test_the_server_offers_texts_that_are_no_message_patterns(server, language):
-    offered = server.get("/i18n")[language]["nodeDefs"]
-    assert offered == written(language)
+def test_the_server_offers_texts_that_are_no_message_patterns(infos, server, language):
+    offered, stale = server.get("/i18n")[language]["nodeDefs"], "python tests/tools/locales.py"
+    assert offered == (english(infos) if language == "en" else written(language)), stale
     for path, text in leaves(offered):
         assert path[-1] == "tooltip" or not PATTERN & {*text}, ".".join(path)
 
@@ -196,8 +183,7 @@ def test_every_node_has_a_help_page_that_agrees_with_its_schema(infos, server, l
         everywhere, advanced = {*NAME.findall(page), *BOLD.findall(page)}, set()
         for (_, label, text), (name, kind, options) in zip(rows, inputs(info), strict=False):
             choices = set() if name in LISTS else {str(each) for each in options.get("options", [])}
-            found = [*wrong_default(text, kind, options), *wrong_limits(text, kind, options)]
-            found += wrong_options(text, choices, everywhere)
+            found = wrong_in(text, kind, options, choices, everywhere)
             wrong += [f"{info['name']}, {label}: {each}" for each in found]
             advanced |= {label} if options.get("advanced") else set()
         listed = {name for line in ADVANCED.findall(page) for name in NAME.findall(line)}

@@ -11,9 +11,7 @@ from fast_video_vae.tests.tools.locales import inputs
 pytestmark = pytest.mark.comfyui
 
 LONGEST = 300
-
-# FileNotFoundError: a file that is gone.
-KINDS = ("ValueError", "FileNotFoundError")
+KINDS = ("ValueError", "FileNotFoundError")  # of a file that is gone
 
 # Messages of Python and PyTorch, which do not name the input.
 RAW = re.compile(
@@ -49,6 +47,16 @@ CHANGED = {
     "FastVAE_Benchmark": {"width": 16, "height": 16, "frames": 1, "rounds": 1},
 }
 
+# Values of the test node that an input accepts, next to None and fractions.
+_TEXTS = {"text", "NUL", "lines", "long text", "half a character", "out of the folder"}
+TAKEN = {
+    **dict.fromkeys(("positive", "negative"), _TEXTS),
+    **{name: {"empty list"} for name in ("stack", "loras_high", "loras_low")},
+    "blocks": {"text", "NUL"},
+    "filename_prefix": {"text"},
+    "latent_image": {"latent of 5 channels"},  # all zeros fit any number of channels
+}
+
 # Values that every input gets by default; of the others it gets every ninth.
 ALWAYS = ("None", "list", "empty dict", "NUL", "NaN")
 
@@ -71,22 +79,8 @@ class Working(dict):
             yield from ((name, each) for each in values if every or each in few)
 
     def accepts(self, name, value):
-        if value == "None":
-            return name in self.optional
-        if value == "fraction":
-            return not isinstance(self[name], int)
-        words = {"text", "NUL", "lines", "long text", "half a character", "out of the folder"}
-        taken = {
-            "positive": words,
-            "negative": words,
-            "blocks": {"text", "NUL"},
-            "filename_prefix": {"text"},
-            "stack": {"empty list"},
-            "loras_high": {"empty list"},
-            "loras_low": {"empty list"},
-            "latent_image": {"latent of 5 channels"},  # all zeros fit any number of channels
-        }
-        return value in taken.get(name, set())
+        fits = {"None": name in self.optional, "fraction": not isinstance(self[name], int)}
+        return fits.get(value, value in TAKEN.get(name, ()))
 
     def prompt(self, **changed):
         """Return a workflow of the node with `changed` inputs, and the nodes that it needs."""
@@ -108,38 +102,34 @@ def working(request, expert_server):
     return Working(request.param, info)
 
 
-def end_of(server, prompt_id):
-    """Wait for a prompt: the text and type of its error; None: it ran."""
+def refusal(server, prompt_id):
+    """Wait for a prompt, and return the server's details of its error; None: it ran."""
     try:
         server.wait(prompt_id, timeout_s=60)
     except PromptError as error:
-        details = error.messages[-1][1]
-        return details["exception_message"].removesuffix("\n"), details["exception_type"]
+        return error.messages[-1][1]
     return None
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "working", [each for each in NODES if each != "FastVAE_DemoClip"], indirect=True
-)
+@pytest.mark.parametrize("working", [each for each in NODES if "Demo" not in each], indirect=True)
 def test_a_wrong_value_is_a_one_line_error_naming_its_input(expert_server, working, every):
     # LoRAs for a second model need a second model.
     alone = {"loras_low": link("None")} if "loras_low" in working else {}
-    every_row, wrong = [*working.rows(every)], []
+    rows, wrong = [*working.rows(every)], []
     # In groups of 20: ComfyUI copies the whole queue whenever it changes.
-    for start in range(0, len(every_row), 20):
-        rows = every_row[start : start + 20]
-        prompts = [working.prompt(**alone | {name: link(value)}) for name, value in rows]
+    for group in [rows[start : start + 20] for start in range(0, len(rows), 20)]:
+        prompts = [working.prompt(**alone | {name: link(value)}) for name, value in group]
         queued = [expert_server.queue(each) for each in prompts]
-        for (name, value), prompt_id in zip(rows, queued, strict=True):
-            end = end_of(expert_server, prompt_id)
-            if end is None:
-                wrong += [] if working.accepts(name, value) else [f"{name}, {value}: accepted"]
+        for (name, value), prompt_id in zip(group, queued, strict=True):
+            error = refusal(expert_server, prompt_id)
+            if error is None:
+                wrong += [] if working.accepts(name, value) else [(name, value, "accepted")]
                 continue
-            text, kind = end
+            text = error["exception_message"].removesuffix("\n")
             is_line = text.isprintable() and len(text) <= LONGEST and not RAW.search(text)
-            if not (is_line and kind in KINDS and re.match(rf"{name}[ :]", text)):
-                wrong.append(f"{name}, {value}: {kind} {text!r}")
+            if not (is_line and error["exception_type"] in KINDS and re.match(f"{name}[ :]", text)):
+                wrong.append((name, value, error["exception_type"], text))
     assert wrong == []
 
 
@@ -156,12 +146,7 @@ def test_a_prompt_with_the_removed_input_quality_runs(expert_server, working, va
         ("FastVAE_Load", {"chunk": -2}, "chunk"),
         ("FastVAE_Load", {"chunk": "many"}, "chunk"),
         ("FastVAE_LoraStack", {"lora_name": "gone.safetensors"}, "lora_name: 'gone.safetensors'"),
-        ("FastVAE_LoraStack", {"strength": "strong"}, "'strong' is not a finite number"),
-        ("FastVAE_LoraStack", {"blocks": "9-3"}, "9-3"),
         ("FastVAE_TextEncode", {"positive": " "}, "positive: the prompt is empty; expected text"),
-        ("FastVAE_WanSampler", {"boundary": "2.0"}, "boundary: got '2.0'"),
-        ("FastVAE_WanSampler", {"cfg_high": "one"}, "cfg_high: got 'one'"),
-        ("FastVAE_WanSampler", {"shift_low": "-1"}, "shift_low: got -1"),
     ],
     indirect=["working"],
 )
