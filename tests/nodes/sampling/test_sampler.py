@@ -73,7 +73,7 @@ def test_a_preset_fills_in_what_is_auto(calls):
     expected = [("H", 1.0, 1), ("H", 0.9375, 1), ("L", 0.8333, 1), ("L", 0.625, 1)]
     assert calls == expected  # one row: no negative pass
     last = run(steps=0, start_at_step=39, **AUTO)["report"].splitlines()  # published for two
-    assert last == ["uni_pc, 1 steps", "low noise: steps 1-1, noise level 0.2353 to 0.0000, CFG 3"]
+    assert last == ["uni_pc, 1 steps", "low noise: steps 1-1, noise level 0.3821 to 0.0000, CFG 3"]
 
 
 # The first four are steps, the others noise levels; of 4 steps at shift 5, 0.9375 and 0.8333333 are
