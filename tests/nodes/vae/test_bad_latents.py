@@ -8,13 +8,15 @@ import torch
 
 from fast_video_vae.tests.builders import random_state_dict, refused
 from fast_video_vae.tests.nodes.vae.pairs import clip, fast_vae, latents, node, ours, v3_node
-from fast_video_vae.tests.nodes.wan_wrapper.wrapped import CPU, wrapped
+from fast_video_vae.tests.nodes.wan_wrapper.wrapped import wrapped
 from fast_video_vae.tests.seedvr2 import random_seedvr2
 from fast_video_vae.tests.vae.streaming.fake_gpu import OfGPU
 from fast_video_vae.tests.wan22 import random_qwen21, random_wan22
 from fast_video_vae.vae import model
 from fast_video_vae.vae.streaming import session
 from fast_video_vae.vae.validation import check_frames
+
+CPU = torch.device("cpu")
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
 

@@ -10,9 +10,11 @@ import torch
 
 from fast_video_vae.tests.nodes.vae.pairs import clip, latents, node, relative_error, stopped_at
 from fast_video_vae.tests.nodes.video.clips import decode, encode, frames_of, held, image
-from fast_video_vae.tests.nodes.wan_wrapper.wrapped import CPU, video, wrapped
+from fast_video_vae.tests.nodes.wan_wrapper.wrapped import video, wrapped
 from fast_video_vae.tests.vae.streaming.failing_memory import ERRORS, FailingMemory
 from fast_video_vae.vae import CLIP_PATH, StreamOptions
+
+CPU = torch.device("cpu")
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
 
