@@ -3,9 +3,12 @@
 import reprlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+_T = TypeVar("_T")
 
 # A message that lists the keys of two files has 600 characters. A longer one quotes a whole value
 # and is cut to what ComfyUI's dialog shows without a scroll bar.
@@ -19,25 +22,30 @@ _repr = reprlib.Repr()
 _repr.maxstring = 60
 
 
+def require(is_right: bool, value: _T, expected: str, what: str = "got") -> _T:
+    """Return `value`, or raise a `ValueError` with it and what was `expected`."""
+    if is_right:
+        return value
+    raise ValueError(f"{what} {described(value)}; expected {expected}")
+
+
 def described(value: object) -> str:
     """Describe `value` for a message such as "got a list of 3"."""
-    if value is None:
-        return "None"
     if isinstance(value, Tensor):
         return _tensor(value)
+    if isinstance(value, int) and abs(value) >= LARGEST:
+        return f"a number of {value.bit_length()} bits"
     if isinstance(value, str):
         return _repr.repr(value)
-    if isinstance(value, (bool, float)):
+    if value is None or isinstance(value, (int, float)):
         return repr(value)
-    if isinstance(value, int):
-        return repr(value) if abs(value) < LARGEST else f"a number of {value.bit_length()} bits"
+    name = type(value).__name__
     if isinstance(value, (list, tuple)):
-        return f"a {type(value).__name__} of {len(value)}"
+        return f"a {name} of {len(value)}"
     if isinstance(value, Mapping):
         keys = ", ".join(described(key) for key in list(value)[:4])
-        return f"a {type(value).__name__} with {keys or 'nothing in it'}"
-    name = type(value).__name__
-    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name[:60]}"
+        return f"a {name} with {keys or 'nothing in it'}"
+    return _with_article(name[:60])
 
 
 def one_line(text: str) -> str:
@@ -59,8 +67,11 @@ def about(name: str) -> Iterator[None]:
 def _tensor(tensor: Tensor) -> str:
     if tensor.is_nested:
         return "a nested tensor"
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    kind = "" if tensor.layout is torch.strided else "sparse "
-    empty = "" if tensor.numel() else "empty "
-    kind = f"{empty}{kind}{dtype}{' meta' if tensor.is_meta else ''}"
-    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind} tensor {list(tensor.shape)}"
+    words = [] if tensor.numel() else ["empty"]
+    words += [] if tensor.layout is torch.strided else ["sparse"]
+    words += [str(tensor.dtype).removeprefix("torch."), *(["meta"] if tensor.is_meta else [])]
+    return _with_article(f"{' '.join(words)} tensor {list(tensor.shape)}")
+
+
+def _with_article(noun: str) -> str:
+    return f"{'an' if noun[:1].lower() in 'aeiou' else 'a'} {noun}"

@@ -63,7 +63,7 @@ def test_every_way_names_the_first_bad_latent_frame(fast, approx, monkeypatch, w
 
 
 def test_another_vae_and_the_sampler_refuse_it_with_the_same_words(stock):
-    from fast_video_vae.nodes.host.input_types import TYPES
+    from fast_video_vae.nodes.host.input_checks import TYPES
 
     with refused(f"^samples: .* latent frame 3 of 5{FROM}"):
         ours("Decode", vae=stock, samples=spoiled(1, (0, 3)))
