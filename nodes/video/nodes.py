@@ -218,7 +218,7 @@ def _encoded(
         return latent, config.frames(latent.shape[2]) if latent.ndim == 5 else len(latent)
     log_unused(dtype=options.dtype is not None, chunk=options.chunk is not None)
     with timing.span("file"):
-        images = sources.images_of(source, fit)
+        images = torch.stack([*sources.Images(source, fit)])
     latent = comfy_vae.by_another(vae, "encode", images, "video")
     ratio = vae.upscale_ratio
     is_video = latent.ndim == 5 and isinstance(ratio, tuple)

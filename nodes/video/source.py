@@ -24,6 +24,9 @@ _FRAMES = 4
 Sound = dict[str, Any]
 
 
+_UNKNOWN = 1 << 31
+
+
 @dataclass(frozen=True)
 class Fit:
     """The requested form of a video."""
@@ -49,14 +52,19 @@ def shape_of(size: tuple[int, int], width: int, height: int) -> tuple[int, int] 
     )
 
 
-def images_of(source: "Source", fit: Fit) -> Tensor:
-    """Return all frames in the form of `fit` as an IMAGE `[N, H, W, C]`."""
-    found = []
-    for piece in source.pieces(fit):
-        is_float = piece.is_floating_point()
-        unit = (piece + 1) / 2 if is_float else piece.float() / torch.iinfo(piece.dtype).max
-        found.append(unit[0].movedim(0, -1))
-    return torch.cat(found)
+class Images:
+    """The frames of a source in the form of `fit`, one by one: `[H, W, C]` in [0, 1]."""
+
+    def __init__(self, source: "Source", fit: Fit) -> None:
+        """`shape` is that of an IMAGE of all; a number of frames that is unknown is a large one."""
+        self._source, self._fit = source, fit
+        self.shape = (source.estimate(fit) or _UNKNOWN, *(fit.size or source.size), 3)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for piece in self._source.pieces(self._fit):
+            is_float = piece.is_floating_point()
+            unit = (piece + 1) / 2 if is_float else piece.float() / torch.iinfo(piece.dtype).max
+            yield from unit[0].movedim(0, -1)
 
 
 class FileSource:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...vae.media import VideoFile, convert_pictures, read_video
 from ..host.api import Input, InputImpl, Types
-from .source import FileSource, Fit, Source, Tensors, images_of
+from .source import FileSource, Fit, Images, Source, Tensors
 
 _Container, _Codec = Types.VideoContainer, Types.VideoCodec
 
@@ -54,7 +54,8 @@ class FileVideo(InputImpl.VideoFromFile):
         if self.get_bit_depth() == 8 or any(each.is_alpha for each in self._stream[1].components):
             return super().get_components()
         source = FileSource(self)
-        return Types.VideoComponents(images_of(source, Fit()), source.fps, source.sound(Fit()))
+        images = torch.stack([*Images(source, Fit())])
+        return Types.VideoComponents(images, source.fps, source.sound(Fit()))
 
     def save_to(
         self,
@@ -70,7 +71,7 @@ class FileVideo(InputImpl.VideoFromFile):
         is_free = codec == _Codec.AUTO and all(each is None for each in options.values())
         is_matroska = format in (_Container.AUTO, _Container.MKV)
         if pixels.is_rgb and not (is_whole and is_free and is_matroska):
-            _in_memory(self).save_to(path, format, codec, metadata, **options)
+            _frame_by_frame(self).save_to(path, format, codec, metadata, **options)
             return
         if name == "prores" and codec == _Codec.AUTO and format != _Container.WEBM:
             codec = _Codec.H264
@@ -107,7 +108,7 @@ class ImageSequence(Input.Video):
 
     def save_to(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401, as ComfyUI's
         """Encode the images to a file, with ComfyUI's arguments."""
-        _in_memory(self).save_to(*args, **kwargs)
+        _frame_by_frame(self).save_to(*args, **kwargs)
 
     def as_trimmed(
         self, start_time: float = 0, duration: float = 0, strict_duration: bool = False
@@ -143,6 +144,9 @@ class ImageSequence(Input.Video):
         return float(len(self.paths) / self._fps)
 
 
-def _in_memory(video: Input.Video) -> Input.Video:
-    depth = min(10, video.get_bit_depth())
-    return InputImpl.VideoFromComponents(video.get_components(), bit_depth=depth)
+# ComfyUI's encoder reads the shape of an IMAGE and its frames in order.
+def _frame_by_frame(video: Input.Video) -> Input.Video:
+    """Return a VIDEO that ComfyUI encodes from frames that are read on demand."""
+    source, depth = source_of(video), min(10, video.get_bit_depth())
+    parts = Types.VideoComponents(Images(source, Fit()), source.fps, source.sound(Fit()))
+    return InputImpl.VideoFromComponents(parts, bit_depth=depth)
