@@ -21,10 +21,10 @@ _logger = logging.getLogger(__name__)
 # Frames of a piece: those of a latent. A longer piece would not be faster.
 _FRAMES = 4
 
-Sound = dict[str, Any]
-
-
+# More frames than a video has.
 _UNKNOWN = 1 << 31
+
+Sound = dict[str, Any]
 
 
 @dataclass(frozen=True)

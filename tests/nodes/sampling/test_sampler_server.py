@@ -53,10 +53,12 @@ def test_one_progress_bar_covers_all_steps_and_names_the_expert(expert_server):
     workflow, events = Graph(), expert_server.events
     loras = {"loras_high": workflow.lora(0, "0.8"), "loras_low": workflow.lora(1, "0.6")}
     sampler = workflow.sampler(seed=8, steps=6, **loras)
-    report = workflow.add("PreviewAny", source=[sampler[0], 3])
+    shown = [workflow.add("PreviewAny", source=[sampler[0], output]) for output in (3, 4)]
     prompt_id = expert_server.queue(workflow)
-    (text,) = expert_server.wait(prompt_id)[report[0]]["text"]
-    assert "lora-0.safetensors" in text
+    done = expert_server.wait(prompt_id)
+    report, times = (done[node]["text"][0] for node, _ in shown)
+    assert "lora-0.safetensors" in report
+    assert all(part in times for part in ("denoise", "high noise", "low noise", "switch", "load"))
     bars = [each.data for each in events.all("progress", prompt_id=prompt_id, node=sampler[0])]
     assert {data["max"] for data in bars} == {6}
     assert [data["value"] for data in bars] == sorted(data["value"] for data in bars)
