@@ -313,8 +313,8 @@ def _loaded(vae_name: str, choice: object) -> object:
 def _choice(dtype: str, encode_dtype: str, chunk: int, precision: str, devices: str) -> object:
     if precision not in PRECISIONS and devices == machine.ONE and machine.is_selection(precision):
         devices = precision  # an older workflow, see `check_precision`
-    with about("devices"):
-        machine.check_selection(devices)
+    if not machine.is_selection(devices):  # a link into an input that this machine lacks
+        devices = machine.ONE
     dtypes = DTYPES.get(dtype), DTYPES.get(encode_dtype)
     if precision == INT8_AND_ENCODE:
         kernels.log_once("precision: 'int8 and encode' is 'int8', which is for decodes")

@@ -290,6 +290,7 @@ def test_errors_are_one_line_before_anything_is_loaded(inputs, message):
     assert TextEncode.validate_inputs(positive=linked) == (EMPTY if refused else True)
 
 
+@pytest.mark.usefixtures("comfyui")
 @pytest.mark.parametrize("cache", [0, 8])
 def test_a_node_that_writes_into_a_result_changes_no_other(cache):
     clip = encoder("sdxl")

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 
+from fast_video_vae.kernels import errors
 from fast_video_vae.tests.builders import random_state_dict, refused
 from fast_video_vae.tests.nodes.vae.pairs import clip, fast_vae, latents, node, ours, v3_node
 from fast_video_vae.tests.nodes.wan_wrapper.wrapped import wrapped
@@ -136,6 +137,13 @@ LINE = (
     "Fast Video VAE: the latent has {} rows and {} columns; Wan 2.2 5B needs even numbers, so "
     "ComfyUI repeats the opposite edge, which can show. In pixels: {}"
 )
+
+
+@pytest.fixture
+def size_lines(monkeypatch, caplog):
+    """The lines in the log about sizes, from now on."""
+    monkeypatch.setattr(errors, "_logged", set())
+    return lambda: [text for text in caplog.messages if " rows and " in text]
 
 
 @pytest.mark.parametrize(

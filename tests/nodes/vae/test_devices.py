@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from fast_video_vae.kernels import errors
 from fast_video_vae.tests.builders import random_state_dict, refused
 from fast_video_vae.tests.nodes.cards import GB, Cards, a_prompt, machine
 from fast_video_vae.tests.nodes.server import AUTO, Workflow
@@ -86,7 +87,7 @@ def test_a_vae_gets_the_selected_devices(
 ):
     import comfy.model_management as management
 
-    monkeypatch.setattr("fast_video_vae.kernels.errors._logged", set())
+    monkeypatch.setattr(errors, "_logged", set())
     found = machine(monkeypatch, 4)
     monkeypatch.setattr(management, "get_torch_device", lambda: found[0])
     wanted = [found[number] for number in numbers] if len(numbers) > 1 else []
