@@ -84,7 +84,8 @@ def test_a_sample_has_the_spread_of_the_posterior(channels, tmp_path):
         spread = (posterior.logvar.clamp(-30, 20) / 2).exp()
         noise = (sampled - mean[:, :, : sampled.shape[2]]) / spread
         assert abs(noise.std() - 1) < 5 / (2 * noise.numel()) ** 0.5  # five standard errors
-        assert noise.unique().numel() > noise.numel() * 0.9
+        steps = noise.diff(dim=2).abs().mean((0, 1, 3, 4))  # 1.13 is expected of independent noise
+        assert (steps > 0.5).all()
     torch.manual_seed(1)
     assert relative_error(noise, torch.randn(noise.shape)) <= 1e-4
     assert torch.equal(vae.encode(pixels, CPU), mean)
