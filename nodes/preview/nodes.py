@@ -1,5 +1,6 @@
 """The node that shows a latent: quickly, without its VAE."""
 
+import itertools
 from collections.abc import Iterator
 
 import numpy
@@ -17,7 +18,7 @@ from ..host.numbering import saved, unused_names
 from ..host.widgets import AUTO, CATEGORY, fps_input
 from . import formats, tiny_decoder
 
-timing = Later("nodes.host.timing")
+timing, media = Later("nodes.host.timing"), Later("vae.media")
 
 _COLORS = "latent2rgb"
 
@@ -30,8 +31,8 @@ _MOST_PICTURES = 320
 # 81 frames of 512 x 296 take 0.6 s with the fastest method of WebP, and 4 s with the default one.
 _FAST = {"method": 0, "quality": 80}
 
-# WebP counts the milliseconds of all pictures in 32 bits with a sign.
-_LONGEST_MS = (2**31 - 1) / _MOST_PICTURES
+# WebP counts milliseconds in 32 bits with a sign; each picture has one at least.
+_LONGEST_MS = 2**31 - 1 - _MOST_PICTURES
 
 
 class PreviewLatent(io.ComfyNode):
@@ -129,12 +130,18 @@ def _color(latent: Tensor) -> tuple[Tensor, int]:
 
 def _animation(images: Tensor, fps: float) -> ui.SavedImages:
     """Write images `[T, H, W, 3]` to an animated WebP for the node; long clips lose frames."""
-    step = -(-len(images) // _MOST_PICTURES)
-    first, *others = [_picture(image) for image in images[::step]]
-    path = next(unused_names("fast_vae_preview", io.FolderType.temp, ".webp", *first.size[::-1]))
-    options = {"duration": min(1000 * step / fps, _LONGEST_MS), "loop": 0, **_FAST}
-    first.save(path, save_all=True, append_images=others, **options)
-    return ui.SavedImages([saved(path, io.FolderType.temp)], is_animated=bool(others))
+    count = len(images)
+    shown = range(0, count, -(-count // _MOST_PICTURES))
+    first, *others = [_picture(images[at]) for at in shown]
+    options = {"append_images": others, "save_all": True, "loop": 0} if others else {}
+    # Rounded ends, not lengths, so that the clip keeps its duration.
+    ms = min(1000 / fps, _LONGEST_MS / count)
+    ends = [round(at * ms) for at in (*shown, count)]
+    options["duration"] = [max(1, end - start) for start, end in itertools.pairwise(ends)]
+    names = unused_names("fast_vae_preview", io.FolderType.temp, ".webp", *first.size[::-1])
+    with media.whole_file(next(names), others=names) as draft:
+        first.save(draft.part, "WEBP", **_FAST, **options)
+    return ui.SavedImages([saved(draft.path, io.FolderType.temp)], is_animated=bool(others))
 
 
 def _picture(image: Tensor) -> Image.Image:
