@@ -52,11 +52,7 @@ class Choice:
 
 def load(path: str | Path, choice: Choice) -> FastVAE:
     """Load a VAE from a checkpoint; ComfyUI reloads it from `path` for another device."""
-    checkpoint = read_checkpoint(path)
-    core = _core_vae(checkpoint.config)
-    vae = _swapped(core, _network(core.patcher, _settled(core, choice), checkpoint))
-    vae.patcher.cached_patcher_init = (_load_patcher, (str(path), choice))
-    return _ready(vae)
+    return _ready(_loaded(path, choice))
 
 
 def accelerate(vae: comfy.sd.VAE, choice: Choice) -> comfy.sd.VAE:
@@ -94,6 +90,14 @@ def weights_of(patcher: ModelPatcher) -> dict[str, Tensor]:
 def patches_of(patcher: ModelPatcher) -> dict[str, list]:
     """Return the weight patches of `patcher`, for another patcher."""
     return {key: list(patches) for key, patches in patcher.patches.items()}
+
+
+def _loaded(path: str | Path, choice: Choice) -> FastVAE:
+    checkpoint = read_checkpoint(path)
+    core = _core_vae(checkpoint.config)
+    vae = _swapped(core, _network(core.patcher, _settled(core, choice), checkpoint))
+    vae.patcher.cached_patcher_init = (_load_patcher, (str(path), choice))
+    return vae
 
 
 def _ready(vae: FastVAE) -> FastVAE:
@@ -214,7 +218,7 @@ def _swapped(core: comfy.sd.VAE, model: FastVideoVAE) -> FastVAE:
 
 def _load_patcher(path: str, choice: Choice, disable_dynamic: bool = False) -> ModelPatcher:
     """Read the file again; ComfyUI calls this to get the same VAE for another device."""
-    return load(path, choice).patcher
+    return _loaded(path, choice).patcher
 
 
 def _accelerate_patcher(
