@@ -83,16 +83,23 @@ def test_every_node_runs_with_the_latest_interface_of_comfyui(start_server, comf
 def test_a_workflow_with_an_older_id_of_a_node_gets_the_node(comfyui, monkeypatch):
     from app.node_replace_manager import NodeReplaceManager
 
+    import nodes as core_nodes
     from fast_video_vae import nodes
     from fast_video_vae.nodes.host.api import io
 
-    manager, older = NodeReplaceManager(), io.NodeReplace("FastVAE_Decode", "FastVAE_Older")
+    manager = NodeReplaceManager()
     instance = SimpleNamespace(node_replace_manager=manager)
     host = SimpleNamespace(PromptServer=SimpleNamespace(instance=instance))
     monkeypatch.setitem(sys.modules, "server", host)
+    monkeypatch.setitem(core_nodes.NODE_CLASS_MAPPINGS, "FastVAE_Decode", nodes.Decode)
+    kept = [{"new_id": name, "old_id": name} for name in ("samples", "vae")]
+    older = io.NodeReplace("FastVAE_Decode", "FastVAE_Older", input_mapping=kept)
     monkeypatch.setattr(nodes, "REPLACED", [older])
     asyncio.run(nodes.FastVideoVAEExtension().on_load())
-    assert manager.get_replacement("FastVAE_Older") == [older]
+    inputs = {"samples": ["1", 0], "vae": ["2", 0]}
+    prompt = {"3": {"class_type": "FastVAE_Older", "inputs": dict(inputs), "_meta": {}}}
+    manager.apply_replacements(prompt)
+    assert prompt["3"] == {"class_type": "FastVAE_Decode", "inputs": inputs, "_meta": {}}
 
 
 @pytest.mark.parametrize("decoder", ["FastVAE_Decode", "VAEDecode", "FastVAE_DecodeVideo"])
