@@ -15,6 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import torch
+
 _HERE = Path(__file__).resolve().parent
 runpy.run_path(str(_HERE.parent / "conftest.py"))  # binds the checkout to its import name
 
@@ -58,7 +60,9 @@ def main() -> None:
         base = Path(folder) / "server"
         import_comfyui(Path(folder) / "here")
         prompts.give_nodes(base)
-        with Server(base, "--fp32-vae", pack=given.pack.resolve(), threads=1) as server:
+        cpu = not torch.cuda.is_available()
+        pack = given.pack.resolve()
+        with Server(base, "--fp32-vae", pack=pack, cpu=cpu, threads=1) as server:
             prompts.give_models(server)
             seconds, mib = [], []
             for number in range(given.rounds):

@@ -115,8 +115,12 @@ def most(one: dict[str, Any], other: Fields) -> Fields:
 
 def timed(line: dict[str, Fields]) -> dict[str, Any]:
     """Return the rows of a line with `cell`: seconds, and how many times as long as `ours`."""
+    # Seconds of another run do not stand next to those of `ours`.
+    of_run = line.get("ours", {}).get("origin")
     seconds = {
-        name: row.get("median_s", row.get("s")) for name, row in line.items() if name in TIMED
+        name: row.get("median_s", row.get("s"))
+        for name, row in line.items()
+        if name in TIMED and row["origin"] == of_run
     }
     seconds = {name: each for name, each in seconds.items() if each is not None}
     for name, each in seconds.items():
