@@ -39,6 +39,7 @@ from torch import Tensor
 from . import checks as check
 from . import shapes
 from .backends import SIGNATURES, use_backend
+from .cache import key_of
 from .codes import code_dtype, code_steps, zero_of
 from .constraints import dense
 from .convolution.fused import Fused
@@ -52,6 +53,7 @@ from .devices import (
     has_bfloat16,
     has_own_memory,
     host_bytes,
+    indexed,
     lacks,
     memory_bytes,
     release_cached,
@@ -67,11 +69,13 @@ from .devices.int8 import int8_lacks
 from .dispatch import convolve, run, silu_mul_by_kernel
 from .errors import BackendError, first_line, is_out_of_memory, log_once
 from .messages import LINE, guarded, line, padded, shown
-from .ready.background import Job, submit, wait
-from .ready.facts import facts_of
+from .ready.background import DONE, Job, submit, wait
+from .ready.facts import environment, facts_of
+from .ready.facts import of_kernels as kernel_facts
 from .ready.proof import Proofs, proving
 from .ready.recording import playing
-from .ready.serving import Prepared, Snapshot, seeing
+from .ready.seen import Fallback, Snapshot, seeing
+from .ready.serving import Prepared, apart, library_of
 from .routes import Route, code_route, conv_route, fp16_pays, route_conditions, table_entry
 from .shapes import convolved, new_video
 from .tensor_files import PICKLE, SAFETENSORS, ZIP, Header, Place, kind_of, read_header

@@ -66,7 +66,7 @@ class Kernel(NamedTuple):
     """A convolution of ours."""
 
     backend: str
-    tile: int  # the number of its tile or variant
+    tile: int  # the number of its tile; of the library's, 1: in contiguous memory
 
 
 def convolution_order(kind: str, taps: int) -> tuple[str, ...]:

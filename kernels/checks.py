@@ -18,7 +18,7 @@ from . import shapes
 from .codes import DTYPES as CODES
 from .codes import code_dtype
 from .convolution.weight import ConvWeight
-from .ready import serving
+from .ready.seen import snapshot
 
 # Dtypes that ops compute in, and those of images.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -30,7 +30,7 @@ _ALWAYS = os.environ.get("FAST_VIDEO_VAE_CHECKS") == "1"
 
 def wanted() -> bool:
     """Return whether the arguments of a call are checked: not within a video of a stream."""
-    return _ALWAYS or serving.snapshot() is None
+    return _ALWAYS or snapshot() is None
 
 
 def fit(

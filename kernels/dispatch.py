@@ -32,6 +32,7 @@ from .modules import ask, backend, launch_of
 from .ready import serving
 from .ready.proof import current_proofs
 from .ready.recording import Recorder, recorder
+from .ready.seen import fallback, snapshot
 from .routes import Candidate, Route
 from .shapes import new_sums
 
@@ -202,10 +203,12 @@ def _order(op: str, args: tuple[Any, ...]) -> tuple[tuple[str, ...], bool]:
     chosen = forced()
     if chosen is not None and chosen in (CONVOLUTIONS if op == "int8_conv3d" else ORDER):
         return (chosen,), False
+    if fallback().reference:
+        return _REFERENCE, False
     kind = device_kind(args[0].device)
     if kind in TRIED:
         return serving.backends_of(op, args), True
     if op == "int8_conv3d":
         return INT8_ORDER, False
-    seen = serving.snapshot()
+    seen = snapshot()
     return (_NATIVE if kind == "cpu" and (seen is None or seen.native) else _REFERENCE), False

@@ -17,6 +17,7 @@ from .devices import device_kind
 from .modules import backend
 from .ready import facts, serving
 from .ready.recording import device_of, recorder
+from .ready.seen import Fallback, Snapshot, fallback, snapshot
 from .tables import KERNELS, SUMS_IN_HALF, Kind
 from .triton_ops.convolution_tiles import tiles_of
 from .triton_ops.tiles import chip_of
@@ -122,19 +123,21 @@ def conv_route(
     """
     device, chosen = device_of(weight), forced()
     names = convolution_order(device_kind(device), weight.ndim - 2)
-    kernel, proves = None, None
+    kernel, proves, variant = None, None, 0
     if chosen in CONVOLUTIONS:
         names = (str(chosen),)
+    elif (wrong := fallback()).convolves:
+        names, variant = _instead(wrong, names, weight), int(wrong.contiguous)
     else:
         kernel, proves = _chosen(weight, stride, device, video=video)
-    candidates = [Candidate(Kernel(name, 0), _fused(name, weight)) for name in names]
+    candidates = [Candidate(Kernel(name, variant), _fused(name, weight)) for name in names]
     if kernel is not None:
         candidates.insert(0, Candidate(kernel, of_ours(weight.shape[0]), is_built=True))
     apart = weight.ndim == 4 or weight.shape[2] <= stride[0] or candidates[0].fused.tail
     return Route(stride, tuple(candidates), form, not apart, proves)
 
 
-def route_conditions(seen: serving.Snapshot) -> tuple[object, ...]:
+def route_conditions(seen: Snapshot) -> tuple[object, ...]:
     """Return what the routes of a layer depend on in a video that sees `seen` of the kernels."""
     return seen, forced(), torch.backends.mkldnn.enabled
 
@@ -143,6 +146,13 @@ def code_route(form: WeightForm, *, joined: bool) -> Route:
     """Return the route of convolutions of codes, which add all terms, with a `form` of weights."""
     candidate = Candidate(Kernel("int8", 0), Fused(sums=True, bias=True))
     return Route((1, 1, 1), (candidate,), form, joined)
+
+
+def _instead(wrong: Fallback, usual: tuple[str, ...], weight: ConvWeight) -> tuple[str, ...]:
+    """Return the candidate in place of the usual ones, of which some forms are wrong."""
+    if weight.ndim == 5 and (wrong.sliced or usual[0] == "sliced"):
+        return ("sliced",)
+    return ("reference",) if wrong.reference or wrong.contiguous else ("aten",)
 
 
 def _fused(name: str, weight: ConvWeight) -> Fused:
@@ -183,7 +193,7 @@ def proof_of(key: ProofKey) -> Proof | None:
             return None
         _proofs[key] = 0, kept
     since, proof = _proofs[key]
-    seen = serving.snapshot()
+    seen = snapshot()
     return proof if seen is None or since <= seen.proofs else None
 
 

@@ -36,10 +36,10 @@ def fuses(_: ConvWeight) -> Fused:
 
 
 def _conv3d(x: Tensor, weight: ConvWeight, *terms: Any) -> Tensor:  # noqa: ANN401
-    *_, tail, _, stride, padding, _ = terms
+    *_, tail, _, stride, padding, variant = terms
     if weight.ndim == 4:
         raise Refusal("it is for taps in time")
-    return convolve(x, weight, tail, stride, padding)
+    return convolve(x, weight, tail, stride, padding, contiguous=variant == 1)
 
 
 def convolve(
@@ -48,6 +48,8 @@ def convolve(
     tail: Tensor | None,
     stride: tuple[int, int, int],
     padding: tuple[int, int],
+    *,
+    contiguous: bool = False,
 ) -> Tensor:
     """Convolve a video `[B, C, T, H, W]` after its `tail` without terms, in new memory."""
     taps = weight.laid_out("sliced", _joined_slices)
@@ -67,6 +69,8 @@ def convolve(
             for place, frames in _read(tail, x, start * stride[0] + at, made, stride[0]):
                 joined[:, place : place + frames.shape[2], :, :, at] = frames.movedim(1, -1)
         rows = joined.flatten(0, 1).flatten(-2).permute(0, 3, 1, 2)
+        if contiguous:
+            rows, taps = rows.contiguous(), taps.contiguous()
         y = cudnn.convolve(rows, taps, None, stride[1:], padding)
         part.copy_(y.unflatten(0, (batch, made)).transpose(1, 2))
     return result

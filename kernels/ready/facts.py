@@ -9,9 +9,10 @@ import ctypes
 import functools
 import json
 import os
+import platform
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -34,6 +35,10 @@ _SUFFIXES = (".py", ".cu", ".cuh")
 # Packages whose versions decide that too, under the names of their builds, and what disables some.
 _PACKAGES = ("triton", "triton-windows", "pytorch-triton", "pytorch-triton-rocm")
 _SWITCHES = ("FAST_VIDEO_VAE_TRITON", "FAST_VIDEO_VAE_CUDA")
+
+# A fact that is not found yet, and one that is being found for the first or the second time.
+_OPEN, _TRYING, _AGAIN = "", "trying", "trying again"
+_UNKNOWN = (None, _OPEN, _TRYING)
 
 _opened: dict[Path, "Facts"] = {}
 
@@ -67,6 +72,23 @@ class Facts:
             self._known = {**self._read(), **self._known}
             content = {"format": _FORMAT, "made_on": self._made_on, "facts": self._known}
             cache.keep(self.path, json.dumps(content, indent=1).encode(), "checks kernels")
+
+    def once(self, name: str, find: Callable[[], Any], holds: Callable[[Any], bool]) -> Any:  # noqa: ANN401
+        """Return what is known under `name` if it `holds`, or else what `find` returns, kept.
+
+        None: it has ended the process twice. Once is not enough, because users end processes too.
+        """
+        known = self.get(name)
+        if known == _AGAIN or (known not in _UNKNOWN and holds(known)):
+            return None if known == _AGAIN else known
+        self.put(name, _TRYING if known in (None, _OPEN) else _AGAIN)
+        try:
+            found = find()
+        except Exception:  # such as a lack of memory
+            self.put(name, _OPEN)
+            raise
+        self.put(name, found)
+        return found
 
     def _read(self) -> dict[str, Any]:
         """Return the facts of the file; nothing if it is not a file of ours."""
@@ -116,6 +138,20 @@ def sources() -> str:
     root = Path(__file__).parents[1]
     files = (path for folder in _FOLDERS for path in sorted((root / folder).iterdir()))
     return cache.key_of((), (path for path in files if path.suffix in _SUFFIXES))
+
+
+def environment(device: torch.device) -> str:
+    """Return the device and the versions that decide what it computes, as text to post."""
+    made_on = _environment(device)
+    versions = {"torch": made_on["torch"], "driver": made_on["driver"]}
+    if device_kind(device) in ("nvidia", "amd"):
+        versions["cuDNN" if device_kind(device) == "nvidia" else "MIOpen"] = str(
+            torch.backends.cudnn.version()
+        )
+    versions["system"] = f"{platform.system()} {platform.machine()}"
+    name = " ".join(filter(None, (made_on["device"], made_on["capability"])))
+    words = (f"{each} {value}" for each, value in versions.items() if value)
+    return ", ".join([name if device.type != "cpu" else processor(), *words])
 
 
 def _version(package: str) -> str:

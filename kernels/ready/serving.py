@@ -10,15 +10,13 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..backends import TRIED, Kernel, within
+from ..backends import TRIED, Kernel
 from ..convolution.weight import ConvWeight
 from ..cuda_ops.driver import relaxed_captures
 from ..devices import current as on_device
@@ -26,11 +24,12 @@ from ..devices import device_kind, indexed, runtime
 from ..native_ops.build import CPU
 from ..warmup_log import preparing
 from . import background, facts, recording, selfcheck, variants
+from .seen import Snapshot, snapshot
 
 LIBRARY = ("reference",)
 
-# What the store has of a variant in addition to the name of its backend.
-_NONE, _TRYING, _AGAIN = "none", "trying", "trying again"
+# What the store has of a variant that no kernel computes rightly.
+_NONE = "none"
 
 _lock = threading.Lock()
 _numbers = itertools.count(1)
@@ -42,18 +41,6 @@ _asked: set[variants.Key] = set()
 _tiled: dict[tuple[Any, ...], int] = {}
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """What a video sees of what is found."""
-
-    kernels: int  # number of the last kernel; 0: the library alone
-    proofs: int  # number of the last proof
-    native: bool  # the C++ kernels of the CPU are loaded
-
-
-_snapshot: ContextVar[Snapshot | None] = ContextVar("snapshot", default=None)
-
-
 def next_number(*, proof: bool = False) -> int:
     """Return the number of what is found now: a kernel, or a `proof`."""
     global _last, _last_proof
@@ -61,16 +48,6 @@ def next_number(*, proof: bool = False) -> int:
         _last = next(_numbers)
         _last_proof = _last if proof else _last_proof
         return _last
-
-
-def snapshot() -> Snapshot | None:
-    """Return what the calls of this thread see; None: all that there is."""
-    return _snapshot.get()
-
-
-def seeing(seen: Snapshot) -> AbstractContextManager[object]:
-    """Let ops in this thread run what `seen` has, until the end of the block."""
-    return within(_snapshot, seen)
 
 
 def backends_of(op: str, args: Sequence[Any]) -> tuple[str, ...]:
@@ -92,7 +69,7 @@ def serves(kernel: Kernel, args: Sequence[Any]) -> bool:
 
 def kernel_of(key: variants.Key, samples_of: Callable[[], selfcheck.Sample]) -> tuple[str, ...]:
     """Return the backend of a variant, as the thread sees it; without any, let it be built."""
-    found, seen = _found.get(key), _snapshot.get()
+    found, seen = _found.get(key), snapshot()
     if found is None:
         if key not in _asked and not background.is_here():
             sample = samples_of()
@@ -128,17 +105,18 @@ def build(key: variants.Key, sample: selfcheck.Sample) -> None:
     if key in _found:
         return
     kept, name = facts.of_kernels(key.device), f"right: {variants.name_of(key)}"
-    known, able = kept.get(name), variants.kernels_of(key)
-    with _apart(key.device), preparing("kernel build", key.op):
-        names: tuple[str, ...] = ()
-        if known in able:
-            # It was right in an earlier process: a call loads it from the disk.
-            names = selfcheck.running(str(known), key.op, sample)
-        if not names and known not in (_NONE, _AGAIN):
-            # A kernel that ends the process is tried twice, because users end processes too.
-            kept.put(name, _TRYING if known is None else _AGAIN)
-            names = selfcheck.checked(able, key.op, sample)
-            kept.put(name, names[0] if names else _NONE)
+    able = variants.kernels_of(key)
+    with apart(key.device), preparing("kernel build", key.op):
+        # A call loads what was right in an earlier process from the disk.
+        known = kept.get(name)
+        names = selfcheck.running(known, key.op, sample) if known in able else ()
+        if not names:
+            known = kept.once(
+                name,
+                lambda: "".join(selfcheck.checked(able, key.op, sample)) or _NONE,
+                lambda kept: kept == _NONE,
+            )
+            names = tuple(each for each in able if each == known)
     found = next_number()
     if names and key.kernel is not None:
         _tiled.setdefault((key.device, *key.kinds[:2], key.kinds[-2]), found)
@@ -150,13 +128,13 @@ def has_tile(weight: ConvWeight, stride: tuple[int, ...]) -> bool:
     if recording.recorder() is not None:
         return True
     since = _tiled.get((weight.device, weight.dtype, weight.shape, stride))
-    seen = _snapshot.get()
+    seen = snapshot()
     return since is not None and (seen is None or since <= seen.kernels)
 
 
 @contextmanager
-def _apart(device: torch.device) -> Iterator[None]:
-    """Work on a stream of its own, without an effect on a capture of others."""
+def apart(device: torch.device) -> Iterator[None]:
+    """Work on `device` in a stream of its own, without an effect on a capture of others."""
     if device.type not in ("cuda", "xpu"):
         yield
         return
@@ -166,6 +144,11 @@ def _apart(device: torch.device) -> Iterator[None]:
         with module.stream(stream):
             yield
         stream.synchronize()
+
+
+def library_of(device: torch.device) -> Snapshot:
+    """Return what serves on a device without kernels that are built for its videos."""
+    return Snapshot(0, 0, native=device_kind(device) == "cpu" and CPU.is_loaded)
 
 
 class Prepared:
@@ -190,9 +173,9 @@ class Prepared:
 
     def seen(self) -> Snapshot:
         """Return what a video that begins now may use: all, or the library until all is there."""
-        if device_kind(self._device) not in TRIED:
-            return Snapshot(0, 0, CPU.is_loaded)
-        return Snapshot(_last, self._proofs, False) if self.is_ready else Snapshot(0, 0, False)
+        if device_kind(self._device) not in TRIED or not self.is_ready:
+            return library_of(self._device)
+        return Snapshot(_last, self._proofs, native=False)
 
     def _begun(self) -> background.Job:
         if device_kind(self._device) not in TRIED:

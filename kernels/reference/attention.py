@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import Refusal
+from ..ready.seen import fallback
 
 # Scores that are held at a time without a fused kernel: 256 MiB in float32, and as much for their
 # softmax.
@@ -37,7 +38,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch.empty_like(q)
     # The fused kernels need dense rows; otherwise PyTorch would materialise the scores.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    if _fused_attention_takes(q, k, v) and not _blocks_are_faster(q):
+    plain = fallback().reference
+    if not plain and _fused_attention_takes(q, k, v) and not _blocks_are_faster(q):
         return _fused(q, k, v)
     return in_blocks(q, k, v)
 

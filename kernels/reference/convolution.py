@@ -38,11 +38,16 @@ def conv3d(
     tile: int,
 ) -> Tensor:
     """Convolve the joined frames of a video, or each frame, without terms, in new memory."""
+    taps = weight.plain()
+    window = as_frames(x) if weight.ndim == 4 else x
+    if tail is not None and weight.ndim == 5:
+        window = torch.cat([tail, x], dim=2)
+    if tile == 1:
+        window, taps = window.contiguous(), taps.contiguous()
     if weight.ndim == 4:
-        y = channels_last(F.conv2d(as_frames(x), weight.plain(), None, stride[1:], padding))
+        y = channels_last(F.conv2d(window, taps, None, stride[1:], padding))
         return as_video(y, x.shape[0])
-    window = x if tail is None else torch.cat([tail, x], dim=2)
-    return channels_last(F.conv3d(window, weight.plain(), None, stride, (0, *padding)))
+    return channels_last(F.conv3d(window, taps, None, stride, (0, *padding)))
 
 
 def int8_conv3d(
