@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
@@ -29,6 +30,16 @@ def pytest_configure():
     """
     torch.set_num_threads(1)
     importlib.import_module("fast_video_vae.kernels").native_library()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def unchecked():
+    """Check no device in the background, which takes seconds; tests of that ask for it."""
+    prepared = importlib.import_module("fast_video_vae.vae.streaming.prepared.prepared_vae")
+    done = importlib.import_module("fast_video_vae.kernels").DONE
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepared, "check_once", lambda *_: done)
+        yield
 
 
 def pytest_xdist_auto_num_workers(config):

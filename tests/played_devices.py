@@ -17,7 +17,7 @@ from fast_video_vae.kernels import constraints, warmup_log
 from fast_video_vae.kernels.convolution import aten
 from fast_video_vae.kernels.devices import memory
 from fast_video_vae.kernels.ready import background, serving
-from fast_video_vae.vae.streaming.prepared import preparation
+from fast_video_vae.vae.streaming.prepared import device_check, preparation
 
 TYPES = {"nvidia": "cuda", "amd": "cuda", "apple": "mps"}
 # Calls that make or move memory.
@@ -82,6 +82,7 @@ class Device(TorchFunctionMode):
         self.calls = []  # the convolutions: address and shape of the weight, shape of x, options
         self.faults = []  # what a real device would not have survived, or not have done in time
         self.jobs = []  # what the background thread would build
+        self.plant = None  # changes the result of a call there: name, arguments, result
         self.left = None  # allocations before the one that fails; None: none fails
         self.ran_out = False  # one has failed
 
@@ -110,6 +111,12 @@ class Device(TorchFunctionMode):
         if here and name not in ("copy_", "to", "cpu", "__get__", "__set__"):
             self._check(name, tensors, args, kwargs)
         result = func(*args, **kwargs)
+        if here and self.plant is not None:
+            # Not in what the change itself calls.
+            plant, self.plant = self.plant, None
+            copies = name == "copy_" and not isinstance(args[0], Played)
+            name = "to host" if copies or (name in ("to", "cpu") and not placed) else name
+            result, self.plant = plant(name, args, result), plant
         if here or (placed and wanted is not None):
             self._refuse_dtypes(name, result, placed)
         return _placed(result, placed)
@@ -273,6 +280,9 @@ def played(kind, monkeypatch, tmp_path, **options):
     for name, value in (("_found", {}), ("_asked", set()), ("_tiled", {})):
         monkeypatch.setattr(serving, name, value)
     monkeypatch.setattr(preparation, "_prepared", {})
+    monkeypatch.setattr(device_check, "submit", device.submit)
+    monkeypatch.setattr(device_check, "_jobs", {})
+    monkeypatch.setattr(device_check, "_verdicts", {})
     monkeypatch.setattr(aten, "_missing", set())
     monkeypatch.setattr(warmup_log, "_done", deque())
     autocast = torch.autocast

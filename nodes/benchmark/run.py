@@ -62,6 +62,7 @@ def benchmark(
             management.unload_model_and_clones(each.patcher, all_devices=True)
         management.soft_empty_cache()
         give_back(fast.device)
+    notes += bench.device_notes(fast.device)
     # What the calls so far have shown of the kernels on a GPU without measured ones.
     if rows := table_entry(fast.device):
         notes += ["this GPU is not in the table of measured chips; please post these lines:", *rows]

@@ -228,7 +228,7 @@ def test_a_device_without_any_memory_leaves_the_rest_to_the_cpu(kind, target, pl
     assert not vae.replicas.nbytes()
     warned = [each.message for each in caplog.records if each.levelname == "WARNING"]
     assert [each.split(";")[0] for each in warned] == [
-        f"Fast Video VAE: memory ran out in a decode at frame {9 if target == 'host' else 5}",
+        "Fast Video VAE: memory ran out in a decode at frame 9",
         "Fast Video VAE: memory ran out in an encode at frame 0",
     ]
 

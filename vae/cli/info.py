@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from ... import kernels
+from ..bench.device_report import check_device
 from ..bench.precision import compare_precision
 from ..bench.report import aligned, dtype_label
 from ..model import VideoVAE
@@ -41,6 +42,11 @@ def info(args: argparse.Namespace, _: Say) -> str:
         if kernels.device_kind(device) == "nvidia":
             capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
         parts.append(f"{kernels.device_name(device)}, compute capability {capability}")
+    if args.check:
+        chosen = args.device or kernels.default_device().type
+        if checked_device(chosen).type == "cpu":
+            kernels.native_library()  # which is checked too
+        parts.append(check_device(checked_device(chosen)))
     if args.backends:
         parts.append(backend_report())
     return "\n\n".join(parts)

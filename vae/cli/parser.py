@@ -44,8 +44,8 @@ def parse(argv: Sequence[str] | None, version: str) -> argparse.Namespace:
     if args.command == "info" and not args.file:
         if args.devices or args.precision == "int8":
             parser.error(f"--{'devices' if args.devices else 'precision'} needs a FILE")
-        if not args.backends and args.device is None:
-            parser.error("info takes a FILE, --backends or --device")
+        if not (args.backends or args.check) and args.device is None:
+            parser.error("info takes a FILE, --backends, --check or --device")
     return args
 
 
@@ -217,8 +217,9 @@ def _bench(add: Add) -> None:
 
 def _info(add: Add) -> None:
     """Describe a VAE file and the memory it takes."""
-    add("file", nargs="?", **_FILE, help="the VAE; optional with --backends or --device")
+    add("file", nargs="?", **_FILE, help="the VAE; optional with --backends, --check or --device")
     add("--backends", **_FLAG, help="list the ops of each backend on this machine")
+    add("--check", **_FLAG, help="check what the device computes, as a table to report")
     limit = _value(
         lambda gib: int(float(gib) * 2**30), "a number of GiB such as 6 or 0.5", lambda n: n > 0
     )

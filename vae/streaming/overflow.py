@@ -17,9 +17,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...kernels import log_once
+from ...kernels import device_name, log_once
 from ..layers.inputs.coding import Coding
 from .options import StreamOptions
+from .settings import Setting
 
 _logger = logging.getLogger(__name__)
 
@@ -107,6 +108,16 @@ class NarrowVAE(Protocol):
 def allows_fp16(vae: NarrowVAE, options: StreamOptions) -> bool:
     """Return whether a decode may compute in float16: no dtype is chosen, and none overflowed."""
     return vae.allow_fp16 and options.dtype is None
+
+
+def report_nan(at: int, device: torch.device, following: Setting) -> None:
+    """Log how a decode goes on after a frame `at` that is not finite, though no dtype is narrow."""
+    where = f"frame {at} is not finite in a decode on {device_name(device)}, though its latent is"
+    if following.watched:
+        how = "the reference ops continue this video; please report it with `info --check`"
+    else:
+        how = "nor with the reference ops; the weights of this VAE may be damaged"
+    _logger.warning("Fast Video VAE: %s; %s", where, how)
 
 
 def remember(vae: NarrowVAE, at: int, *, coded: bool) -> None:

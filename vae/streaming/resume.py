@@ -20,7 +20,7 @@ from .bands.banded_executor import DeviceError
 from .bands.ranks import RankError
 from .memory import bare, exhausted, make_room
 from .output import Sink, Wanted, background_writer
-from .overflow import NarrowVAE, RangeError, Watch, remember
+from .overflow import NarrowVAE, RangeError, Watch, remember, report_nan
 from .precision import eager
 from .session import VideoJob, VideoSession
 from .settings import Setting
@@ -140,7 +140,8 @@ class Video:
         job, device = self._job, setting.device
         start, stop = self._part.start(self._at), self._part.wanted.stop
         coding = Coding(setting.coded, device) if setting.coded else None
-        watch = Watch(coding) if setting.is_narrow else None
+        watched = setting.watched and not job.encodes and device.type != "meta"
+        watch = Watch(coding) if watched else None
         writer = background_writer(device, self._target)
         wanted = Wanted(range(self._at, stop), start.result, self._part.wanted.start)
         sink = self._sink(wanted=wanted, writer=writer, watch=watch)
@@ -216,11 +217,14 @@ class Video:
         del session  # whose memory is free before the caller's is released
         self._failure = self._session = None
         if isinstance(failure, RangeError):
-            remember(self._vae, self._at, coded=bool(setting.coded))
-            return setting.widened()
+            if setting.is_narrow:
+                remember(self._vae, self._at, coded=bool(setting.coded))
+                return setting.widened()
+            following = setting.after_nan()
+            report_nan(self._at, setting.device, following)
+            return following
         if failure is None:
             return None
-        following: Setting | None
         if plan and plan.bands:
             own = next(each for each in plan.bands.members if each.device == setting.device)
             if isinstance(failure, DeviceError) and failure.number != own.number:

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -128,7 +128,7 @@ class VideoSession:
         self._device, self._pictures = setting.device, job.config.is_of_pictures
         self._upload = Upload(setting.device, setting.dtype, job.to_range) if job.encodes else None
         self._workspace, self._changes = Workspace(), Changes()
-        self._seen = job.kernels(setting.device, setting.dtype, setting.coded)
+        self._seen = self._kernels(setting.device)
         self._proofs = Proofs(0, 0)
         self._graphs = job.graphs and coding is None  # the counts of codes are not captured
         # Another shape costs a search of the library: no shorter steps.
@@ -232,15 +232,18 @@ class VideoSession:
         if plan.bands is None:
             return _executor_of(planned, plan, new_cache, self._sink), plan
 
-        def kernels(device: torch.device) -> Snapshot:
-            return job.kernels(device, setting.dtype, setting.coded)
-
-        work = Work(planned, job.team.replicas, kernels, begins)
+        work = Work(planned, job.team.replicas, self._kernels, begins)
         output = self._sink if isinstance(self._sink, Output) else None
         executor = BandedExecutor(work, plan.bands, job.team.members(setting.device), output)
         if output is None:
             executor.finish = self._sink.write
         return executor, plan
+
+    def _kernels(self, device: torch.device) -> Snapshot:
+        """Return what the ops of the run use on a device."""
+        setting = self._setting
+        found = self._job.kernels(device, setting.dtype, setting.coded)
+        return replace(found, fallback=found.fallback | setting.fallback)
 
     def _planned(self, first: Tensor) -> StreamJob:
         """Return the stream to plan, of the size of the first piece `[B, C, t, H, W]`."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ...kernels import Fallback
 from ..planning.frames import Plan
 from ..planning.job import StreamJob
 from ..planning.plan import smaller_plan
@@ -23,8 +24,10 @@ class Setting:
         coded: Names of the convolutions in int8.
         shared: The VAE's other devices take part.
         plan: The plan; None: the fastest one that fits.
-        moved: The VAE is on another device, whose memory has run out.
+        moved: The VAE is on another device, whose memory has run out, or which is wrong.
         is_last: Memory ran out under this setting before, and there is no smaller plan.
+        fallback: What serves in place of what the device computes wrongly.
+        watched: Frames that are not finite end the run.
     """
 
     device: torch.device
@@ -35,6 +38,8 @@ class Setting:
     plan: Plan | None = None
     moved: bool = False
     is_last: bool = False
+    fallback: Fallback = Fallback()  # noqa: RUF009, it is frozen
+    watched: bool = True
 
     @property
     def is_narrow(self) -> bool:
@@ -57,6 +62,24 @@ class Setting:
         """Return the setting after an overflow."""
         return replace(self, dtype=self.wide, coded=frozenset(), plan=None, is_last=False)
 
+    def instead(self, fallback: Fallback) -> "Setting":
+        """Return the setting with a `fallback`, on the CPU if that is one."""
+        if not fallback:
+            return self
+        if fallback.cpu:
+            return self._on_cpu()
+        wide = torch.float32 if fallback.float32 else self.wide
+        dtype = torch.float32 if fallback.float32 else self.dtype
+        return replace(self, dtype=dtype, wide=wide, coded=frozenset(), fallback=fallback)
+
+    def after_nan(self) -> "Setting":
+        """Return the setting after frames that are not finite, though no value can overflow."""
+        # In the reference; if they are not finite there either, they are what the weights give.
+        if self.fallback.reference:
+            return replace(self, watched=False)
+        reference = Fallback(reference=True, float32=self.dtype.itemsize < 4)
+        return replace(self.instead(self.fallback | reference), plan=None, is_last=False)
+
     def alone(self) -> "Setting":
         """Return the setting on the VAE's own device, after a failure of several."""
         return replace(self, shared=False, plan=None)
@@ -74,7 +97,8 @@ class Setting:
             return replace(self, plan=smaller)
         if delivered or not self.is_last:
             return replace(self, plan=plan or self.plan, is_last=True)
-        if self.device == _CPU:
-            return None
+        return None if self.device == _CPU else self._on_cpu()
+
+    def _on_cpu(self) -> "Setting":
         dtype = compute_dtype(self.wide, _CPU)
-        return Setting(_CPU, dtype, dtype, shared=False, moved=True)
+        return Setting(_CPU, dtype, dtype, shared=False, moved=True, watched=self.watched)

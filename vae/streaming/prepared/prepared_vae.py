@@ -1,13 +1,18 @@
 """The kernels of a VAE that the background thread builds, as its methods."""
 
+import functools
 import math
+import operator
 import time
+from dataclasses import replace
 
 import torch
 
 from ....kernels import Prepared, Snapshot, log_once, wait
 from ..int8.settings import Int8VAE
 from ..precision import compute_dtype, decode_dtype
+from ..settings import Setting
+from .device_check import check_once, fallback_of
 from .preparation import Work, prepared
 
 
@@ -27,10 +32,8 @@ class PreparedVAE(Int8VAE):
             What is built.
         """
         device = device or self.device
-        works = [(decode_dtype(self.dtype, device, allow_fp16=self.allow_fp16), False)]
-        if self.encoder is not None:
-            works.append((compute_dtype(self.encode_dtype, device), True))
-        made = [self._prepared(device, *work, frozenset()) for work in works]
+        works = zip(self._dtypes(device), (False, True), strict=False)
+        made = [self._prepared(device, dtype, encodes, frozenset()) for dtype, encodes in works]
         # Those of int8 too: next to it layers can be in another dtype, and a video out of its range
         # goes on without.
         dtype = self.int8_dtype()
@@ -71,13 +74,21 @@ class PreparedVAE(Int8VAE):
         chosen = wait(self._jobs(), left_s())
         devices = {self.device, *self.team.devices} if device is None else {device}
         made = [each.job for where in devices for each in self.prepare(where)]
+        made += [check_once(where, dtype) for where in devices for dtype in self._dtypes(where)]
         return chosen and wait(made, left_s())
+
+    def proved(self, setting: Setting) -> Setting:
+        """Return the setting with what serves in place of what its devices compute wrongly."""
+        devices = {setting.device, *(self.team.devices if setting.shared else ())}
+        found = [fallback_of(each, setting.dtype) for each in devices]
+        return setting.instead(functools.reduce(operator.or_, found))
 
     def kernels_of(
         self, device: torch.device, dtype: torch.dtype, coded: frozenset[str], *, encodes: bool
     ) -> Snapshot:
         """Return what a video may run on a device in addition to the library."""
-        return self._prepared(device, dtype, encodes, coded).seen()
+        seen = self._prepared(device, dtype, encodes, coded).seen()
+        return replace(seen, fallback=fallback_of(device, dtype))
 
     def built_kernels(
         self, device: torch.device, dtype: torch.dtype, coded: frozenset[str], *, encodes: bool
@@ -86,8 +97,17 @@ class PreparedVAE(Int8VAE):
         wait([self._prepared(device, dtype, encodes, coded).job])
         return self.kernels_of(device, dtype, coded, encodes=encodes)
 
+    def _dtypes(self, device: torch.device) -> list[torch.dtype]:
+        """Return the dtypes of the computation of a decode, and of an encode if there is one."""
+        found = [decode_dtype(self.dtype, device, allow_fp16=self.allow_fp16)]
+        if self.encoder is not None:
+            found.append(compute_dtype(self.encode_dtype, device))
+        return found
+
     def _prepared(
         self, device: torch.device, dtype: torch.dtype, encodes: bool, coded: frozenset[str]
     ) -> Prepared:
         weights = next(self.decoder.parameters()).dtype
-        return prepared(device, Work(self.config, encodes, dtype, weights, coded))
+        made = prepared(device, Work(self.config, encodes, dtype, weights, coded))
+        check_once(device, dtype)  # after the C++ kernels, which it uses
+        return made

@@ -1,0 +1,140 @@
+"""Faults of devices, planted in the results of PyTorch's functions.
+
+Each is one that a driver or a library has had, or of that kind: silent, and in part of a result.
+A change gets the name of a function (`to host` for copies), its arguments and its result, and
+returns the wrong result, or None where the fault does not show.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+CONV, COPY = ("conv2d", "conv3d"), ("to host",)
+# Pixels and tokens from which on libraries were wrong.
+_PIXELS, _TOKENS = 1 << 16, 4096
+
+
+class Fault(NamedTuple):
+    """A fault, and what serves in its place.
+
+    Attributes:
+        names: The functions.
+        change: Makes the wrong result.
+        instead: Names of the fallback that is found; empty: the VAEs do not use the function.
+        dtype: Dtype of the layers.
+    """
+
+    names: tuple[str, ...]
+    change: object
+    instead: tuple[str, ...]
+    dtype: torch.dtype = FP32
+
+
+def _joined(*parts):
+    return torch.cat(parts, 2)
+
+
+def _beyond(_, args, y):
+    """Zeros after the first 65,536 pixels of a frame."""
+    keeps = torch.arange(y.shape[-1] * y.shape[-2]).view(y.shape[-2:]) < _PIXELS
+    return None if keeps.all() else y * keeps.to(y)
+
+
+def _dropped(name, args, y):
+    """The last 16 channels of a product are left out."""
+    x, *others = args
+    at = -1 if name == "linear" else 1
+    channels = x.movedim(at, -1)
+    x = torch.cat([channels[..., :-16], 0 * channels[..., -16:]], -1).movedim(-1, at)
+    function = torch.nn.functional.linear if name == "linear" else getattr(torch, name)
+    return function(x, *others)
+
+
+def _shifted(_, args, y):
+    """Stride 2 starts one pixel later."""
+    strides = args[3] if len(args) > 3 else 1
+    return y.roll(1, -1) if isinstance(strides, (tuple, list)) and strides[-1] == 2 else None
+
+
+def _only(dtype, change):
+    return lambda name, args, y: change(name, args, y) if y.dtype == dtype else None
+
+
+def _frames(y):
+    return y.is_floating_point() and y.ndim == 5 and y.shape[0] == 1
+
+
+FAULTS = {
+    "conv3d: frames after the first are halved": Fault(
+        ("conv3d",), lambda _, __, y: _joined(y[:, :, :1], y[:, :, 1:] / 2), ("sliced",)),
+    "conv3d: the last frame is zero": Fault(
+        ("conv3d",), lambda _, __, y: _joined(y[:, :, :-1], 0 * y[:, :, -1:]), ("sliced",)),
+    "conv3d: frames of more than 65,536 pixels": Fault(("conv3d",), _beyond, ("sliced",)),
+    "conv2d: frames of more than 65,536 pixels": Fault(("conv2d",), _beyond, ("cpu",)),
+    "conv3d: one wrong row": Fault(
+        ("conv3d",), lambda _, __, y: torch.cat([y[..., :-1, :], y[..., -2:-1, :]], -2),
+        ("sliced",)),
+    "convolutions: channels-last memory is misread": Fault(
+        CONV, lambda _, args, y: None if args[0].is_contiguous() else y.roll(1, 1),
+        ("contiguous",)),
+    "convolutions: stride 2 is shifted": Fault(CONV, _shifted, ("cpu",)),
+    "convolutions in bf16: the last 16 channels are dropped": Fault(
+        CONV, _only(BF16, _dropped), ("float32",), BF16),
+    "convolutions in fp16: NaN": Fault(
+        CONV, _only(FP16, lambda _, __, y: y + torch.nan), ("float32",), FP16),
+    "convolutions in bf16: three bits": Fault(
+        CONV, _only(BF16, lambda _, __, y: y.float().to(torch.float8_e5m2).to(y)), ("float32",),
+        BF16),
+    "products in bf16: the last 16 channels are dropped": Fault(
+        ("linear",), _only(BF16, _dropped), ("float32",), BF16),
+    "products: a row of zeros": Fault(
+        ("linear",), lambda _, __, y: y * (torch.arange(y.shape[-2]) != 3).to(y)[:, None],
+        ("cpu",)),
+    "pad in time: zeros": Fault(
+        ("pad",), lambda _, args, y: 0 * y if len(args[1]) == 6 and args[1][4] else None, ()),
+    "group_norm: the second group": Fault(
+        ("group_norm",), lambda _, args, y: y * (torch.arange(y.shape[1]) // (y.shape[1] // args[1])
+                                                != 1).to(y)[:, None, None], ()),
+    "scaled_dot_product_attention: beyond 4,096 tokens": Fault(
+        ("scaled_dot_product_attention",),
+        lambda _, __, y: y * (torch.arange(y.shape[-2]) < _TOKENS).to(y)[:, None], ()),
+    "softmax: beyond 4,096 rows": Fault(
+        ("softmax",), lambda _, __, y: y * (torch.arange(y.shape[1]) < _TOKENS).to(y)[:, None],
+        ("cpu",)),
+    "silu: large values": Fault(("silu",), lambda _, __, y: y.clamp_(max=1), ("cpu",)),
+    "matmul: rows beyond 4,096": Fault(
+        ("matmul",), lambda _, __, y: y * (torch.arange(y.shape[-2]) < _TOKENS).to(y)[:, None],
+        ("cpu",)),
+    "copies to the host are late": Fault(
+        COPY, lambda _, __, y: y.mul_(0.9) if _frames(y) else None, ("cpu",), BF16),
+    "copies to the host end early": Fault(
+        COPY, lambda _, __, y: y if _frames(y) and y[..., -1:, :].zero_() is not None else None,
+        ("cpu",)),
+}  # fmt: skip
+
+
+class Planted(TorchFunctionMode):
+    """Plants a fault in the calls of this thread."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__()
+        self.fault, self.shows = fault, 0  # how often the result was changed
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        moved = isinstance(result, Tensor) and not result.is_cuda and args[0].is_cuda
+        if name in ("to", "cpu", "copy_") and isinstance(result, Tensor) and moved:
+            name = "to host"
+        return self.changed(name, args, result)
+
+    def changed(self, name, args, result):
+        """Return the result of a call with the fault."""
+        if name not in self.fault.names:
+            return result
+        made = self.fault.change(name, args, result)
+        self.shows += made is not None
+        return result if made is None else made

@@ -1,0 +1,209 @@
+"""Devices that compute wrongly: each fault is found, and the frames are right afterwards."""
+
+import contextlib
+import functools
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from fast_video_vae.kernels import Fallback, errors, library_of, native_library, native_ops
+from fast_video_vae.kernels.convolution import onednn
+from fast_video_vae.kernels.ready import facts
+from fast_video_vae.tests.benchmarks.peers import diffusers_vae
+from fast_video_vae.tests.faults import BF16, FAULTS, FP16, FP32, Planted
+from fast_video_vae.tests.played_devices import played
+from fast_video_vae.tests.vae.families import STATES, latent_for, relative_error
+from fast_video_vae.vae.checkpoint import load_vae
+from fast_video_vae.vae.demo import VAE_PATH
+from fast_video_vae.vae.layers.workspace import to_unit
+from fast_video_vae.vae.streaming.prepared import cases, device_check, prepared_vae, sketches
+
+CPU = torch.device("cpu")
+SIZE = 32
+DEFAULT = ("conv3d: frames after the first are halved", "pad in time: zeros")
+REPORT = "please report this line"
+
+
+@pytest.fixture
+def checking(monkeypatch, tmp_path):
+    """Check devices as the product does, with an empty store and an empty log."""
+    monkeypatch.setenv("FAST_VIDEO_VAE_CACHE", str(tmp_path))
+    monkeypatch.setattr(prepared_vae, "check_once", device_check.check_once)
+    restart(monkeypatch)
+    yield
+    facts.of_kernels.cache_clear()
+
+
+def restart(monkeypatch):
+    """Forget what this process knows, as a new one does."""
+    monkeypatch.setattr(facts, "_opened", {})
+    monkeypatch.setattr(errors, "_logged", set())
+    for name in ("_jobs", "_verdicts"):
+        monkeypatch.setattr(device_check, name, {})
+    facts.of_kernels.cache_clear()
+
+
+@pytest.fixture
+def play(checking, monkeypatch, tmp_path):
+    """Return a function that starts to play a device, until the test ends."""
+    with contextlib.ExitStack() as stack:
+        yield lambda kind, **options: stack.enter_context(
+            played(kind, monkeypatch, tmp_path, **options)
+        )
+
+
+def reports(caplog):
+    return [each for each in caplog.messages if REPORT in each]
+
+
+def images_of(video):
+    return video.movedim(1, -1).float().add(1).div(2).clamp(0, 1)
+
+
+@pytest.mark.parametrize(
+    "name", [x if x in DEFAULT else pytest.param(x, marks=pytest.mark.slow) for x in FAULTS]
+)
+def test_a_fault_is_found_and_the_frames_are_right(name, play, caplog):
+    fault = FAULTS[name]
+    plain = load_vae(STATES["wan2.1"](), dtype=FP32)
+    latent = latent_for(plain, 3, SIZE, SIZE)
+    expected = images_of(plain.decode(latent))
+    device = play("apple" if "pad" in name else "nvidia")
+    planted = Planted(fault)
+    device.plant = planted.changed
+    vae = load_vae(STATES["wan2.1"](), device=device.device, dtype=fault.dtype)
+    device.build()
+    assert planted.shows
+    found = device_check.fallback_of(device.device, fault.dtype)
+    assert found == Fallback(**dict.fromkeys(fault.instead, True))
+    (line,) = reports(caplog)
+    assert "\n" not in line
+    assert len(line) < 400
+    images = torch.zeros(1, 9, SIZE, SIZE, 3)
+    for _ in vae.decode_stream(latent, images=images):
+        pass
+    assert relative_error(images, expected) <= (1e-5 if fault.dtype == FP32 else 0.05)
+
+
+def late_rows_are_zero(fused, *args):
+    y = fused(*args)
+    return torch.cat([y[..., :4096, :], 0 * y[..., 4096:, :]], -2)
+
+
+def the_second_group_is_zero(launch, *args):
+    out = launch(*args)
+    size = out.shape[1] // args[8]
+    out[:, size : 2 * size].zero_()
+    return out
+
+
+def late_frames_are_halved(convolve, *args):
+    y = convolve(*args)
+    if y.ndim == 5 and y.shape[2] > 1:
+        y[:, :, 1:] /= 2
+    return y
+
+
+def faulty(monkeypatch, name):
+    """Plant a fault in what serves on a CPU; return the fallback that avoids it."""
+    native = dict(native_ops.launches())
+    places = {
+        "attention": (F, "scaled_dot_product_attention", late_rows_are_zero, ["reference"]),
+        "group norm": (native, "group_norm_silu", the_second_group_is_zero, ["reference"]),
+        "convolution": (onednn, "convolve", late_frames_are_halved, ["reference"]),
+    }
+    owner, key, change, instead = places[name]
+    if owner is native:
+        launch = native[key]
+        native[key] = functools.partial(change, launch)
+        monkeypatch.setattr(native_ops, "launches", lambda: native)
+    else:
+        monkeypatch.setattr(owner, key, functools.partial(change, getattr(owner, key)))
+    return Fallback(**dict.fromkeys(instead, True))
+
+
+@pytest.mark.parametrize("name", ["group norm", "attention", "convolution"])
+def test_a_fault_of_a_cpu_is_found_in_the_background(name, checking, caplog, monkeypatch, tmp_path):
+    if name == "group norm" and native_library().missing:
+        pytest.skip("the C++ kernels are not built")
+    if name == "convolution" and not onednn.serves(CPU, FP32):
+        pytest.skip("oneDNN does not serve on this processor")
+    state = STATES["seedvr2" if name == "group norm" else "wan2.1"]
+    vae = load_vae(state(), dtype=FP32)
+    latent = latent_for(vae, 3, SIZE, SIZE)
+    expected = vae.decode(latent)
+    assert vae.wait_until_prepared(60)
+    monkeypatch.setenv("FAST_VIDEO_VAE_CACHE", str(tmp_path / "of another machine"))
+    restart(monkeypatch)
+    instead = faulty(monkeypatch, name)
+    vae = load_vae(state(), dtype=FP32)
+    assert vae.wait_until_prepared(60)
+    assert device_check.fallback_of(CPU, FP32) == instead
+    assert relative_error(vae.decode(latent), expected) <= 1e-5
+    assert len(reports(caplog)) == 1
+
+
+def test_a_device_is_checked_once_per_machine(checking, monkeypatch):
+    calls, rows = [], device_check.rows
+    monkeypatch.setattr(device_check, "rows", lambda *args: calls.append(args) or rows(*args))
+    for _ in range(3):
+        for dtype in (FP32, FP32):
+            assert device_check.check_once(CPU, dtype).wait(60)
+        assert device_check.verdicts_of(CPU) == {FP32: device_check.Verdict(Fallback(), "")}
+        assert len(calls) == 1
+        restart(monkeypatch)  # what another process knows
+
+
+def test_a_check_that_ends_the_process_twice_is_not_tried_again(checking, monkeypatch, caplog):
+    def ends(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(device_check, "submit", lambda _, work: work() or device_check.DONE)
+    with monkeypatch.context() as patch:
+        patch.setattr(device_check, "rows", ends)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                device_check.check_once(CPU, FP32)
+            restart(monkeypatch)
+        device_check.check_once(CPU, FP32)
+    assert device_check.fallback_of(CPU, FP32) == Fallback()
+    assert "the check of cpu ended the process twice" in caplog.text
+
+
+def test_a_check_costs_seconds_of_one_core(checking):
+    """Less than 3 s of a core for both dtypes of a CPU: a bound for machines of any load."""
+    before = time.thread_time()
+    for dtype in (FP32, BF16):
+        assert all(row.is_right for row in device_check.rows(CPU, dtype))
+    assert time.thread_time() - before < 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, FP32, FP16, BF16])
+def test_every_set_is_right_on_a_right_device(dtype):
+    for fallback in device_check.SETS if dtype == FP32 else [Fallback(reference=True)]:
+        wrong = [row for row in device_check.rows(CPU, dtype, fallback) if not row.is_right]
+        assert not wrong, fallback
+
+
+def test_the_stored_results_are_those_of_diffusers():
+    """Of the bundled VAE, whose convolutions next to the latent are left out."""
+    pytest.importorskip("diffusers", reason="diffusers is not installed")
+    state = {key: value.double() for key, value in load_file(VAE_PATH).items()}
+    for name in ("conv1", "conv2"):
+        weight = state[f"{name}.weight"]
+        state[f"{name}.weight"] = torch.eye(weight.shape[0]).view(weight.shape).double()
+        state[f"{name}.bias"] = torch.zeros_like(state[f"{name}.bias"])
+    peer, known = diffusers_vae(state, dtype=torch.float64).module, cases.expected()
+    runs = {case.name: case.run for case in cases.cases()}
+    clip = to_unit(known["clip"]).double()
+    with torch.no_grad():
+        moments = peer._encode(clip)
+        frames = peer.decode(known["latent"].double()).sample
+    encoded, decoded = "encoder of the bundled VAE", "decoder of the bundled VAE"
+    assert sketches.difference(sketches.sketch(moments), known[encoded]) <= 1e-6
+    ours = runs[decoded](CPU, torch.float64, library_of(CPU))
+    assert sketches.difference(sketches.sketch(ours), known[decoded]) <= 1e-6
+    assert relative_error(ours.clamp(-1, 1), frames) <= 1e-6  # it upsamples in float32

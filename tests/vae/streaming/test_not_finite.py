@@ -1,0 +1,62 @@
+"""Decodes whose frames are not finite, though their latent is and the dtype is not narrow."""
+
+import pytest
+import torch
+
+from fast_video_vae.kernels import modules
+from fast_video_vae.tests.vae.families import STATES, joined, latent_for, relative_error
+from fast_video_vae.vae import StreamOptions, load_vae
+
+LINE = "is not finite in a decode"
+
+
+@pytest.fixture
+def break_aten(monkeypatch):
+    """Return a function that makes the library's convolutions return NaN from a call on."""
+
+    def plant(first):
+        launches, calls = dict(modules.backend("aten").launches()), []
+        convolve = launches["conv3d"]
+
+        def broken(*args):
+            calls.append(args)
+            y = convolve(*args)
+            return y.fill_(torch.nan) if len(calls) > first else y
+
+        launches["conv3d"] = broken
+        monkeypatch.setattr(modules.backend("aten"), "launches", lambda: launches)
+
+    return plant
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("first", "tile"), [(0, None), (70, None), (200, (16, 16))])
+def test_the_reference_continues_with_the_next_frame(first, tile, dtype, break_aten, caplog):
+    vae = load_vae(STATES["wan2.1"](), dtype=torch.float32)
+    latent = latent_for(vae, 6, 32, 32)
+    expected = vae.decode(latent)
+    vae = load_vae(STATES["wan2.1"](), dtype=dtype)
+    options = StreamOptions(chunk=1, tile=tile)
+    break_aten(first)
+    pieces = list(vae.decode_stream(latent, options))
+    assert sum(piece.shape[2] for piece in pieces) == 21
+    share = 1e-5 if dtype == torch.float32 else 40 * torch.finfo(dtype).eps
+    assert relative_error(joined(pieces), expected) <= share
+    (line,) = [each for each in caplog.messages if LINE in each]
+    assert "the reference ops continue this video" in line
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("given", ["tensor", "pieces"])
+def test_frames_that_no_op_computes_finitely_are_delivered(given, caplog):
+    vae = load_vae(STATES["wan2.1"](), dtype=torch.float32)
+    latent = latent_for(vae, 3, 32, 32)
+    with torch.no_grad():
+        vae.decoder.conv1.weight.mul_(1e38)
+        vae.decoder.conv1.bias.fill_(3e38)
+    source = latent if given == "tensor" else iter(latent.split(1, 2))
+    video = joined(list(vae.decode_stream(source)))
+    assert video.shape[2] == 9
+    assert not video.isfinite().all()
+    lines = [each for each in caplog.messages if LINE in each]
+    assert ["nor with the reference" in each for each in lines] == [False, True]

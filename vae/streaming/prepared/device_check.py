@@ -1,0 +1,220 @@
+"""Whether a device computes rightly: checked once per machine, in the background.
+
+Drivers and libraries have returned wrong frames without an error: Apple's pads and convolutions by
+chip (ComfyUI#16433, #15793, #15010), cuDNN 9.8 to 9.10. So the first use of a device in a dtype
+runs `cases.py` there. If a result is wrong, the first `SETS` with right results serves instead. The
+verdict is kept on disk for this device, driver, PyTorch and sources.
+"""
+
+import functools
+import math
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ....kernels import (
+    DONE,
+    GPUS,
+    Fallback,
+    Job,
+    apart,
+    device_kind,
+    device_name,
+    environment,
+    first_line,
+    indexed,
+    is_out_of_memory,
+    kernel_facts,
+    key_of,
+    library_of,
+    log_once,
+    submit,
+)
+from ...validation import dtype_name
+from .cases import EXPECTED, Case, cases
+
+REPORTS = "https://github.com/fast-video-vae/ComfyUI-FastVideoVAE/issues"
+
+_PLAIN = Fallback(reference=True, sliced=True, contiguous=True)
+
+# What is tried in place of a part that is wrong, the cheapest first.
+SETS = (
+    Fallback(reference=True),
+    Fallback(sliced=True),
+    Fallback(contiguous=True),
+    Fallback(reference=True, sliced=True),
+    _PLAIN,
+    Fallback(float32=True),
+    _PLAIN | Fallback(float32=True),
+    Fallback(cpu=True),
+)
+
+_CPU = torch.device("cpu")
+
+# Sources that decide the results, next to those of the kernels.
+_FOLDERS = ("layers", "layers/inputs", "models", "streaming/prepared")
+
+_lock = threading.Lock()
+_jobs: dict[tuple[torch.device, torch.dtype], Job] = {}
+_verdicts: "dict[tuple[torch.device, torch.dtype], Verdict]" = {}
+
+
+class Row(NamedTuple):
+    """The result of a case."""
+
+    case: Case
+    error: float  # infinite for NaN and where it could not run
+    bound: float
+    reason: str = ""  # why it could not run
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the error is within the bound."""
+        return self.error <= self.bound
+
+
+class Verdict(NamedTuple):
+    """What a check has shown."""
+
+    fallback: Fallback
+    text: str  # what is wrong, in one line; empty: nothing
+    tried: tuple[tuple[str, str], ...] = ()  # sets in words, and what was wrong with each
+
+
+def verdicts_of(device: torch.device) -> dict[torch.dtype, Verdict]:
+    """Return what is known of a device, by dtype."""
+    device = _named(device)
+    return {dtype: verdict for (where, dtype), verdict in _verdicts.items() if where == device}
+
+
+def fallback_of(device: torch.device, dtype: torch.dtype) -> Fallback:
+    """Return what the next videos in `dtype` use on a device in place of what is wrong there."""
+    # As far as it is known: nothing waits for a check.
+    known = _verdicts.get((_named(device), dtype))
+    return Fallback() if known is None else known.fallback
+
+
+def check_once(device: torch.device, dtype: torch.dtype) -> Job:
+    """Return the job of the check of a device in a dtype, which begins unless it is known."""
+    key = device, dtype = _named(device), dtype
+    with _lock:
+        job = _jobs.get(key)
+        if job is None:
+            kept = kernel_facts(device).get(_name_of(*key))
+            job = DONE if isinstance(kept, dict) else _begun(key)
+            if job is DONE and isinstance(kept, dict):
+                _settle(key, kept)
+            _jobs[key] = job
+    return job
+
+
+def _begun(key: tuple[torch.device, torch.dtype]) -> Job:
+    """Return the job of a check in the background; on an Apple GPU it has ended."""
+    device, dtype = key
+    name, work = f"the check of {device} in {dtype_name(dtype)}", functools.partial(_check, key)
+    if device_kind(device) != "apple":
+        return submit(name, work)
+    # Work in two threads ends the process there (pytorch/pytorch#197805), so it is done at once,
+    # which takes a second as a VAE is loaded. Without memory for it the device stays unchecked.
+    Job(name, work).run()
+    return DONE
+
+
+def rows(
+    device: torch.device,
+    dtype: torch.dtype,
+    fallback: Fallback = Fallback(),  # noqa: B008, it is frozen
+    wanted: Iterable[Case] | None = None,
+) -> Iterator[Row]:
+    """Yield the results of the wanted cases on a device, all by default.
+
+    Args:
+        device: The device.
+        dtype: Dtype of the layers; float32 with that fallback.
+        fallback: What is used in place of the usual.
+        wanted: Cases.
+    """
+    device, dtype = (_CPU if fallback.cpu else device), torch.float32 if fallback.float32 else dtype
+    seen = replace(library_of(device), fallback=fallback)
+    for case in cases() if wanted is None else wanted:
+        error, reason = math.inf, ""
+        try:
+            with apart(device):
+                error = case.error(device, dtype, seen)
+        except Exception as failure:
+            if is_out_of_memory(failure):
+                raise
+            reason = first_line(failure)[:80] or type(failure).__name__
+        yield Row(case, error, case.bounds[dtype], reason)
+
+
+def judged(found: Sequence[Row], device: torch.device, dtype: torch.dtype) -> Verdict:
+    """Return what the usual results of all cases mean, after a search for a set that is right."""
+    wrong = [row for row in found if not row.is_right]
+    if not wrong:
+        return Verdict(Fallback(), "")
+    used = [row for row in wrong if row.case.used]
+    others = [row for row in wrong if not row.case.used]
+    shown = [row.case.name for row in (*used[:1], *others[:1])]
+    more = [f"{len(wrong) - len(shown)} more"] if len(wrong) > len(shown) else []
+    what = f"wrong results in {dtype_name(dtype)}: {', '.join([*shown, *more])}"
+    report = f"please report this line at {REPORTS}: {environment(device)}"
+    if not used:
+        text = f"{what}; this pack does not use it, other nodes do; {report}"
+        return Verdict(Fallback(), text)
+    # Those that were wrong come first, because a set with a wrong result is not looked at further.
+    order = [row.case for row in sorted(found, key=lambda row: row.is_right) if row.case.used]
+    tried = list[tuple[str, str]]()
+    for fallback in SETS:
+        if fallback.cpu and device.type == "cpu":
+            break
+        faults = (row.case.name for row in rows(device, dtype, fallback, order) if not row.is_right)
+        fault = next(faults, "")
+        tried.append((fallback.words, fault))
+        if not fault:
+            text = f"{what}; {fallback.words} instead; {report}"
+            return Verdict(fallback, text, tuple(tried))
+    return Verdict(Fallback(), f"{what}; nothing replaces it; {report}", tuple(tried))
+
+
+def _check(key: tuple[torch.device, torch.dtype]) -> None:
+    """Check a device in a dtype, and keep the verdict."""
+    device, dtype = key
+
+    def find() -> dict[str, Any]:
+        fallback, text, _ = judged(list(rows(device, dtype)), device, dtype)
+        return {"instead": list(fallback.names), "text": text}
+
+    kept = kernel_facts(device).once(_name_of(*key), find, lambda kept: isinstance(kept, dict))
+    _settle(key, kept or {"instead": [], "text": f"the check of {device} ended the process twice"})
+
+
+def _settle(key: tuple[torch.device, torch.dtype], kept: dict[str, Any]) -> None:
+    """Let the next videos on a device use what a kept verdict says."""
+    verdict = Verdict(Fallback(**dict.fromkeys(kept["instead"], True)), kept["text"])
+    known = [each.fallback for each in verdicts_of(key[0]).values() if each.text]
+    _verdicts[key] = verdict
+    if verdict.text and verdict.fallback not in known:  # in most cases dtypes share a fault
+        log_once(f"{device_name(key[0])}: {verdict.text}")
+
+
+def _named(device: torch.device) -> torch.device:
+    """Return a GPU with its index, as tensors have one."""
+    return (device_kind(device) in GPUS and indexed(device)) or device
+
+
+def _name_of(device: torch.device, dtype: torch.dtype) -> str:
+    """Return the name of a verdict in the store, with what decides it next to the device."""
+    native = " with C++ kernels" if library_of(device).native else ""
+    return f"device: {dtype_name(dtype)}{native} {_sources()}"
+
+
+@functools.cache
+def _sources() -> str:
+    root = Path(__file__).parents[2]
+    found = [path for folder in _FOLDERS for path in sorted((root / folder).glob("*.py"))]
+    return key_of((), [*found, EXPECTED])

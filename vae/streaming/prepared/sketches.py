@@ -1,0 +1,57 @@
+"""Numbers that every machine makes alike, and short sketches by which two results are compared.
+
+A sketch has the sum of each 256 values with random signs. An error of a value changes its sum as
+much, and errors of many values change theirs as their root mean square does, wherever they are: a
+projection as of Johnson and Lindenstrauss, in place of millions of stored values.
+"""
+
+import functools
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Values of a result per sum of its sketch.
+_VALUES = 256
+
+# A prime number of random values, so that no power of two divides their period.
+_PERIOD = 65537
+
+
+def sketch(x: Tensor) -> Tensor:
+    """Return the sketch of `x` `[1, C, T, H, W]`, which depends on the place of each value."""
+    values = x.movedim(1, -1).flatten().double()
+    values = F.pad(values, (0, -values.numel() % _VALUES))
+    return (values * _noise(values.numel()).sign()).view(-1, _VALUES).sum(1)
+
+
+def difference(actual: Tensor, right: Tensor) -> float:
+    """Return the largest difference of two sketches over the root mean square of `right`.
+
+    It is about the largest relative error of 256 values; infinite with NaN.
+    """
+    right = right.double()
+    share = (actual - right).abs().max() / right.square().mean().sqrt()
+    return float(share) if share.isfinite() else math.inf
+
+
+def formula(shape: tuple[int, ...], seed: int = 0) -> Tensor:
+    """Return numbers in (-1, 1), float32, that every dtype has exactly."""
+    return _noise(math.prod(shape), seed).view(shape)
+
+
+def _noise(count: int, seed: int = 0) -> Tensor:
+    """Return `count` odd multiples of 1 / 128, the same on every machine."""
+    repeats = -(-count // _PERIOD)
+    return _period().roll(-4099 * seed).repeat(repeats)[:count]
+
+
+@functools.cache
+def _period() -> Tensor:
+    """Return a period of the numbers: a multiplicative hash, splitmix64's, of their places."""
+    with torch.inference_mode(False):
+        x = torch.arange(1, _PERIOD + 1) * -7046029254386353131
+        for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+            x = (x ^ (x >> shift)) * factor
+        return (((x >> 33) & 127) * 2 - 127).float() / 128
