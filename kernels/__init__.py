@@ -47,6 +47,7 @@ from .convolution.onednn import serves as adds_in_place
 from .convolution.weight import ConvWeight, WeightForm
 from .devices import (
     GPUS,
+    always_searches,
     default_device,
     device_kind,
     device_name,
@@ -62,6 +63,7 @@ from .devices import (
     sums_float64,
     synchronize,
     tensor_limit,
+    unsearched,
 )
 from .devices import current as on_device
 from .devices.instructions import multiplies_bfloat16, processor, product_dtype, slow_on_cpu
@@ -70,12 +72,12 @@ from .dispatch import convolve, run, silu_mul_by_kernel
 from .errors import BackendError, first_line, is_out_of_memory, log_once
 from .messages import LINE, guarded, line, padded, shown
 from .ready.background import DONE, Job, submit, wait
-from .ready.facts import environment, facts_of
+from .ready.facts import environment, facts_of, report
 from .ready.facts import of_kernels as kernel_facts
 from .ready.proof import Proofs, proving
 from .ready.recording import playing
 from .ready.seen import Fallback, Snapshot, seeing
-from .ready.serving import Prepared, apart, library_of
+from .ready.serving import Prepared, apart, checked_kernels, library_of
 from .routes import Route, code_route, conv_route, fp16_pays, route_conditions, table_entry
 from .shapes import convolved, new_video
 from .tensor_files import PICKLE, SAFETENSORS, ZIP, Header, Place, kind_of, read_header

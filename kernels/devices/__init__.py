@@ -20,4 +20,4 @@ from .kinds import (
     synchronize,
 )
 from .memory import host_bytes, memory_bytes, release_cached, tensor_limit
-from .miopen import unsearched
+from .miopen import always_searches, unsearched

@@ -5,6 +5,7 @@ time all of them, minutes for a decode (ROCm/TheRock#2591); without it, MIOpen c
 some. In its immediate mode, of newer versions of PyTorch, it takes the best one that it knows.
 """
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,14 +13,19 @@ from typing import Any
 
 import torch
 
+from .kinds import searches_shapes
+
 _lock = threading.Lock()
 _holders = 0
 _before: list[tuple[Any, str, bool]] = []
 
 
 @contextmanager
-def unsearched() -> Iterator[None]:
-    """Let MIOpen search nothing within the block."""
+def unsearched(device: torch.device) -> Iterator[None]:
+    """Let the library of `device` search nothing within the block."""
+    if not searches_shapes(device):
+        yield
+        return
     # The switches are global. The first thread that enters sets them, and the last one that leaves
     # restores them.
     global _holders
@@ -35,6 +41,13 @@ def unsearched() -> Iterator[None]:
             while _holders == 0 and _before:
                 owner, name, value = _before.pop()
                 setattr(owner, name, value)
+
+
+def always_searches(device: torch.device) -> bool:
+    """Return whether the library of `device` searches at each new shape, whatever is switched."""
+    immediate = hasattr(getattr(torch.backends, "miopen", None), "immediate")
+    fast = os.environ.get("MIOPEN_FIND_MODE", "").upper() in ("2", "FAST")
+    return searches_shapes(device) and not (immediate or fast)
 
 
 def _switched_off() -> Iterator[tuple[Any, str, bool]]:

@@ -25,6 +25,8 @@ from ..devices import amd_chip, device_kind, device_name
 from ..devices.instructions import processor
 from ..errors import first_line, log_once
 
+_REPORTS = "https://github.com/fast-video-vae/ComfyUI-FastVideoVAE/issues"
+
 # Layout of the file; another one is not read.
 _FORMAT = 3
 
@@ -138,6 +140,11 @@ def sources() -> str:
     root = Path(__file__).parents[1]
     files = (path for folder in _FOLDERS for path in sorted((root / folder).iterdir()))
     return cache.key_of((), (path for path in files if path.suffix in _SUFFIXES))
+
+
+def report(device: torch.device) -> str:
+    """Return the end of a line about wrong results on `device`."""
+    return f"please report this line at {_REPORTS}: {environment(device)}"
 
 
 def environment(device: torch.device) -> str:

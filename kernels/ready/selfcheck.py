@@ -21,6 +21,7 @@ from ..devices import device_kind, device_name
 from ..errors import Refusal, is_out_of_memory, log_failure, log_once
 from ..modules import ask, backend
 from ..shapes import white
+from . import facts
 
 _logger = logging.getLogger(__name__)
 
@@ -95,8 +96,8 @@ def _answer(name: str, op: str, device: torch.device, question: Callable[[], boo
         if question():
             return True
         log_once(
-            f"{name} computes {op} incorrectly on {device_name(device)} and is not used there. "
-            "Please report it with the versions of the driver, torch and triton"
+            f"{device_name(device)}: wrong results of {name} in {op}; PyTorch instead; "
+            f"{facts.report(device)}"
         )
     except Refusal as refusal:
         _logger.debug("%s refuses %s: %s", name, op, refusal)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends import TRIED, Kernel
+from ..backends import CONVOLUTIONS, ORDER, TRIED, Kernel
 from ..convolution.weight import ConvWeight
 from ..cuda_ops.driver import relaxed_captures
 from ..devices import current as on_device
@@ -27,6 +27,9 @@ from . import background, facts, recording, selfcheck, variants
 from .seen import Snapshot, snapshot
 
 LIBRARY = ("reference",)
+
+# How the names of checks in the store begin.
+_RIGHT = "right: "
 
 # What the store has of a variant that no kernel computes rightly.
 _NONE = "none"
@@ -104,7 +107,7 @@ def build(key: variants.Key, sample: selfcheck.Sample) -> None:
     # The check runs the kernels, which compiles and loads them. It is on a stream of its own.
     if key in _found:
         return
-    kept, name = facts.of_kernels(key.device), f"right: {variants.name_of(key)}"
+    kept, name = facts.of_kernels(key.device), _RIGHT + variants.name_of(key)
     able = variants.kernels_of(key)
     with apart(key.device), preparing("kernel build", key.op):
         # A call loads what was right in an earlier process from the disk.
@@ -121,6 +124,17 @@ def build(key: variants.Key, sample: selfcheck.Sample) -> None:
     if names and key.kernel is not None:
         _tiled.setdefault((key.device, *key.kinds[:2], key.kinds[-2]), found)
     _found[key] = found, names
+
+
+def checked_kernels(device: torch.device) -> dict[str, bool]:
+    """Return the kernels that were checked on `device` by name, and whether one is right."""
+    known = facts.of_kernels(_named(device)).named(_RIGHT).items()
+    return {name.removeprefix(_RIGHT): value in (*ORDER, *CONVOLUTIONS) for name, value in known}
+
+
+def _named(device: torch.device) -> torch.device:
+    """Return a GPU with its index, as the tensors of calls have one."""
+    return (device.type in ("cuda", "xpu") and indexed(device)) or device
 
 
 def has_tile(weight: ConvWeight, stride: tuple[int, ...]) -> bool:
@@ -160,9 +174,7 @@ class Prepared:
     """
 
     def __init__(self, device: torch.device, record: Callable[[], object]) -> None:
-        # With an index, as the tensors of calls have one.
-        named = indexed(device) if device.type in ("cuda", "xpu") else None
-        self._device, self._record = named or device, record
+        self._device, self._record = _named(device), record
         self._proofs, self.is_ready = 0, device_kind(device) not in TRIED
         self.job = CPU.prepare() if device.type == "cpu" else self._begun()
 

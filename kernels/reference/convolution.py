@@ -9,6 +9,7 @@ from torch import Tensor
 from ..codes import zero_of
 from ..convolution.fused import Fused
 from ..convolution.weight import ConvWeight, channels_last
+from ..devices import unsearched
 from ..shapes import as_frames, as_video, new_sums
 
 # float32 holds the sum of this many products of a code less its zero, 238 at most, and a weight,
@@ -44,10 +45,11 @@ def conv3d(
         window = torch.cat([tail, x], dim=2)
     if tile == 1:
         window, taps = window.contiguous(), taps.contiguous()
-    if weight.ndim == 4:
-        y = channels_last(F.conv2d(window, taps, None, stride[1:], padding))
-        return as_video(y, x.shape[0])
-    return channels_last(F.conv3d(window, taps, None, stride, (0, *padding)))
+    with unsearched(x.device):
+        if weight.ndim == 4:
+            y = channels_last(F.conv2d(window, taps, None, stride[1:], padding))
+            return as_video(y, x.shape[0])
+        return channels_last(F.conv3d(window, taps, None, stride, (0, *padding)))
 
 
 def int8_conv3d(

@@ -2,8 +2,8 @@
 
 `python tests/tools/expected.py` prints a table; with `--make` it writes the file: the reference in
 float64 on the CPU, for the clip of the demonstration and for numbers from a formula. `--runs 10`
-checks the CPU as often in float32 and bfloat16, and prints how much of the allowed error the worst
-case has; `ATEN_CPU_CAPABILITY`, `ONEDNN_MAX_CPU_ISA` and `FAST_VIDEO_VAE_ISA` choose instructions.
+checks the CPU as often, and prints how much of the allowed error the worst case has.
+`ATEN_CPU_CAPABILITY`, `ONEDNN_MAX_CPU_ISA` and `FAST_VIDEO_VAE_ISA` choose its instructions.
 """
 
 import argparse
@@ -62,11 +62,11 @@ def table():
     print("\n".join(" ".join(row).rstrip() for row in padded(rows, 1)))
 
 
-def repeat(runs, threads):
+def repeat(runs, threads, dtypes):
     """Print the worst share of an allowed error, and the wrong cases, of some runs."""
     native_library()
     torch.set_num_threads(threads)
-    worst, wrong = dict.fromkeys((torch.float32, torch.bfloat16), 0.0), []
+    worst, wrong = dict.fromkeys(dtypes, 0.0), []
     for _, dtype in itertools.product(range(runs), worst):
         for row in device_check.rows(CPU, dtype):
             worst[dtype] = max(worst[dtype], row.error / row.bound)
@@ -81,10 +81,12 @@ if __name__ == "__main__":
     parser.add_argument("--make", action="store_true", help="write the file")
     parser.add_argument("--runs", type=int, default=0, help="check the CPU as often")
     parser.add_argument("--threads", type=int, default=1, help="threads of these checks")
+    names = ("float32", "bfloat16")
+    parser.add_argument("--dtypes", nargs="+", default=names, help="dtypes of these checks")
     args = parser.parse_args()
     if args.make:
         make()
     if args.runs:
-        repeat(args.runs, args.threads)
+        repeat(args.runs, args.threads, [getattr(torch, name) for name in args.dtypes])
     else:
         table()

@@ -2,7 +2,7 @@
 
 import torch
 
-from ...kernels import device_name, environment
+from ...kernels import checked_kernels, device_name, environment
 from ..streaming.precision import fastest_decode_dtype
 from ..streaming.prepared.device_check import Row, judged, rows, verdicts_of
 from .report import aligned, dtype_label
@@ -30,7 +30,11 @@ def check_device(device: torch.device) -> str:
         verdict, label = judged(results, device, dtype), dtype_label(dtype)
         lines.append(f"{label}: {verdict.text or 'all right'}")
         lines += [f"  with {words}: {fault or 'right'}" for words, fault in verdict.tried]
-    return "\n".join(lines)
+    kernels = checked_kernels(device)
+    wrong = [name for name, is_right in kernels.items() if not is_right]
+    if kernels:
+        lines.append(f"kernels: {len(kernels) - len(wrong)} of {len(kernels)} checked ones serve")
+    return "\n".join(lines + [f"  not used: {name}" for name in wrong])
 
 
 def device_notes(device: torch.device) -> list[str]:

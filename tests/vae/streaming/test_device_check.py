@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -207,3 +208,15 @@ def test_the_stored_results_are_those_of_diffusers():
     ours = runs[decoded](CPU, torch.float64, library_of(CPU))
     assert sketches.difference(sketches.sketch(ours), known[decoded]) <= 1e-6
     assert relative_error(ours.clamp(-1, 1), frames) <= 1e-6  # it upsamples in float32
+
+
+@pytest.mark.parametrize(("kind", "checked"), [("apple", True), ("amd", False), ("nvidia", False)])
+def test_no_check_crashes_a_process_or_searches_for_minutes(kind, checked, play, monkeypatch):
+    """Apple GPUs allow one thread; MIOpen searches each shape without its immediate mode."""
+    monkeypatch.setattr(torch.backends, "miopen", SimpleNamespace(), raising=False)
+    monkeypatch.setattr(device_check, "rows", lambda *_: [])
+    device = play(kind)
+    load_vae(STATES["wan2.1"](), device=device.device, dtype=FP32)
+    assert bool(device_check.verdicts_of(device.device)) == checked
+    waiting = [job for job in device.jobs if "check" in job.name]
+    assert len(waiting) == (kind == "nvidia")

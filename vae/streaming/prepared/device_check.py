@@ -21,10 +21,10 @@ from ....kernels import (
     GPUS,
     Fallback,
     Job,
+    always_searches,
     apart,
     device_kind,
     device_name,
-    environment,
     first_line,
     indexed,
     is_out_of_memory,
@@ -32,12 +32,11 @@ from ....kernels import (
     key_of,
     library_of,
     log_once,
+    report,
     submit,
 )
 from ...validation import dtype_name
 from .cases import EXPECTED, Case, cases
-
-REPORTS = "https://github.com/fast-video-vae/ComfyUI-FastVideoVAE/issues"
 
 _PLAIN = Fallback(reference=True, sliced=True, contiguous=True)
 
@@ -99,16 +98,19 @@ def fallback_of(device: torch.device, dtype: torch.dtype) -> Fallback:
 
 
 def check_once(device: torch.device, dtype: torch.dtype) -> Job:
-    """Return the job of the check of a device in a dtype, which begins unless it is known."""
+    """Return the job of the check of a device in a dtype, which begins unless it is known.
+
+    None begins where the library would search for an algorithm at each of 200 shapes for minutes.
+    """
     key = device, dtype = _named(device), dtype
     with _lock:
         job = _jobs.get(key)
         if job is None:
             kept = kernel_facts(device).get(_name_of(*key))
-            job = DONE if isinstance(kept, dict) else _begun(key)
-            if job is DONE and isinstance(kept, dict):
+            if isinstance(kept, dict):
                 _settle(key, kept)
-            _jobs[key] = job
+            known = isinstance(kept, dict) or always_searches(device)
+            job = _jobs[key] = DONE if known else _begun(key)
     return job
 
 
@@ -159,12 +161,13 @@ def judged(found: Sequence[Row], device: torch.device, dtype: torch.dtype) -> Ve
         return Verdict(Fallback(), "")
     used = [row for row in wrong if row.case.used]
     others = [row for row in wrong if not row.case.used]
-    shown = [row.case.name for row in (*used[:1], *others[:1])]
+    shown = [row.case.name + f" ({row.reason})" * bool(row.reason) for row in used[:1]]
+    shown += [row.case.name for row in others[:1]]
     more = [f"{len(wrong) - len(shown)} more"] if len(wrong) > len(shown) else []
     what = f"wrong results in {dtype_name(dtype)}: {', '.join([*shown, *more])}"
-    report = f"please report this line at {REPORTS}: {environment(device)}"
+    end = report(device)
     if not used:
-        text = f"{what}; this pack does not use it, other nodes do; {report}"
+        text = f"{what}; this pack does not use it, other nodes do; {end}"
         return Verdict(Fallback(), text)
     # Those that were wrong come first, because a set with a wrong result is not looked at further.
     order = [row.case for row in sorted(found, key=lambda row: row.is_right) if row.case.used]
@@ -176,9 +179,9 @@ def judged(found: Sequence[Row], device: torch.device, dtype: torch.dtype) -> Ve
         fault = next(faults, "")
         tried.append((fallback.words, fault))
         if not fault:
-            text = f"{what}; {fallback.words} instead; {report}"
+            text = f"{what}; {fallback.words} instead; {end}"
             return Verdict(fallback, text, tuple(tried))
-    return Verdict(Fallback(), f"{what}; nothing replaces it; {report}", tuple(tried))
+    return Verdict(Fallback(), f"{what}; nothing replaces it; {end}", tuple(tried))
 
 
 def _check(key: tuple[torch.device, torch.dtype]) -> None:

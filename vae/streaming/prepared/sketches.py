@@ -9,7 +9,6 @@ import functools
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 # Values of a result per sum of its sketch.
@@ -21,9 +20,13 @@ _PERIOD = 65537
 
 def sketch(x: Tensor) -> Tensor:
     """Return the sketch of `x` `[1, C, T, H, W]`, which depends on the place of each value."""
-    values = x.movedim(1, -1).flatten().double()
-    values = F.pad(values, (0, -values.numel() % _VALUES))
-    return (values * _noise(values.numel()).sign()).view(-1, _VALUES).sum(1)
+    values = x.movedim(1, -1).flatten().to(torch.float64, copy=True)
+    whole = values.numel() // _PERIOD * _PERIOD
+    values[:whole].view(-1, _PERIOD).mul_(_signs())
+    values[whole:].mul_(_signs()[: values.numel() - whole])
+    whole = values.numel() // _VALUES * _VALUES
+    sums, rest = values[:whole].view(-1, _VALUES).sum(1), values[whole:]
+    return torch.cat([sums, rest.sum()[None]]) if rest.numel() else sums
 
 
 def difference(actual: Tensor, right: Tensor) -> float:
@@ -45,6 +48,12 @@ def _noise(count: int, seed: int = 0) -> Tensor:
     """Return `count` odd multiples of 1 / 128, the same on every machine."""
     repeats = -(-count // _PERIOD)
     return _period().roll(-4099 * seed).repeat(repeats)[:count]
+
+
+@functools.cache
+def _signs() -> Tensor:
+    """Return the signs of a period."""
+    return _period().sign().double()
 
 
 @functools.cache
