@@ -20,6 +20,7 @@ from fast_video_vae.tests.vae.families import STATES, latent_for, relative_error
 from fast_video_vae.vae.checkpoint import load_vae
 from fast_video_vae.vae.demo import VAE_PATH
 from fast_video_vae.vae.layers.workspace import to_unit
+from fast_video_vae.vae.streaming.bands.team import Team
 from fast_video_vae.vae.streaming.prepared import cases, device_check, prepared_vae, sketches
 
 CPU = torch.device("cpu")
@@ -44,6 +45,7 @@ def restart(monkeypatch):
     monkeypatch.setattr(errors, "_logged", set())
     for name in ("_jobs", "_verdicts"):
         monkeypatch.setattr(device_check, name, {})
+    monkeypatch.setattr(device_check, "_unproved", set())
     facts.of_kernels.cache_clear()
 
 
@@ -220,3 +222,27 @@ def test_no_check_crashes_a_process_or_searches_for_minutes(kind, checked, play,
     assert bool(device_check.verdicts_of(device.device)) == checked
     waiting = [job for job in device.jobs if "check" in job.name]
     assert len(waiting) == (kind == "nvidia")
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_the_line_says_which_videos_to_repeat(early, play, caplog, monkeypatch):
+    sliced = device_check.Verdict(Fallback(sliced=True), f"{REPORT}: a GPU")
+    monkeypatch.setattr(device_check, "judged", lambda *_: sliced)
+    monkeypatch.setattr(device_check, "rows", lambda *_: [])
+    device = play("nvidia")
+    vae = load_vae(STATES["wan2.1"](), device="cuda", dtype=FP32)
+    if early:
+        vae.decode(latent_for(vae, 1, SIZE, SIZE))
+    device.build()
+    vae.decode(latent_for(vae, 1, SIZE, SIZE))
+    assert ["repeat what was decoded" in line for line in reports(caplog)] == [early]
+
+
+def test_another_device_that_is_wrong_is_left_out(checking, monkeypatch):
+    wrong = {(torch.device("meta"), FP32): device_check.Verdict(Fallback(cpu=True), "")}
+    monkeypatch.setattr(device_check, "_verdicts", wrong)
+    vae = load_vae(STATES["wan2.1"](), dtype=FP32)
+    vae.team = Team(vae.replicas, [CPU, torch.device("meta"), CPU])
+    (piece,) = vae.decode_stream(latent_for(vae, 1, SIZE, SIZE))
+    assert piece.device == CPU
+    assert list(vae.team.members(CPU)) == [0, 2]

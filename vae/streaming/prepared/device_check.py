@@ -60,6 +60,7 @@ _FOLDERS = ("layers", "layers/inputs", "models", "streaming/prepared")
 _lock = threading.Lock()
 _jobs: dict[tuple[torch.device, torch.dtype], Job] = {}
 _verdicts: "dict[tuple[torch.device, torch.dtype], Verdict]" = {}
+_unproved = set[tuple[torch.device, torch.dtype]]()  # of videos before their verdict
 
 
 class Row(NamedTuple):
@@ -93,8 +94,11 @@ def verdicts_of(device: torch.device) -> dict[torch.dtype, Verdict]:
 def fallback_of(device: torch.device, dtype: torch.dtype) -> Fallback:
     """Return what the next videos in `dtype` use on a device in place of what is wrong there."""
     # As far as it is known: nothing waits for a check.
-    known = _verdicts.get((_named(device), dtype))
-    return Fallback() if known is None else known.fallback
+    key = _named(device), dtype
+    if key not in _verdicts:
+        _unproved.add(key)
+        return Fallback()
+    return _verdicts[key].fallback
 
 
 def check_once(device: torch.device, dtype: torch.dtype) -> Job:
@@ -202,7 +206,8 @@ def _settle(key: tuple[torch.device, torch.dtype], kept: dict[str, Any]) -> None
     known = [each.fallback for each in verdicts_of(key[0]).values() if each.text]
     _verdicts[key] = verdict
     if verdict.text and verdict.fallback not in known:  # in most cases dtypes share a fault
-        log_once(f"{device_name(key[0])}: {verdict.text}")
+        late = "; repeat what was decoded or encoded before" * bool(verdict.fallback)
+        log_once(f"{device_name(key[0])}: {verdict.text}{late * (key in _unproved)}")
 
 
 def _named(device: torch.device) -> torch.device:

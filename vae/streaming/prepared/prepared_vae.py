@@ -1,14 +1,13 @@
 """The kernels of a VAE that the background thread builds, as its methods."""
 
-import functools
 import math
-import operator
 import time
 from dataclasses import replace
 
 import torch
 
 from ....kernels import Prepared, Snapshot, log_once, wait
+from ..bands.ranks import Rank
 from ..int8.settings import Int8VAE
 from ..precision import compute_dtype, decode_dtype
 from ..settings import Setting
@@ -78,10 +77,16 @@ class PreparedVAE(Int8VAE):
         return chosen and wait(made, left_s())
 
     def proved(self, setting: Setting) -> Setting:
-        """Return the setting with what serves in place of what its devices compute wrongly."""
-        devices = {setting.device, *(self.team.devices if setting.shared else ())}
-        found = [fallback_of(each, setting.dtype) for each in devices]
-        return setting.instead(functools.reduce(operator.or_, found))
+        """Return the setting with what serves in place of what its device computes wrongly.
+
+        Other devices that compute something wrongly are left out, now and later.
+        """
+        for number, device in enumerate(self.team.all):
+            if isinstance(device, Rank) or device == setting.device:
+                continue
+            if fallback_of(device, setting.dtype):
+                self.team.fail(number)
+        return setting.instead(fallback_of(setting.device, setting.dtype))
 
     def kernels_of(
         self, device: torch.device, dtype: torch.dtype, coded: frozenset[str], *, encodes: bool
