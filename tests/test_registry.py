@@ -24,6 +24,7 @@ DATA = (
     "kernels/csrc/**/*.*",
     "vae/demo/*.*",
     "vae/planning/*.json",
+    "vae/streaming/prepared/*.safetensors",
     "docs/*.md",
     "web/docs/**/*.md",
     "locales/*/*.json",
