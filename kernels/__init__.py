@@ -73,6 +73,7 @@ from .errors import BackendError, first_line, is_out_of_memory, log_once
 from .messages import LINE, guarded, line, padded, shown
 from .ready.background import DONE, Job, submit, wait
 from .ready.background import check as goes_on
+from .ready.background import queue_up as queue
 from .ready.facts import environment, facts_of, report
 from .ready.facts import of_kernels as kernel_facts
 from .ready.proof import Proofs, proving

@@ -72,6 +72,12 @@ FAULTS = {
         ("conv3d",), lambda _, __, y: _joined(y[:, :, :1], y[:, :, 1:] / 2), ("sliced",)),
     "conv3d: the last frame is zero": Fault(
         ("conv3d",), lambda _, __, y: _joined(y[:, :, :-1], 0 * y[:, :, -1:]), ("sliced",)),
+    "conv3d: frames after the eighth": Fault(
+        ("conv3d",), lambda _, __, y: _joined(y[:, :, :8], y[:, :, 8:] / 2)
+        if y.shape[2] > 8 else None, ("sliced",)),
+    "conv3d: the second video": Fault(
+        ("conv3d",), lambda _, __, y: torch.cat([y[:1], 0 * y[1:]]) if y.shape[0] > 1 else None,
+        ("sliced",)),
     "conv3d: frames of more than 65,536 pixels": Fault(("conv3d",), _beyond, ("sliced",)),
     "conv2d: frames of more than 65,536 pixels": Fault(("conv2d",), _beyond, ("cpu",)),
     "conv3d: one wrong row": Fault(
@@ -110,6 +116,10 @@ FAULTS = {
         ("cpu",)),
     "copies to the host are late": Fault(
         COPY, lambda _, __, y: y.mul_(0.9) if _frames(y) else None, ("cpu",), BF16),
+    "copies of bytes to the host": Fault(
+        COPY, lambda _, __, y: y.zero_() if y.dtype == torch.uint8 else None, ("cpu",)),
+    "copies of floats to the host": Fault(
+        COPY, lambda _, __, y: y.mul_(0.9) if y.is_floating_point() and y.ndim else None, ("cpu",)),
     "copies to the host end early": Fault(
         COPY, lambda _, __, y: y if _frames(y) and y[..., -1:, :].zero_() is not None else None,
         ("cpu",)),

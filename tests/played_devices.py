@@ -280,7 +280,7 @@ def played(kind, monkeypatch, tmp_path, **options):
     for name, value in (("_found", {}), ("_asked", set()), ("_tiled", {})):
         monkeypatch.setattr(serving, name, value)
     monkeypatch.setattr(preparation, "_prepared", {})
-    monkeypatch.setattr(device_check, "submit", device.submit)
+    monkeypatch.setattr(device_check, "queue", device.jobs.append)
     monkeypatch.setattr(device_check, "_jobs", {})
     monkeypatch.setattr(device_check, "_verdicts", {})
     monkeypatch.setattr(aten, "_missing", set())

@@ -152,7 +152,7 @@ class VideoVAE(PreparedVAE, SharedDevices, VAEWeights):
         def sink(wanted: Wanted, **_: object) -> LatentOutput:
             return LatentOutput(mean_of, wanted)
 
-        setting = self.proved(Setting(self.device, computed, computed))
+        setting = Setting(self.device, computed, computed)
         return Video(self, job, source, part, setting, sink).pieces()
 
     @eager
@@ -308,7 +308,7 @@ class VideoVAE(PreparedVAE, SharedDevices, VAEWeights):
         dtype = dtype if coded or deep else decides()
         narrow = bool(coded) or dtype == torch.float16 != asked
         wide = compute_dtype(asked, device) if narrow else dtype
-        return self.proved(Setting(device, dtype, wide, coded))
+        return Setting(device, dtype, wide, coded)
 
     def _video_job(
         self,

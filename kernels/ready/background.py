@@ -44,6 +44,10 @@ class Job:
         """Wait for the end of the work; return whether it came within `timeout_s` seconds."""
         return self._ended.wait(timeout_s)
 
+    def skip(self) -> None:
+        """End the work without doing it."""
+        self._ended.set()
+
     def run(self) -> bool:
         """Do the work; return False if memory was short, so that it has to be done later."""
         try:
@@ -75,8 +79,12 @@ _ends = False
 def submit(name: str, work: Callable[[], object]) -> Job:
     """Let the thread do some work after all that was submitted before."""
     # It is called once without gradients; again later where it raises that memory is short.
+    return queue_up(Job(name, work))
+
+
+def queue_up(job: Job) -> Job:
+    """Let the thread do a job after all that was submitted before."""
     global _thread
-    job = Job(name, work)
     _queue.put(job)
     with _lock:
         if _thread is None or not _thread.is_alive():

@@ -12,6 +12,7 @@ import os
 import platform
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib import metadata
@@ -38,9 +39,9 @@ _SUFFIXES = (".py", ".cu", ".cuh")
 _PACKAGES = ("triton", "triton-windows", "pytorch-triton", "pytorch-triton-rocm")
 _SWITCHES = ("FAST_VIDEO_VAE_TRITON", "FAST_VIDEO_VAE_CUDA")
 
-# A fact that is not found yet, and one that is being found for the first or the second time.
-_OPEN, _TRYING, _AGAIN = "", "trying", "trying again"
-_UNKNOWN = (None, _OPEN, _TRYING)
+# A fact that is being found has the number of processes that have begun to, and when the last did.
+# In these seconds its process may run yet.
+_TRIES, _MOST_TRIES, _BUSY_S = "tries", 2, 30
 
 _opened: dict[Path, "Facts"] = {}
 
@@ -78,16 +79,23 @@ class Facts:
     def once(self, name: str, find: Callable[[], Any], holds: Callable[[Any], bool]) -> Any:  # noqa: ANN401
         """Return what is known under `name` if it `holds`, or else what `find` returns, kept.
 
-        None: it has ended the process twice. Once is not enough, because users end processes too.
+        None: it has ended the process twice. Once is not enough, because users end processes too,
+        and what another process began a moment ago is not counted.
         """
+        self.read()
         known = self.get(name)
-        if known == _AGAIN or (known not in _UNKNOWN and holds(known)):
-            return None if known == _AGAIN else known
-        self.put(name, _TRYING if known in (None, _OPEN) else _AGAIN)
+        tries = 0 if known is None else 1
+        if isinstance(known, dict) and _TRIES in known:
+            tries = known[_TRIES] - (abs(time.time() - known["at"]) < _BUSY_S)
+        elif known is not None and holds(known):
+            return known
+        if tries >= _MOST_TRIES:
+            return None
+        self.put(name, {_TRIES: tries + 1, "at": time.time()})
         try:
             found = find()
         except Exception:  # such as a lack of memory
-            self.put(name, _OPEN)
+            self.put(name, {_TRIES: tries, "at": 0})
             raise
         self.put(name, found)
         return found

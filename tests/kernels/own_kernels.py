@@ -53,7 +53,7 @@ def restart(monkeypatch):
     for module, name, value in (
         (serving, "_found", {}), (serving, "_asked", set()), (serving, "_tiled", {}),
         (routes, "_proofs", {}), (proofs, "_calls", Counter()), (proofs, "_begun", set()),
-        (facts, "_opened", {}),
+        (facts, "_opened", {}), (facts, "_BUSY_S", 0),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
     facts.of_kernels.cache_clear()

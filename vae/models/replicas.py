@@ -2,12 +2,13 @@
 
 import copy
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from ...kernels import synchronize
 from ..layers.conv import Conv
 from ..layers.conv_weights import marks_of, stamp_of
 from .base import Network, unwrapped
@@ -37,8 +38,14 @@ class Replicas:
     def __reduce__(self) -> tuple[type["Replicas"], tuple[()]]:
         return Replicas, ()
 
-    def on(self, device: torch.device, name: str, network: Network) -> Network:
-        """Return the network itself or its copy on a device, made or refreshed if necessary."""
+    def on(
+        self, device: torch.device, name: str, network: Network, *, proves: bool = False
+    ) -> Network:
+        """Return the network itself or its copy on a device, made or refreshed if necessary.
+
+        Raises:
+            ValueError: The copy is another one, which is looked for if `proves` is set.
+        """
         network = unwrapped(network)
         if next(network.parameters()).device == device:
             return network
@@ -50,7 +57,7 @@ class Replicas:
             if known is None or known.form != form:
                 self._known.pop((device, name), None)
                 del known  # free it before the other one is made
-                made = copied(network, device)
+                made = copied(network, device, _proved if proves else Tensor.to)
                 known = self._known[device, name] = _Replica(made, form, stamps, marks)
                 self.made += 1
                 return known.network
@@ -58,7 +65,7 @@ class Replicas:
             pairs = zip(_tensors(known.network), sources, known.stamps, stamps, strict=True)
             for target, source, before, after in pairs:
                 if everything or before != after:
-                    target.copy_(source)
+                    target.copy_(_proved(source, device) if proves else source)
             known.stamps, known.marks = stamps, marks
             return known.network
 
@@ -91,16 +98,37 @@ class Replicas:
                 conv.forms.clear()
 
 
-def copied(network: Network, device: torch.device) -> Network:
+def copied(
+    network: Network,
+    device: torch.device,
+    moved: Callable[[Tensor, torch.device], Tensor] = Tensor.to,
+) -> Network:
     """Return a copy on a device, which shares the weights that are there already."""
     there: dict[int, object] = {
-        id(parameter): nn.Parameter(parameter.detach().to(device), requires_grad=False)
+        id(parameter): nn.Parameter(moved(parameter.detach(), device), requires_grad=False)
         for parameter in network.parameters()
     }
-    there |= {id(buffer): buffer.detach().to(device) for buffer in network.buffers()}
+    there |= {id(buffer): moved(buffer.detach(), device) for buffer in network.buffers()}
     made = copy.deepcopy(network, there)
     # On a GPU this also puts the weights into the layout of their convolutions.
     return made.to(device)
+
+
+def _proved(source: Tensor, device: torch.device) -> Tensor:
+    """Return a copy of `source` `[...]` on a device whose way back gives the same bits."""
+    synchronize(source.device)
+    copy = source.to(device)
+    if torch.equal(copy.to(source.device), source):
+        return copy
+    # The bytes alone, as what was wrong can be in layouts or dtypes.
+    flat = source.contiguous().flatten().view(torch.uint8)
+    copy = flat.to(device)
+    if torch.equal(copy.to(source.device), flat):
+        return copy.view(source.dtype).view(source.shape)
+    raise ValueError(
+        f"copies of the weights from {source.device} are wrong; expected a VAE that is loaded on "
+        f"{device}"
+    )
 
 
 def _tensors(network: nn.Module) -> list[Tensor]:

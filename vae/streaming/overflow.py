@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...kernels import device_name, log_once
 from ..layers.inputs.coding import Coding
+from ..validation import dtype_name
 from .options import StreamOptions
 from .settings import Setting
 
@@ -101,6 +102,10 @@ class NarrowVAE(Protocol):
     allow_fp16: bool
     graphs: bool
 
+    def proved(self, setting: Setting) -> Setting:
+        """Return the setting without what its device computes wrongly."""
+        ...
+
     def drop_derived(self) -> None:
         """Free the weights in other dtypes and layouts."""
 
@@ -110,11 +115,14 @@ def allows_fp16(vae: NarrowVAE, options: StreamOptions) -> bool:
     return vae.allow_fp16 and options.dtype is None
 
 
-def report_nan(at: int, device: torch.device, following: Setting) -> None:
+def report_nan(at: int, setting: Setting, following: Setting) -> None:
     """Log how a decode goes on after a frame `at` that is not finite, though no dtype is narrow."""
-    where = f"frame {at} is not finite in a decode on {device_name(device)}, though its latent is"
+    device = device_name(setting.device)
+    where = f"frame {at} is not finite in a decode on {device}, though its latent is"
     if following.watched:
-        how = "the reference ops continue this video; please report it with `info --check`"
+        how = f"the reference ops in {dtype_name(following.dtype)} continue this video"
+        # fp16 has a small range.
+        how += "; please report it with `info --check`" * (setting.dtype != torch.float16)
     else:
         how = "nor with the reference ops; the weights of this VAE may be damaged"
     _logger.warning("Fast Video VAE: %s; %s", where, how)

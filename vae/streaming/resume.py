@@ -195,6 +195,7 @@ class Video:
             setting, self._before = following, self._at
             if setting.is_narrow and not setting.coded and not self._vae.allow_fp16:
                 setting = setting.widened()  # another video has overflowed meanwhile
+            setting = self._vae.proved(setting)
             yield setting
             following = self._next(setting)
 
@@ -221,7 +222,7 @@ class Video:
                 remember(self._vae, self._at, coded=bool(setting.coded))
                 return setting.widened()
             following = setting.after_nan()
-            report_nan(self._at, setting.device, following)
+            report_nan(self._at, setting, following)
             return following
         if failure is None:
             return None

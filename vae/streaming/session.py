@@ -99,10 +99,11 @@ class VideoJob:
             if setting.moved:
                 self.team.replicas.drop(setting.device)
 
-    def network_on(self, device: torch.device) -> Network:
-        """Return the network or its copy on a device."""
+    def network_of(self, setting: Setting) -> Network:
+        """Return the network or its copy on the device of a setting."""
         name = "encoder" if self.encodes else "decoder"
-        return self.team.replicas.on(device, name, self.network)
+        replicas = self.team.replicas
+        return replicas.on(setting.device, name, self.network, proves=setting.distrusts)
 
 
 class VideoSession:
@@ -251,7 +252,7 @@ class VideoSession:
         compression = job.config.spatial_compression if job.encodes else 1
         size = first.shape[3] // compression, first.shape[4] // compression
         return job_of(
-            job.network_on(setting.device),
+            job.network_of(setting),
             job.config,
             (first.shape[0], *size),
             setting.dtype,

@@ -28,6 +28,7 @@ class Setting:
         is_last: Memory ran out under this setting before, and there is no smaller plan.
         fallback: What serves in place of what the device computes wrongly.
         watched: Frames that are not finite end the run.
+        distrusts: Copies from the VAE's device may be wrong.
     """
 
     device: torch.device
@@ -40,6 +41,7 @@ class Setting:
     is_last: bool = False
     fallback: Fallback = Fallback()  # noqa: RUF009, it is frozen
     watched: bool = True
+    distrusts: bool = False
 
     @property
     def is_narrow(self) -> bool:
@@ -64,21 +66,23 @@ class Setting:
 
     def instead(self, fallback: Fallback) -> "Setting":
         """Return the setting with a `fallback`, on the CPU if that is one."""
-        if not fallback:
+        if fallback.cpu and self.device != _CPU:
+            return replace(self._on_cpu(), distrusts=True)
+        if not fallback.names:
             return self
-        if fallback.cpu:
-            return self._on_cpu()
         wide = torch.float32 if fallback.float32 else self.wide
         dtype = torch.float32 if fallback.float32 else self.dtype
-        return replace(self, dtype=dtype, wide=wide, coded=frozenset(), fallback=fallback)
+        both = self.fallback | fallback
+        return replace(self, dtype=dtype, wide=wide, coded=frozenset(), fallback=both)
 
     def after_nan(self) -> "Setting":
         """Return the setting after frames that are not finite, though no value can overflow."""
-        # In the reference; if they are not finite there either, they are what the weights give.
-        if self.fallback.reference:
+        # In the reference on one device; if they are not finite there either, they are what the
+        # weights give.
+        if self.fallback.reference and self.dtype.itemsize >= 4 and not self.shared:
             return replace(self, watched=False)
         reference = Fallback(reference=True, float32=self.dtype.itemsize < 4)
-        return replace(self.instead(self.fallback | reference), plan=None, is_last=False)
+        return replace(self.instead(reference).alone(), is_last=False)
 
     def alone(self) -> "Setting":
         """Return the setting on the VAE's own device, after a failure of several."""

@@ -43,7 +43,7 @@ def test_the_reference_continues_with_the_next_frame(first, tile, dtype, break_a
     share = 1e-5 if dtype == torch.float32 else 40 * torch.finfo(dtype).eps
     assert relative_error(joined(pieces), expected) <= share
     (line,) = [each for each in caplog.messages if LINE in each]
-    assert "the reference ops continue this video" in line
+    assert "the reference ops in float32 continue this video" in line
     assert "\n" not in line
 
 

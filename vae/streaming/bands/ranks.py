@@ -292,6 +292,8 @@ class _Follower:
         vae, device = self._vae, self._vae.device
         network = vae.encoding() if encodes else vae.decoder
         seen = vae.built_kernels(device, job.dtype, job.coded, encodes=encodes)
+        if seen.fallback.float32 or seen.fallback.cpu:
+            raise ValueError(f"{device} computes {job.dtype} wrongly; expected another device")
         job = replace(job, network=network, device=device)
         work = Work(job, vae.replicas, lambda _: seen, begins)
         self._member = Member(work, replace(band, device=device), self._stopped)

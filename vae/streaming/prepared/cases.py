@@ -8,6 +8,7 @@ numbers are exact in every dtype. Large frames have more than 65,536 pixels, and
 CPU (`tests/tools/expected.py`).
 """
 
+import contextlib
 import functools
 import math
 import re
@@ -27,7 +28,7 @@ from ...layers.temporal_cache import TemporalCache
 from ...layers.workspace import canonical, to_unit
 from ...models.base import Network
 from ...models.build import make_decoder, make_encoder
-from ...models.config import read_configs
+from ...models.config import VAEConfig, read_configs
 from ...models.seedvr2 import (
     SeedVR2Decoder,
     SeedVR2Downsample,
@@ -39,8 +40,9 @@ from ...models.wan21 import Wan21Decoder, Wan21Encoder
 from ...models.wan22 import Wan22Decoder, Wan22Encoder
 from ...models.wan_blocks import AttentionBlock, Downsample, Head, ResidualBlock, Upsample
 from ..executor import advance
-from ..output import background_writer
+from ..output import Output, background_writer
 from ..precision import layer_modes
+from ..upload import Upload
 from .sketches import difference, formula, sketch
 
 # Results, and the latent and the clip of the bundled VAE.
@@ -54,6 +56,9 @@ _WHOLE = 1 << 62
 # float64 of the file.
 _NETWORK = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 0.06, torch.bfloat16: 0.5}
 _BLOCK = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.08}
+
+# Of images in 256 levels.
+_LEVELS = 0.01
 
 _WIDTHS = (16,) * 5
 _SEEDVR2 = (64, 32, 32, 32, 32)
@@ -90,6 +95,7 @@ class _Layers:
         make: Makes the network, without weights.
         shape: Channels, height and width of its input.
         steps: Frames of each step.
+        batch: Videos.
         given: Name of its stored input; empty: the formula.
         pictures: Every frame is a picture.
     """
@@ -99,6 +105,7 @@ class _Layers:
     steps: tuple[int, ...]
     given: str = ""
     pictures: bool = False
+    batch: int = 1
 
     def __call__(self, device: torch.device, dtype: torch.dtype, seen: Snapshot) -> Tensor:
         """Return the result as of `Case.run`."""
@@ -116,7 +123,7 @@ class _Layers:
             x = expected()[self.given]
             return to_unit(x) if x.dtype == torch.uint8 else x
         channels, height, width = self.shape
-        return formula((1, channels, sum(self.steps), height, width))
+        return formula((self.batch, channels, sum(self.steps), height, width))
 
     def _network(self, device: torch.device, dtype: torch.dtype) -> Network:
         """Return the network with its weights."""
@@ -156,7 +163,10 @@ def cases() -> list[Case]:
     """Return what is checked: copies, networks, blocks, and functions of PyTorch."""
     return [
         Case("copy to the host", _copied),
+        Case("images on the host", _imaged, dict.fromkeys(_BLOCK, _LEVELS)),
+        Case("pixels on the device", _uploaded),
         *(Case(name, layers, _NETWORK) for name, layers in _networks()),
+        *(Case(name, layers) for name, layers in _small_blocks()),
         *(Case(f"{name} at {x.shape[1]} x {x.shape[2]}", x) for name, x in _blocks()),
         *(Case(name, run, used=False) for name, run in _functions().items()),
     ]
@@ -198,11 +208,23 @@ def _blocks() -> Iterator[tuple[str, _Layers]]:
         ("upsampling of Wan", lambda: Upsample(16, 16, temporal=True), half, (1, 1, 1)),
         ("downsampling of Wan", lambda: Downsample(16, temporal=True), even, (1, 2)),
         ("last layer of Wan", lambda: Head(16, 3), wide, (1, 2)),
-        ("residual block of SeedVR2", lambda: SeedVR2ResidualBlock(32, 32), (32, 257, 258), (1, 1)),
+        ("residual block of SeedVR2", lambda: SeedVR2ResidualBlock(32, 32), (32, 257, 258), (1,)),
         ("upsampling of SeedVR2", lambda: SeedVR2Upsample(16, temporal=True), half, (1, 1)),
         ("downsampling of SeedVR2", lambda: SeedVR2Downsample(16, temporal=True), even, (1, 2)),
     ):
         yield name, _Layers(functools.partial(Blocks.of, layer), shape, steps)
+
+
+def _small_blocks() -> Iterator[tuple[str, _Layers]]:
+    """Yield blocks of many frames, of two videos, and of many channels."""
+    long = (1, 33)
+    for name, layer, shape, steps, batch in (
+        ("33 frames of Wan in a batch of 2", lambda: ResidualBlock(16, 16), (16, 17, 18), long, 2),
+        ("a batch of 2 of SeedVR2", lambda: SeedVR2ResidualBlock(32, 32), (32, 17, 18), (1, 2), 2),
+        ("192 channels of Wan", lambda: ResidualBlock(192, 192), (192, 17, 18), (1, 2), 1),
+        ("attention of 384 channels", lambda: AttentionBlock(384), (384, 17, 18), (1,), 2),
+    ):
+        yield name, _Layers(functools.partial(Blocks.of, layer), shape, steps, batch=batch)
 
 
 def _functions() -> dict[str, Callable[[torch.device, torch.dtype, Snapshot], Tensor]]:
@@ -249,16 +271,41 @@ def _copied(device: torch.device, dtype: torch.dtype, _: Snapshot) -> Tensor:
     return torch.cat([x.cpu(), written], 2)
 
 
+def _imaged(device: torch.device, dtype: torch.dtype, _: Snapshot) -> Tensor:
+    """Return images in uint8 of numbers that were on a device, as a decode writes them."""
+    x = (
+        formula((2, 3, 2, 33, 34))
+        .to(device, dtype)
+        .contiguous(memory_format=torch.channels_last_3d)
+    )
+    images = torch.zeros(2, 2, 33, 34, 3, dtype=torch.uint8)
+    writer = background_writer(device, images)
+    with writer or contextlib.nullcontext():
+        Output(_bundled_config(), dtype, images=images, writer=writer).write(canonical(x))
+    return images.movedim(-1, 1).float() / 255
+
+
+def _uploaded(device: torch.device, dtype: torch.dtype, _: Snapshot) -> Tensor:
+    """Return the pixels of the stored clip as an encode takes them, twice."""
+    upload = Upload(device, dtype, None)
+    return torch.cat([upload(expected()["clip"]).cpu() for _ in range(2)], 2)
+
+
 @functools.cache
 def expected() -> dict[str, Tensor]:
     """Return the sketches of the results by case, and the stored inputs."""
     return load_file(EXPECTED)
 
 
+@functools.cache
+def _bundled_config() -> VAEConfig:
+    shapes = {key: tuple(value.shape) for key, value in load_file(VAE_PATH).items()}
+    return read_configs(shapes)[0]
+
+
 def _bundled(name: str) -> Network:
     """Return the `decoder` or `encoder` of the bundled VAE."""
-    shapes = {key: tuple(value.shape) for key, value in load_file(VAE_PATH).items()}
-    (config, *_) = read_configs(shapes)
+    config = _bundled_config()
     network = make_decoder(config) if name == "decoder" else make_encoder(config)
     assert network is not None
     return network

@@ -6,7 +6,10 @@ runs `cases.py` there. If a result is wrong, the first `SETS` with right results
 verdict is kept on disk for this device, driver, PyTorch and sources.
 """
 
+import contextlib
+import contextvars
 import functools
+import logging
 import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ....kernels import (
-    DONE,
     GPUS,
     Fallback,
     Job,
@@ -33,11 +35,13 @@ from ....kernels import (
     key_of,
     library_of,
     log_once,
+    queue,
     report,
-    submit,
 )
 from ...validation import dtype_name
 from .cases import EXPECTED, Case, cases
+
+_logger = logging.getLogger(__name__)
 
 _PLAIN = Fallback(reference=True, sliced=True, contiguous=True)
 
@@ -54,6 +58,9 @@ SETS = (
 )
 
 _CPU = torch.device("cpu")
+
+# How often a case is run that ends by an error.
+_TRIES = 2
 
 # Sources that decide the results, next to those of the kernels.
 _FOLDERS = ("layers", "layers/inputs", "models", "streaming/prepared")
@@ -89,17 +96,18 @@ class Verdict(NamedTuple):
 def verdicts_of(device: torch.device) -> dict[torch.dtype, Verdict]:
     """Return what is known of a device, by dtype."""
     device = _named(device)
-    return {dtype: verdict for (where, dtype), verdict in _verdicts.items() if where == device}
+    return {dtype: verdict for (where, dtype), verdict in [*_verdicts.items()] if where == device}
 
 
 def fallback_of(device: torch.device, dtype: torch.dtype) -> Fallback:
     """Return what the next videos in `dtype` use on a device in place of what is wrong there."""
     # As far as it is known: nothing waits for a check.
     key = _named(device), dtype
-    if key not in _verdicts:
+    known = _verdicts.get(key)
+    if known is None:
         _unproved.add(key)
         return Fallback()
-    return _verdicts[key].fallback
+    return known.fallback
 
 
 def check_once(device: torch.device, dtype: torch.dtype) -> Job:
@@ -110,26 +118,23 @@ def check_once(device: torch.device, dtype: torch.dtype) -> Job:
     key = device, dtype = _named(device), dtype
     with _lock:
         job = _jobs.get(key)
-        if job is None:
-            kept = kernel_facts(device).get(_name_of(*key))
-            if isinstance(kept, dict):
-                _settle(key, kept)
-            # Nothing is computed on `meta`.
-            known = isinstance(kept, dict) or device.type == "meta" or always_searches(device)
-            job = _jobs[key] = DONE if known else _begun(key)
+        if job is not None:
+            return job
+        job = _jobs[key] = Job(f"the check of {device} in {dtype_name(dtype)}", lambda: _check(key))
+    try:
+        if device.type == "meta" or _is_known(key) or always_searches(device):
+            job.skip()
+        elif device_kind(device) == "apple":
+            # Work in two threads ends the process there (pytorch/pytorch#197805), so it is done at
+            # once, which takes a second as a VAE is loaded. Without memory it is left out.
+            job.run()
+            job.skip()
+        else:
+            queue(job)
+    except Exception:  # No user's work ends by a check.
+        _logger.debug("%s failed", job.name, exc_info=True)
+        job.skip()
     return job
-
-
-def _begun(key: tuple[torch.device, torch.dtype]) -> Job:
-    """Return the job of a check in the background; on an Apple GPU it has ended."""
-    device, dtype = key
-    name, work = f"the check of {device} in {dtype_name(dtype)}", functools.partial(_check, key)
-    if device_kind(device) != "apple":
-        return submit(name, work)
-    # Work in two threads ends the process there (pytorch/pytorch#197805), so it is done at once,
-    # which takes a second as a VAE is loaded. Without memory for it the device stays unchecked.
-    Job(name, work).run()
-    return DONE
 
 
 def rows(
@@ -151,12 +156,14 @@ def rows(
     for case in cases() if wanted is None else wanted:
         goes_on()
         error, reason = math.inf, ""
-        try:
-            error = case.error(device, dtype, seen)
-        except Exception as failure:
-            if is_out_of_memory(failure):
-                raise
-            reason = first_line(failure)[:80] or type(failure).__name__
+        for _ in range(_TRIES):
+            try:
+                error, reason = case.error(device, dtype, seen), ""
+                break
+            except Exception as failure:
+                if is_out_of_memory(failure):
+                    raise
+                reason = first_line(failure)[:80] or type(failure).__name__
         yield Row(case, error, case.bounds[dtype], reason)
 
 
@@ -193,24 +200,62 @@ def judged(found: Sequence[Row], device: torch.device, dtype: torch.dtype) -> Ve
 def _check(key: tuple[torch.device, torch.dtype]) -> None:
     """Check a device in a dtype, and keep the verdict."""
     device, dtype = key
+    verdict, is_sure = Verdict(Fallback(), f"the check of {device} ended the process twice"), True
 
     def find() -> dict[str, Any]:
+        nonlocal verdict, is_sure
         with apart(device):  # one stream, because each has memory of its own
-            fallback, text, _ = judged(list(rows(device, dtype)), device, dtype)
-        return {"instead": list(fallback.names), "text": text}
+            found = list(rows(device, dtype))
+            is_sure = not any(row.reason for row in found)
+            verdict = judged(found, device, dtype)
+        if not is_sure:
+            raise _UnsureError
+        return {"instead": list(verdict.fallback.names), "text": verdict.text}
 
-    kept = kernel_facts(device).once(_name_of(*key), find, lambda kept: isinstance(kept, dict))
-    _settle(key, kept or {"instead": [], "text": f"the check of {device} ended the process twice"})
+    def search() -> None:
+        nonlocal verdict
+        with contextlib.suppress(_UnsureError):
+            kept = kernel_facts(device).once(_name_of(*key), find, lambda x: bool(_kept(x)))
+            verdict = _kept(kept) or verdict
+
+    # Not with the backend that a caller has selected.
+    contextvars.Context().run(search)
+    _settle(key, verdict)
 
 
-def _settle(key: tuple[torch.device, torch.dtype], kept: dict[str, Any]) -> None:
-    """Let the next videos on a device use what a kept verdict says."""
-    verdict = Verdict(Fallback(**dict.fromkeys(kept["instead"], True)), kept["text"])
-    known = [each.fallback for each in verdicts_of(key[0]).values() if each.text]
+class _UnsureError(Exception):
+    """An error in a case, which may not come again: the verdict holds in this process only."""
+
+
+def _kept(value: object) -> Verdict | None:
+    """Return the verdict that the store has; None: it has none."""
+    try:
+        names, text = value["instead"], value["text"]  # type: ignore[index]
+        return Verdict(Fallback(**dict.fromkeys(names, True)), str(text))
+    except (KeyError, TypeError):
+        return None
+
+
+def _is_known(key: tuple[torch.device, torch.dtype]) -> bool:
+    """Return whether the store has a verdict, which then holds."""
+    verdict = _kept(kernel_facts(key[0]).get(_name_of(*key)))
+    if verdict is not None:
+        _settle(key, verdict)
+    return verdict is not None
+
+
+def _settle(key: tuple[torch.device, torch.dtype], verdict: Verdict) -> None:
+    """Let the next videos on a device use what a verdict says, and log what is wrong."""
+    device, dtype = key
+
+    def fault(each: Verdict, dtype: torch.dtype) -> object:
+        return each.fallback or each.text.replace(dtype_name(dtype), "")
+
+    known = [fault(each, other) for other, each in verdicts_of(device).items() if each.text]
     _verdicts[key] = verdict
-    if verdict.text and verdict.fallback not in known:  # in most cases dtypes share a fault
+    if verdict.text and fault(verdict, dtype) not in known:  # in most cases dtypes share it
         late = "; repeat what was decoded or encoded before" * bool(verdict.fallback)
-        log_once(f"{device_name(key[0])}: {verdict.text}{late * (key in _unproved)}")
+        log_once(f"{device_name(device)}: {verdict.text}{late * (key in _unproved)}")
 
 
 def _named(device: torch.device) -> torch.device:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from ....kernels import Prepared, Snapshot, log_once, wait
+from ....kernels import Fallback, Prepared, Snapshot, log_once, wait
 from ..bands.ranks import Rank
 from ..int8.settings import Int8VAE
 from ..precision import compute_dtype, decode_dtype
@@ -79,14 +79,18 @@ class PreparedVAE(Int8VAE):
     def proved(self, setting: Setting) -> Setting:
         """Return the setting with what serves in place of what its device computes wrongly.
 
-        Other devices that compute something wrongly are left out, now and later.
+        All devices are in float32 if one of them needs that. Others that do not compute rightly at
+        all are left out, now and later.
         """
-        for number, device in enumerate(self.team.all):
+        found = fallback_of(setting.device, setting.dtype)
+        for number, device in enumerate(self.team.all if setting.is_open else ()):
             if isinstance(device, Rank) or device == setting.device:
                 continue
-            if fallback_of(device, setting.dtype):
+            other = fallback_of(device, setting.dtype)
+            if other.cpu:
                 self.team.fail(number)
-        return setting.instead(fallback_of(setting.device, setting.dtype))
+            found |= Fallback(float32=other.float32)
+        return setting.instead(found)
 
     def kernels_of(
         self, device: torch.device, dtype: torch.dtype, coded: frozenset[str], *, encodes: bool
@@ -99,7 +103,7 @@ class PreparedVAE(Int8VAE):
         self, device: torch.device, dtype: torch.dtype, coded: frozenset[str], *, encodes: bool
     ) -> Snapshot:
         """Return the same once they are built, which is waited for."""
-        wait([self._prepared(device, dtype, encodes, coded).job])
+        wait([self._prepared(device, dtype, encodes, coded).job, check_once(device, dtype)])
         return self.kernels_of(device, dtype, coded, encodes=encodes)
 
     def _dtypes(self, device: torch.device) -> list[torch.dtype]:
