@@ -32,6 +32,7 @@ from .conv_weights import (
     kept_form,
     marks_of,
     own_bytes,
+    proved_copy,
 )
 from .temporal_cache import TemporalCache
 
@@ -225,8 +226,11 @@ class PointwiseConv(nn.Module):
 
     def forward(self, x: Tensor, outputs: slice = slice(None), *, biased: bool = True) -> Tensor:
         """Mix the channels of each pixel, on the device of `x`."""
-        weight = self.weight.flatten(1)[outputs].to(x)
-        bias = self.bias[outputs].to(x) if biased else None
+        weight, bias = self.weight, self.bias
+        if weight.device != x.device:  # memory has run out there, or it is wrong
+            weight, bias = (proved_copy(each, x.device) for each in (weight, bias))
+        weight = weight.flatten(1)[outputs].to(x)
+        bias = bias[outputs].to(x) if biased else None
         return F.linear(x.movedim(1, -1), weight, bias).movedim(-1, 1)
 
     def as_residual(self, x: Tensor, route: Route) -> Terms:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels import ConvWeight, sums_float64
+from ...kernels import ConvWeight, sums_float64, synchronize
 from .inputs.coded_weights import coded_weight
 
 # Forms of larger weights are not kept, because those of Wan 2.2 would double its 705 M. The
@@ -155,3 +155,20 @@ def _sum_of(weight: Tensor) -> Tensor:
     offset = flat.storage_offset() * flat.element_size()
     words = flat.nbytes % 8 == 0 and offset % 8 == 0
     return flat.view(torch.int64 if words else torch.uint8).sum(dtype=torch.int64)
+
+
+def proved_copy(source: Tensor, device: torch.device) -> Tensor:
+    """Return a copy of `source` `[...]` on a device whose way back gives the same bits."""
+    synchronize(source.device)
+    copy = source.to(device)
+    if torch.equal(copy.to(source.device), source):
+        return copy
+    # The bytes alone, as what was wrong can be in layouts or dtypes.
+    flat = source.contiguous().flatten().view(torch.uint8)
+    copy = flat.to(device)
+    if torch.equal(copy.to(source.device), flat):
+        return copy.view(source.dtype).view(source.shape)
+    raise ValueError(
+        f"copies of the weights from {source.device} are wrong; expected a VAE that is loaded on "
+        f"{device}"
+    )

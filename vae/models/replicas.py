@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ...kernels import synchronize
 from ..layers.conv import Conv
-from ..layers.conv_weights import marks_of, stamp_of
+from ..layers.conv_weights import marks_of, proved_copy, stamp_of
 from .base import Network, unwrapped
 
 
@@ -57,7 +56,7 @@ class Replicas:
             if known is None or known.form != form:
                 self._known.pop((device, name), None)
                 del known  # free it before the other one is made
-                made = copied(network, device, _proved if proves else Tensor.to)
+                made = copied(network, device, proved_copy if proves else Tensor.to)
                 known = self._known[device, name] = _Replica(made, form, stamps, marks)
                 self.made += 1
                 return known.network
@@ -65,7 +64,7 @@ class Replicas:
             pairs = zip(_tensors(known.network), sources, known.stamps, stamps, strict=True)
             for target, source, before, after in pairs:
                 if everything or before != after:
-                    target.copy_(_proved(source, device) if proves else source)
+                    target.copy_(proved_copy(source, device) if proves else source)
             known.stamps, known.marks = stamps, marks
             return known.network
 
@@ -112,23 +111,6 @@ def copied(
     made = copy.deepcopy(network, there)
     # On a GPU this also puts the weights into the layout of their convolutions.
     return made.to(device)
-
-
-def _proved(source: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of `source` `[...]` on a device whose way back gives the same bits."""
-    synchronize(source.device)
-    copy = source.to(device)
-    if torch.equal(copy.to(source.device), source):
-        return copy
-    # The bytes alone, as what was wrong can be in layouts or dtypes.
-    flat = source.contiguous().flatten().view(torch.uint8)
-    copy = flat.to(device)
-    if torch.equal(copy.to(source.device), flat):
-        return copy.view(source.dtype).view(source.shape)
-    raise ValueError(
-        f"copies of the weights from {source.device} are wrong; expected a VAE that is loaded on "
-        f"{device}"
-    )
 
 
 def _tensors(network: nn.Module) -> list[Tensor]:

@@ -169,10 +169,10 @@ def test_weights_elsewhere_are_used_alone(vae, latent, caplog, monkeypatch):
 def test_a_device_without_room_for_the_weights_is_left_out(vae, latent, monkeypatch, caplog):
     copied = Replicas.on
 
-    def fails(self, device, *arguments):
+    def fails(self, device, *arguments, **options):
         if device == OTHER:
             raise torch.OutOfMemoryError("Tried to allocate 20.00 MiB")
-        return copied(self, device, *arguments)
+        return copied(self, device, *arguments, **options)
 
     monkeypatch.setattr(Replicas, "on", fails)
     for _ in range(2):

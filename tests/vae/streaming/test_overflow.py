@@ -105,12 +105,11 @@ def test_frames_are_of_float16_before_the_overflow_and_of_bfloat16_after_it(
     assert f"bfloat16 from frame {vae.config.frames(bright) if bright else 0} on" in line
 
 
-def test_the_next_decode_starts_in_bfloat16_in_silence(vae, caplog, monkeypatch):
+def test_the_next_decode_starts_in_bfloat16_in_silence(vae, caplog):
     latent = video(vae, 3, 1)
     vae.decode(latent)
     assert not vae.allow_fp16
     caplog.clear()
-    monkeypatch.setattr(overflow.Watch, "next_piece", None)
     dark = video(vae, 3)
     with caplog.at_level(logging.INFO):
         assert torch.equal(vae.decode(dark, 1), wide(vae, dark))
