@@ -45,5 +45,7 @@ def device_notes(device: torch.device) -> list[str]:
 
 
 def _cell(row: Row) -> str:
-    cell = f"{100 * row.error:.2g} % ({100 * row.bound:g} %)"
+    error = 100 * row.error
+    shown = "< 0.0001" if 0 < error < 1e-4 else f"{error:.2g}"
+    cell = f"{shown} % ({100 * row.bound:g} %)"
     return cell if row.is_right else f"WRONG: {row.reason or cell}"
