@@ -227,7 +227,7 @@ class PointwiseConv(nn.Module):
     def forward(self, x: Tensor, outputs: slice = slice(None), *, biased: bool = True) -> Tensor:
         """Mix the channels of each pixel, on the device of `x`."""
         weight, bias = self.weight, self.bias
-        if weight.device != x.device:  # memory has run out there, or it is wrong
+        if x.device.type == "cpu" != weight.device.type:  # memory has run out there, or it is wrong
             weight, bias = (proved_copy(each, x.device) for each in (weight, bias))
         weight = weight.flatten(1)[outputs].to(x)
         bias = bias[outputs].to(x) if biased else None

@@ -1,9 +1,13 @@
 """Destinations of the results of a run: latents, or frames in new tensors or in buffers.
 
 Pixels in channels (the patches of Wan 2.2, the phases of 2x decoders) are rearranged in the same
-pass.
+pass. Each piece of a decode is examined by one sum: what overflows becomes infinite, and the next
+norm makes it NaN, which nothing in the networks turns into a finite number again.
 """
 
+import math
+import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -17,7 +21,6 @@ from ..layers.workspace import uint16_as_int16
 from ..models.config import VAEConfig
 from ..models.patchify import COLUMN_FIRST, ROW_FIRST
 from ..models.receptive_field import Span
-from .overflow import Finding, Watch
 from .source import OPEN_END
 
 
@@ -77,6 +80,69 @@ class LatentOutput:
     def end_after(self, latents: int) -> None:
         """Drop what comes after the next `latents`."""
         self._wanted.end_after(latents)
+
+
+class Finding:
+    """The examination of one piece, in parts and from threads of several devices."""
+
+    def __init__(
+        self, sides: dict[torch.device, torch.cuda.Stream], coding: Coding | None = None
+    ) -> None:
+        self._sides, self._coding = sides, coding
+        # By thread, which has one device: the sum, and the event after it.
+        self._sums: dict[int, tuple[Tensor, torch.cuda.Event | None]] = {}
+
+    def look(self, x: Tensor, coding: Coding | None = None) -> None:
+        """Examine a part `[B, C, n, H, W]` of the piece, without a wait for the device.
+
+        `coding` has made it; None: that of the run.
+        """
+        total = x.sum(dtype=torch.float32)  # finite for less than 5e33 finite ones in float16
+        coding = coding or self._coding
+        if coding is not None:
+            total.add_(coding.verdict())
+        thread = threading.get_ident()
+        if thread in self._sums:
+            before, summed = self._sums[thread]
+            total.add_(before)
+        else:
+            summed = torch.cuda.Event() if x.device.type == "cuda" else None
+        if summed is not None:
+            summed.record(torch.cuda.current_stream(x.device))
+        self._sums[thread] = total, summed
+
+    def overflowed(self) -> bool:
+        """Wait for the work on the piece, and return whether it has NaN or infinity."""
+        return not all(math.isfinite(self._read(*each)) for each in self._sums.values())
+
+    def _read(self, total: Tensor, summed: torch.cuda.Event | None) -> float:
+        if summed is None:
+            return total.item()
+        # On a stream of its own: the device may compute the next piece already.
+        summed.synchronize()
+        side = self._sides.get(total.device)
+        if side is None:
+            side = self._sides[total.device] = torch.cuda.Stream(total.device)
+        with torch.cuda.stream(side):
+            return total.item()
+
+
+class Watch:
+    """Examines the pieces of one run for NaN and infinity, and for values out of int8."""
+
+    def __init__(self, coding: Coding | None = None) -> None:
+        self._coding = coding
+        self._sides: dict[torch.device, torch.cuda.Stream] = {}
+        self._findings: deque[Finding] = deque()
+
+    def next_piece(self) -> Finding:
+        """Return the examination of the next piece."""
+        self._findings.append(Finding(self._sides, self._coding))
+        return self._findings[-1]
+
+    def overflowed(self) -> bool:
+        """Return whether the piece after the one of the last call has NaN or infinity."""
+        return self._findings.popleft().overflowed()
 
 
 class Output:

@@ -1,24 +1,17 @@
-"""Decodes in float16 or int8 that overflow, which one sum per piece shows.
+"""What follows when the frames of a decode are not finite: `Watch` in `output.py` has seen it.
 
-float16 ends at 65504, where bfloat16 has the range of float32. What overflows becomes infinite, and
-the next norm makes it NaN: nothing in the networks turns that into a finite number again. So a
-finite piece proves that nothing overflowed in it.
-
-Underflow is not looked for: below 6e-5 float16 has fewer bits than above. Weights of published VAEs
-are far larger, and norms keep the activations near 1.
+float16 ends at 65504, where bfloat16 has the range of float32. Underflow is not looked for: below
+6e-5 float16 has fewer bits than above. Weights of published VAEs are far larger, and norms keep the
+activations near 1.
 """
 
 import logging
-import math
 import threading
-from collections import deque
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from ...kernels import device_name, log_once
-from ..layers.inputs.coding import Coding
 from ..validation import dtype_name
 from .options import StreamOptions
 from .settings import Setting
@@ -33,73 +26,11 @@ class RangeError(ArithmeticError):
     """A piece of a decode has values that its dtype cannot hold; a wider one has to follow."""
 
 
-class Finding:
-    """The examination of one piece, in parts and from threads of several devices."""
-
-    def __init__(
-        self, sides: dict[torch.device, torch.cuda.Stream], coding: Coding | None = None
-    ) -> None:
-        self._sides, self._coding = sides, coding
-        # By thread, which has one device: the sum, and the event after it.
-        self._sums: dict[int, tuple[Tensor, torch.cuda.Event | None]] = {}
-
-    def look(self, x: Tensor, coding: Coding | None = None) -> None:
-        """Examine a part `[B, C, n, H, W]` of the piece, without a wait for the device.
-
-        `coding` has made it; None: that of the run.
-        """
-        total = x.sum(dtype=torch.float32)  # finite for less than 5e33 finite ones in float16
-        coding = coding or self._coding
-        if coding is not None:
-            total.add_(coding.verdict())
-        thread = threading.get_ident()
-        if thread in self._sums:
-            before, summed = self._sums[thread]
-            total.add_(before)
-        else:
-            summed = torch.cuda.Event() if x.device.type == "cuda" else None
-        if summed is not None:
-            summed.record(torch.cuda.current_stream(x.device))
-        self._sums[thread] = total, summed
-
-    def overflowed(self) -> bool:
-        """Wait for the work on the piece, and return whether it has NaN or infinity."""
-        return not all(math.isfinite(self._read(*each)) for each in self._sums.values())
-
-    def _read(self, total: Tensor, summed: torch.cuda.Event | None) -> float:
-        if summed is None:
-            return total.item()
-        # On a stream of its own: the device may compute the next piece already.
-        summed.synchronize()
-        side = self._sides.get(total.device)
-        if side is None:
-            side = self._sides[total.device] = torch.cuda.Stream(total.device)
-        with torch.cuda.stream(side):
-            return total.item()
-
-
-class Watch:
-    """Examines the pieces of one run for NaN and infinity, and for values out of int8."""
-
-    def __init__(self, coding: Coding | None = None) -> None:
-        self._coding = coding
-        self._sides: dict[torch.device, torch.cuda.Stream] = {}
-        self._findings: deque[Finding] = deque()
-
-    def next_piece(self) -> Finding:
-        """Return the examination of the next piece."""
-        self._findings.append(Finding(self._sides, self._coding))
-        return self._findings[-1]
-
-    def overflowed(self) -> bool:
-        """Return whether the piece after the one of the last call has NaN or infinity."""
-        return self._findings.popleft().overflowed()
-
-
 class NarrowVAE(Protocol):
     """What this module needs of a `VideoVAE`; see there."""
 
     allow_fp16: bool
+    is_finite: bool
     graphs: bool
 
     def proved(self, setting: Setting) -> Setting:

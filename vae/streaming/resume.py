@@ -19,8 +19,8 @@ from ..layers.inputs.coding import Coding
 from .bands.banded_executor import DeviceError
 from .bands.ranks import RankError
 from .memory import bare, exhausted, make_room
-from .output import Sink, Wanted, background_writer
-from .overflow import NarrowVAE, RangeError, Watch, remember, report_nan
+from .output import Sink, Wanted, Watch, background_writer
+from .overflow import NarrowVAE, RangeError, remember, report_nan
 from .precision import eager
 from .session import VideoJob, VideoSession
 from .settings import Setting
@@ -140,7 +140,8 @@ class Video:
         job, device = self._job, setting.device
         start, stop = self._part.start(self._at), self._part.wanted.stop
         coding = Coding(setting.coded, device) if setting.coded else None
-        watched = setting.watched and not job.encodes and device.type != "meta"
+        watched = (setting.watched and self._vae.is_finite) or setting.is_narrow
+        watched = watched and not job.encodes and device.type != "meta"
         watch = Watch(coding) if watched else None
         writer = background_writer(device, self._target)
         wanted = Wanted(range(self._at, stop), start.result, self._part.wanted.start)
@@ -222,6 +223,7 @@ class Video:
                 remember(self._vae, self._at, coded=bool(setting.coded))
                 return setting.widened()
             following = setting.after_nan()
+            self._vae.is_finite = following.watched
             report_nan(self._at, setting, following)
             return following
         if failure is None:

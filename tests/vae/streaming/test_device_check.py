@@ -143,7 +143,13 @@ def faulty(monkeypatch, name):
     return Fallback(**dict.fromkeys(instead, True))
 
 
-@pytest.mark.parametrize("name", ["group norm", "attention", "convolution"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("group norm", "attention")),
+        "convolution",
+    ],
+)
 def test_a_fault_of_a_cpu_is_found_in_the_background(name, checking, caplog, monkeypatch, tmp_path):
     if name == "group norm" and native_library().missing:
         pytest.skip("the C++ kernels are not built")
@@ -199,7 +205,9 @@ def test_a_check_costs_seconds_of_one_core(checking):
     assert time.thread_time() - before < 6
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, FP32, FP16, BF16])
+@pytest.mark.parametrize(
+    "dtype", [*(pytest.param(x, marks=pytest.mark.slow) for x in (torch.float64, FP32)), FP16, BF16]
+)
 def test_every_set_is_right_on_a_right_device(dtype):
     for fallback in device_check.SETS if dtype == FP32 else [Fallback(reference=True)]:
         wrong = [row for row in device_check.rows(CPU, dtype, fallback) if not row.is_right]
@@ -274,7 +282,7 @@ def test_the_end_of_a_process_ends_its_check(tmp_path, monkeypatch):
     """At once, without an error, and without a mark: the next process checks again."""
     monkeypatch.setenv("FAST_VIDEO_VAE_CACHE", str(tmp_path))
     monkeypatch.setenv("FAST_VIDEO_VAE_NATIVE", "0")
-    for _ in range(3):
+    for _ in range(2):
         succeeded(script_command(ENDS))
     kept = [json.loads(path.read_bytes())["facts"] for path in tmp_path.glob("facts/*.json")]
     marks = [value for each in kept for name, value in each.items() if name.startswith("device:")]

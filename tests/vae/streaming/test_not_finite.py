@@ -60,3 +60,6 @@ def test_frames_that_no_op_computes_finitely_are_delivered(given, caplog):
     assert not video.isfinite().all()
     lines = [each for each in caplog.messages if LINE in each]
     assert ["nor with the reference" in each for each in lines] == [False, True]
+    caplog.clear()
+    assert not joined(list(vae.decode_stream(latent))).isfinite().all()
+    assert not caplog.messages  # which is known of this VAE

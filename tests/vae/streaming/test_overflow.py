@@ -20,7 +20,7 @@ from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.products import each_value_once
 from fast_video_vae.tests.vae.families import computes_16_bits, joined, latent_for, overwritten
 from fast_video_vae.vae import StreamOptions, load_vae
-from fast_video_vae.vae.streaming import overflow, precision
+from fast_video_vae.vae.streaming import output, precision
 
 checkpoint = importlib.import_module("fast_video_vae.vae.checkpoint")
 
@@ -71,7 +71,7 @@ def wide(vae, latent):
 def narrow(vae, latent):
     """All frames of the latent in float16, rounded to bfloat16."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overflow.Watch, "overflowed", lambda watch: False)
+        patch.setattr(output.Watch, "overflowed", lambda watch: False)
         return joined(allowing(copy.deepcopy(vae)).decode_stream(latent, STEP))
 
 
