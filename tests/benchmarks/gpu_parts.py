@@ -398,10 +398,10 @@ PARTS = {
     "comfyui": (40, clips("comfyui"), "the same clips"),
     "graphs": (10, clips("without graphs", "with graphs", only=1), "CUDA graphs"),
     "cold": (8, clips("a thread compiles", only=1), "next to best per layer"),
-    "memory": (24, memory, "720 x 1280 x 81 with less memory than the plan knows of"),
+    "memory": (18, memory, "720 x 1280 x 81 with less memory than the plan knows of"),
     "counters": (24, counters, "by ncu"),
     "float32": (18, float32, "all families, against float64 on a CPU"),
-    "check": (40, check, "of the device, with planted faults; the second run has no set-up"),
-    "tests": (39, tests, "pytest -m gpu"),
+    "check": (12, check, "of the device; --patience 6 has time for all planted faults"),
+    "tests": (33, tests, "pytest -m gpu"),
     "peers": (50, clips("diffusers"), "the same clips"),
 }
