@@ -54,7 +54,6 @@ from .devices import (
     has_bfloat16,
     has_own_memory,
     host_bytes,
-    indexed,
     lacks,
     memory_bytes,
     release_cached,
@@ -64,6 +63,7 @@ from .devices import (
     synchronize,
     tensor_limit,
     unsearched,
+    with_index,
 )
 from .devices import current as on_device
 from .devices.instructions import multiplies_bfloat16, processor, product_dtype, slow_on_cpu

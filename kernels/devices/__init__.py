@@ -11,13 +11,13 @@ from .kinds import (
     device_name,
     has_bfloat16,
     has_own_memory,
-    indexed,
     is_rocm,
     lacks,
     runtime,
     searches_shapes,
     sums_float64,
     synchronize,
+    with_index,
 )
 from .memory import host_bytes, memory_bytes, release_cached, tensor_limit
 from .miopen import always_searches, unsearched

@@ -13,6 +13,9 @@ import torch
 # Kinds by PyTorch's type of a device; `cuda` is NVIDIA's or AMD's. Meta tensors have no device.
 _KINDS = {"cpu": "cpu", "meta": "cpu", "xpu": "intel", "mps": "apple"}
 
+# Types of devices that have an index.
+_INDEXED = ("cuda", "xpu", "mps")
+
 # The kinds of GPUs.
 GPUS = ("nvidia", "amd", "intel", "apple")
 
@@ -53,16 +56,17 @@ def default_device() -> torch.device:
     return torch.device("cpu") if found is None else torch.device(found.type)
 
 
-def indexed(device: torch.device) -> torch.device | None:
-    """Return a GPU with its index, the current one's if `device` has none; None: there is none."""
-    if device.index is not None:
+def with_index(device: torch.device) -> torch.device:
+    """Return a GPU with its index, the current one's if it has none, as tensors have one.
+
+    Other devices, and a GPU that is not there, stay as they are.
+    """
+    if device.index is not None or device.type not in _INDEXED:
         return device
     if device_kind(device) == "apple":
-        return torch.device("mps", 0) if torch.backends.mps.is_available() else None
+        return torch.device("mps", 0) if torch.backends.mps.is_available() else device
     module = runtime(device)
-    if not module.is_available():
-        return None
-    return torch.device(device.type, module.current_device())
+    return torch.device(device.type, module.current_device()) if module.is_available() else device
 
 
 def lacks(device: torch.device, dtype: torch.dtype) -> str:

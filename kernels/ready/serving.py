@@ -20,7 +20,7 @@ from ..backends import CONVOLUTIONS, ORDER, TRIED, Kernel
 from ..convolution.weight import ConvWeight
 from ..cuda_ops.driver import relaxed_captures
 from ..devices import current as on_device
-from ..devices import device_kind, indexed, runtime
+from ..devices import device_kind, runtime, with_index
 from ..native_ops.build import CPU
 from ..warmup_log import preparing
 from . import background, facts, recording, selfcheck, variants
@@ -128,13 +128,8 @@ def build(key: variants.Key, sample: selfcheck.Sample) -> None:
 
 def checked_kernels(device: torch.device) -> dict[str, bool]:
     """Return the kernels that were checked on `device` by name, and whether one is right."""
-    known = facts.of_kernels(_named(device)).named(_RIGHT).items()
+    known = facts.of_kernels(with_index(device)).named(_RIGHT).items()
     return {name.removeprefix(_RIGHT): value in (*ORDER, *CONVOLUTIONS) for name, value in known}
-
-
-def _named(device: torch.device) -> torch.device:
-    """Return a GPU with its index, as the tensors of calls have one."""
-    return (device.type in ("cuda", "xpu") and indexed(device)) or device
 
 
 def has_tile(weight: ConvWeight, stride: tuple[int, ...]) -> bool:
@@ -174,7 +169,7 @@ class Prepared:
     """
 
     def __init__(self, device: torch.device, record: Callable[[], object]) -> None:
-        self._device, self._record = _named(device), record
+        self._device, self._record = with_index(device), record
         self._proofs, self.is_ready = 0, device_kind(device) not in TRIED
         self.job = CPU.prepare() if device.type == "cpu" else self._begun()
 

@@ -43,10 +43,10 @@ def info(args: argparse.Namespace, _: Say) -> str:
             capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
         parts.append(f"{kernels.device_name(device)}, compute capability {capability}")
     if args.check:
-        chosen = args.device or kernels.default_device().type
-        if checked_device(chosen).type == "cpu":
+        device = checked_device(args.device or kernels.default_device().type)
+        if device.type == "cpu":
             kernels.native_library()  # which is checked too
-        parts.append(check_device(checked_device(chosen)))
+        parts.append(check_device(device))
     if args.backends:
         parts.append(backend_report())
     return "\n\n".join(parts)

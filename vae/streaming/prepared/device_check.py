@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ....kernels import (
-    GPUS,
     Fallback,
     Job,
     always_searches,
@@ -29,7 +28,6 @@ from ....kernels import (
     device_name,
     first_line,
     goes_on,
-    indexed,
     is_out_of_memory,
     kernel_facts,
     key_of,
@@ -37,6 +35,7 @@ from ....kernels import (
     log_once,
     queue,
     report,
+    with_index,
 )
 from ...validation import dtype_name
 from .cases import EXPECTED, Case, cases
@@ -95,14 +94,14 @@ class Verdict(NamedTuple):
 
 def verdicts_of(device: torch.device) -> dict[torch.dtype, Verdict]:
     """Return what is known of a device, by dtype."""
-    device = _named(device)
+    device = with_index(device)
     return {dtype: verdict for (where, dtype), verdict in [*_verdicts.items()] if where == device}
 
 
 def fallback_of(device: torch.device, dtype: torch.dtype) -> Fallback:
     """Return what the next videos in `dtype` use on a device in place of what is wrong there."""
     # As far as it is known: nothing waits for a check.
-    key = _named(device), dtype
+    key = with_index(device), dtype
     known = _verdicts.get(key)
     if known is None:
         _unproved.add(key)
@@ -115,7 +114,7 @@ def check_once(device: torch.device, dtype: torch.dtype) -> Job:
 
     None begins where the library would search for an algorithm at each of 200 shapes for minutes.
     """
-    key = device, dtype = _named(device), dtype
+    key = device, dtype = with_index(device), dtype
     with _lock:
         job = _jobs.get(key)
         if job is not None:
@@ -200,15 +199,14 @@ def judged(found: Sequence[Row], device: torch.device, dtype: torch.dtype) -> Ve
 def _check(key: tuple[torch.device, torch.dtype]) -> None:
     """Check a device in a dtype, and keep the verdict."""
     device, dtype = key
-    verdict, is_sure = Verdict(Fallback(), f"the check of {device} ended the process twice"), True
+    verdict = Verdict(Fallback(), f"the check of {device} ended the process twice")
 
     def find() -> dict[str, Any]:
-        nonlocal verdict, is_sure
+        nonlocal verdict
         with apart(device):  # one stream, because each has memory of its own
             found = list(rows(device, dtype))
-            is_sure = not any(row.reason for row in found)
             verdict = judged(found, device, dtype)
-        if not is_sure:
+        if any(row.reason for row in found):
             raise _UnsureError
         return {"instead": list(verdict.fallback.names), "text": verdict.text}
 
@@ -256,11 +254,6 @@ def _settle(key: tuple[torch.device, torch.dtype], verdict: Verdict) -> None:
     if verdict.text and fault(verdict, dtype) not in known:  # in most cases dtypes share it
         late = "; repeat what was decoded or encoded before" * bool(verdict.fallback)
         log_once(f"{device_name(device)}: {verdict.text}{late * (key in _unproved)}")
-
-
-def _named(device: torch.device) -> torch.device:
-    """Return a GPU with its index, as tensors have one."""
-    return (device_kind(device) in GPUS and indexed(device)) or device
 
 
 def _name_of(device: torch.device, dtype: torch.dtype) -> str:
