@@ -17,6 +17,9 @@ from ..layers.frame_runs import Settling, fitted, largest_part, parts
 from ..layers.temporal_cache import TemporalCache
 from .static_frames import StaticEnd
 
+# Larger than any activation, so that no frames are divided.
+_WHOLE = 1 << 62
+
 
 class Executor:
     """Runs the layers of a video in order, and holds its state."""
@@ -62,7 +65,7 @@ def advance(
     chains: Sequence[Sequence[CausalLayer]],
     x: Tensor,
     cache: TemporalCache,
-    part_bytes: int,
+    part_bytes: int = _WHOLE,
     start: tuple[int, int] = (0, 0),
 ) -> Iterator[Tensor]:
     """Push one chunk `[B, C, T, H, W]` depth first through the network; yield runs of it."""

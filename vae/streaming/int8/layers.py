@@ -44,9 +44,6 @@ _VERSION = 1
 # Types of the attributes of `LayerLoss`.
 _TYPES = (str, float, float, float, bool)
 
-# Larger than any activation, so that no frames are divided.
-_WHOLE = 1 << 62
-
 _TINY = 1e-300
 
 # Frames of the video: nine frames have two steps after the first one.
@@ -239,7 +236,7 @@ def _result(
     with layer_modes(device, full=dtype == torch.float32), _counting(network, count):
         for part in filter(Tensor.numel, (x[:, :, :1], x[:, :, 1:])):
             entering = canonical(part.contiguous(memory_format=order))
-            made = advance(network.chains(), entering, cache, _WHOLE)
+            made = advance(network.chains(), entering, cache)
             pieces += [piece.float() for piece in made]
             cache.first = False
     return torch.cat(pieces, dim=2)

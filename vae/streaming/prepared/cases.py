@@ -48,9 +48,6 @@ from .sketches import difference, formula, sketch
 # Results, and the latent and the clip of the bundled VAE.
 EXPECTED = Path(__file__).with_name("expected.safetensors")
 
-# Larger than any activation, so that no frames are divided.
-_WHOLE = 1 << 62
-
 # Allowed errors of a sum, as a share of the root mean square of all: of networks, and of blocks and
 # single functions. Right devices have a third of them at most, from roundings of the dtype, or in
 # float64 of the file.
@@ -71,7 +68,7 @@ class Case:
 
     Attributes:
         name: What it is, for people.
-        run: Returns the result `[1, C, T, H, W]` on the host, with what a device runs.
+        run: Returns the result `[B, C, T, H, W]` on the host, with what a device runs.
         bounds: Allowed errors by dtype.
         used: The VAEs use it; otherwise other nodes of ComfyUI do.
     """
@@ -113,12 +110,12 @@ class _Layers:
         cache = TemporalCache(route_token=network.route_token(seen, device))
         for frames in self._input().split(self.steps, 2):
             x = frames.to(device, dtype).contiguous(memory_format=torch.channels_last_3d)
-            outputs += [y.cpu() for y in advance(network.chains(), canonical(x), cache, _WHOLE)]
+            outputs += [y.cpu() for y in advance(network.chains(), canonical(x), cache)]
             cache.first = self.pictures
         return torch.cat(outputs, 2)
 
     def _input(self) -> Tensor:
-        """Return the frames `[1, C, T, H, W]` of all steps."""
+        """Return the frames `[B, C, T, H, W]` of all steps."""
         if self.given:
             x = expected()[self.given]
             return to_unit(x) if x.dtype == torch.uint8 else x
@@ -145,18 +142,12 @@ class _Layers:
         return network.requires_grad_(False).eval()
 
 
-class Blocks(Network):
-    """Layers one after another."""
+class Block(Network):
+    """A network of one layer, which `make` makes."""
 
-    def __init__(self, *layers: CausalLayer) -> None:
+    def __init__(self, make: Callable[[], CausalLayer]) -> None:
         super().__init__()
-        for number, layer in enumerate(layers):
-            self.add_module(str(number), layer)
-
-    @classmethod
-    def of(cls, layer: Callable[[], CausalLayer]) -> "Blocks":
-        """Return the network of one layer, which `layer` makes."""
-        return cls(layer())
+        self.layer = make()
 
 
 def cases() -> list[Case]:
@@ -212,7 +203,7 @@ def _blocks() -> Iterator[tuple[str, _Layers]]:
         ("upsampling of SeedVR2", lambda: SeedVR2Upsample(16, temporal=True), half, (1, 1)),
         ("downsampling of SeedVR2", lambda: SeedVR2Downsample(16, temporal=True), even, (1, 2)),
     ):
-        yield name, _Layers(functools.partial(Blocks.of, layer), shape, steps)
+        yield name, _Layers(functools.partial(Block, layer), shape, steps)
 
 
 def _small_blocks() -> Iterator[tuple[str, _Layers]]:
@@ -224,7 +215,7 @@ def _small_blocks() -> Iterator[tuple[str, _Layers]]:
         ("192 channels of Wan", lambda: ResidualBlock(192, 192), (192, 17, 18), (1, 2), 1),
         ("attention of 384 channels", lambda: AttentionBlock(384), (384, 17, 18), (1,), 2),
     ):
-        yield name, _Layers(functools.partial(Blocks.of, layer), shape, steps, batch=batch)
+        yield name, _Layers(functools.partial(Block, layer), shape, steps, batch=batch)
 
 
 def _functions() -> dict[str, Callable[[torch.device, torch.dtype, Snapshot], Tensor]]:

@@ -23,9 +23,6 @@ from ..executor import advance
 # Height and width of the frames in pixels, and the latents of each step: a picture and a video.
 _VIDEOS = (((1024, 1024), (1,)), ((480, 832), (1, 1)))
 
-# Larger than any activation, so that no frames are divided.
-_WHOLE = 1 << 62
-
 # Dtypes of images: ComfyUI's, and those of files.
 _IMAGES = (torch.float32, torch.uint8)
 
@@ -79,7 +76,7 @@ def _record(work: Work) -> None:
             x = torch.empty(shape, dtype=work.dtype, device=device)
             x = canonical(x.contiguous(memory_format=torch.channels_last_3d))
             with torch.inference_mode(False), torch.no_grad(), ByteCounter():
-                for y in advance(network.chains(), x, cache, _WHOLE):
+                for y in advance(network.chains(), x, cache):
                     _leave(work, y, order)
             cache.first = config.is_of_pictures
 

@@ -19,7 +19,7 @@ _PERIOD = 65537
 
 
 def sketch(x: Tensor) -> Tensor:
-    """Return the sketch of `x` `[1, C, T, H, W]`, which depends on the place of each value."""
+    """Return the sketch of `x` `[B, C, T, H, W]`, which depends on the place of each value."""
     values = x.movedim(1, -1).flatten().to(torch.float64, copy=True)
     whole = values.numel() // _PERIOD * _PERIOD
     values[:whole].view(-1, _PERIOD).mul_(_signs())
