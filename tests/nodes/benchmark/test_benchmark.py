@@ -171,4 +171,5 @@ def test_each_run_in_a_server_measures_again(server):
     one, two = (server.run(workflow)[node] for _ in range(2))
     assert server.pictures(one).shape == (1, 640, 1024, 3)
     assert "| decode | fp32  | fast" in one["text"][0]
+    assert "computes stored examples rightly in fp32" in one["text"][0]
     assert one["text"] != two["text"]
