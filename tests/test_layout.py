@@ -25,6 +25,7 @@ vae/cli vae
 nodes/host
 nodes/vae nodes/lora nodes/text nodes/preview nodes/mlp
 nodes/video nodes/sampling nodes/benchmark nodes/wan_wrapper
+nodes/upscale
 nodes
 __init__.py"""
 TOPS = ("kernels", "lora", "vae", "nodes")

@@ -1,7 +1,7 @@
 """The VAE: frames to latents and back, whole or as a stream."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -22,7 +22,7 @@ from .streaming.output import LatentOutput, Output, Wanted
 from .streaming.overflow import allows_fp16
 from .streaming.precision import compute_dtype, decode_dtype, eager
 from .streaming.prepared.prepared_vae import PreparedVAE
-from .streaming.resume import Video
+from .streaming.resume import Pieces, Video
 from .streaming.session import VideoJob
 from .streaming.settings import Setting
 from .streaming.source import Part, Source
@@ -115,7 +115,7 @@ class VideoVAE(PreparedVAE, SharedDevices, VAEWeights):
         *,
         scaled: bool = True,
         to_range: Callable[[Tensor], Tensor] | None = None,
-    ) -> Iterator[Tensor]:
+    ) -> Pieces:
         """Encode a video in pieces; latents are yielded as soon as their frames are there.
 
         It goes on after a failure, as `decode_stream` does.
@@ -165,7 +165,7 @@ class VideoVAE(PreparedVAE, SharedDevices, VAEWeights):
         images: Tensor | None = None,
         frames: range | None = None,
         deep: bool = False,
-    ) -> Iterator[Tensor]:
+    ) -> Pieces:
         """Decode a latent and yield the frames as soon as they are done.
 
         Memory does not depend on the length of the video. A latent of an iterable is requested when

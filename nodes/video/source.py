@@ -1,19 +1,21 @@
 """The frames of a VIDEO, a few at a time, from a file or from tensors."""
 
+import io
 import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, BinaryIO
+from typing import Any
 
 import av
 import comfy.utils
 import torch
+from av.container import InputContainer
 from torch import Tensor
 
-from ...vae.media import VideoFile, open_media, read_video
+from ...vae import media
 from ..host.api import Input
 
 _logger = logging.getLogger(__name__)
@@ -23,6 +25,9 @@ _FRAMES = 4
 
 # More frames than a video has.
 _UNKNOWN = 1 << 31
+
+# Tags of a container, which are not about the video in it.
+_OF_CONTAINERS = ("major_brand", "minor_version", "compatible_brands", "encoder", "duration")
 
 Sound = dict[str, Any]
 
@@ -71,10 +76,12 @@ class FileSource:
     """The frames of a file, given by path or in memory; `size` is in square pixels, upright."""
 
     def __init__(self, video: Input.Video) -> None:
-        self._source: str | BinaryIO = video.get_stream_source()
+        source: str | io.BytesIO = video.get_stream_source()
+        # Each source has a place of its own in a file in memory, whose bytes are not copied.
+        self._source = source if isinstance(source, str) else io.BytesIO(source.getvalue())
         start, duration = video.get_active_trim_window()
         self._start, self._duration = start, duration or None
-        self._file: VideoFile = read_video(self._source)
+        self._file = media.read_video(self._source)
         self.fps = self._file.fps
         self.size = self._file.height, self._file.width
 
@@ -91,42 +98,87 @@ class FileSource:
 
     def sound(self, fit: Fit) -> Sound | None:
         """Return the AUDIO of the frames in the form of `fit`; None: there is none."""
+        track = self.track(fit, as_written=False)
+        if track is None:
+            return None
+        waveform = torch.cat([torch.zeros(track.channels, 0), *track.blocks()], dim=1)
+        return {"waveform": waveform.unsqueeze(0), "sample_rate": track.sample_rate}
+
+    def track(self, fit: Fit, *, as_written: bool = True) -> "Track | None":
+        """Return the sound of the frames, to be read in blocks; None: there is none.
+
+        With `as_written` channels that files of this pack have no layout for are mixed down.
+        """
         lengths = [each for each in (self._duration, fit.seconds(self.fps)) if each is not None]
         begin = self._file.origin + Fraction(self._start)
         end = begin + Fraction(min(lengths)) if lengths else None
+        with self._opened() as container:
+            stream = _heard(container)
+            if stream is None:
+                return None
+            channels, rate = stream.codec_context.channels, stream.rate
+        layout = media.layout_of(channels) if as_written else None
+        channels = av.AudioLayout(layout).nb_channels if layout else channels
+        length = None if end is None else round((end - begin) * rate)
+        return Track(self._opened, channels, rate, layout, begin, length)
+
+    def tags(self) -> dict[str, str]:
+        """Return the tags of the file that are not about its container."""
+        with self._opened() as container:
+            return {k: v for k, v in container.metadata.items() if k.lower() not in _OF_CONTAINERS}
+
+    def _opened(self) -> InputContainer:
         if not isinstance(self._source, str):
             self._source.seek(0)
-        with open_media(self._source) as container:
-            # Streams that FFmpeg cannot decode have no context. ComfyUI also uses the last of the
-            # others.
-            streams = [each for each in container.streams.audio if each.codec_context and each.rate]
-            if not streams:
-                return None
-            stream = streams[-1]
-            rate = stream.rate
-            length = None if end is None else round((end - begin) * rate)
-            blocks = [torch.zeros(stream.channels, 0)]
-            at = 0
+        return media.open_media(self._source)
+
+
+@dataclass(frozen=True)
+class Track:
+    """The sound of a file from `begin` on, in seconds by its clock, which is read in blocks."""
+
+    opened: Callable[[], InputContainer]
+    channels: int
+    sample_rate: int
+    layout: str | None  # FFmpeg's name; None: that of the file
+    begin: Fraction
+    length: int | None  # samples; None: all
+
+    def blocks(self) -> Iterator[Tensor]:
+        """Yield `[channels, n]` float32; a broken end is logged and left out."""
+        rate, left = self.sample_rate, _UNKNOWN**2 if self.length is None else self.length
+        at: int | None = None  # of the next block, in samples from `begin` on
+        with self.opened() as container:
+            stream = _heard(container)
             try:
-                if begin > 0:
-                    container.seek(int(begin * av.time_base))
-                resampled = map(av.AudioResampler(format="fltp").resample, container.decode(stream))
-                for frame in itertools.chain.from_iterable(resampled):
+                if self.begin > 0:
+                    container.seek(int(self.begin * av.time_base))
+                resampler = av.AudioResampler(format="fltp", layout=self.layout)
+                decoded = map(resampler.resample, container.decode(stream))
+                for frame in itertools.chain.from_iterable(decoded):
                     block = torch.from_numpy(frame.to_ndarray())
-                    if len(blocks) == 1:
+                    if at is None:
                         time = 0 if frame.pts is None else frame.pts * frame.time_base
-                        at = round(time * rate) - round(begin * rate)
-                        # Sound that starts late keeps its place.
-                        blocks.append(torch.zeros(len(block), max(0, at)))
-                    blocks.append(block[:, max(0, -at) :])
-                    at += block.shape[1]
-                    if length is not None and at >= length:
-                        break
+                        at = round(time * rate) - round(self.begin * rate)
+                        if at > 0:  # sound that starts late keeps its place
+                            yield torch.zeros(len(block), min(at, left))
+                            left -= min(at, left)
+                    heard = block[:, max(0, -at) :][:, :left]
+                    at, left = at + block.shape[1], left - heard.shape[1]
+                    if heard.shape[1]:
+                        yield heard
+                    if not left:
+                        return
             except av.error.FFmpegError as error:
                 text = "Fast Video VAE: the audio is broken after %.2f s: %s"
-                _logger.warning(text, at / rate, error)
-        waveform = torch.cat(blocks[1:] or blocks, dim=1)
-        return {"waveform": waveform[:, :length].unsqueeze(0), "sample_rate": rate}
+                _logger.warning(text, (at or 0) / rate, error)
+
+
+def _heard(container: InputContainer) -> Any:  # noqa: ANN401, a stream of PyAV
+    """Return the audio stream that ComfyUI uses too, the last one; None: there is none."""
+    # Streams that FFmpeg cannot decode have no context.
+    streams = [each for each in container.streams.audio if each.codec_context and each.rate]
+    return streams[-1] if streams else None
 
 
 class Tensors:
@@ -179,6 +231,15 @@ class Tensors:
             return self._audio
         length = round(seconds * int(self._audio["sample_rate"]))
         return self._audio | {"waveform": self._audio["waveform"][..., :length]}
+
+    def track(self, fit: Fit) -> media.Audio | None:
+        """Return the sound of the frames for a file; None: there is none."""
+        sound = self.sound(fit)
+        return sound and media.Audio(sound["waveform"][0], int(sound["sample_rate"]))
+
+    def tags(self) -> dict[str, str]:
+        """Return no tags: there is no file."""
+        return {}
 
 
 Source = FileSource | Tensors

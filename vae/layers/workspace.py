@@ -43,6 +43,10 @@ class Workspace:
             block = self._scratch = _allocated(nbytes, like.device)
         return self._views.setdefault(key, _video_of(block, shape, like))
 
+    def clear(self) -> None:
+        """Free the memory that no tensor uses."""
+        self._scratch, self._views, self._blocks = None, {}, []
+
     def reused(self, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor | None:
         """Return channels-last memory that is reused, or None where a new tensor costs no more.
 

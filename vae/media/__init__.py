@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ..background_writer import BackgroundWriter
     from .atomic_file import whole_file
-    from .audio import Audio, read_audio
+    from .audio import Audio, Sound, layout_of, read_audio
     from .av_input import open_media
     from .codecs import CODECS, available_codecs, check_size, codec_named
+    from .joining import join_parts
     from .latent_file import load_latent, save_latent
     from .pictures import convert_pictures, with_channels
     from .video_reader import VideoFile, read_video
@@ -21,9 +22,10 @@ if TYPE_CHECKING:
 _HOMES = {
     ".background_writer": ("BackgroundWriter",),
     "atomic_file": ("whole_file",),
-    "audio": ("Audio", "read_audio"),
+    "audio": ("Audio", "Sound", "layout_of", "read_audio"),
     "av_input": ("open_media",),
     "codecs": ("CODECS", "available_codecs", "check_size", "codec_named"),
+    "joining": ("join_parts",),
     "latent_file": ("load_latent", "save_latent"),
     "pictures": ("convert_pictures", "with_channels"),
     "video_reader": ("VideoFile", "read_video"),

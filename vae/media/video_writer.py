@@ -136,7 +136,7 @@ class VideoWriter:
             )
         if self._output is None:
             self.check(*frames.shape[1:])
-        with _errors_name(self.path):
+        with errors_name(self.path):
             if self._output is None:
                 self._shape = frames.shape[1:]
                 self._open(frames.dtype)
@@ -190,7 +190,6 @@ class VideoWriter:
         with ExitStack() as stack:
             container = self._container()
             stack.callback(container.close)
-            container.metadata.update(self._metadata)
 
             def add_sound() -> None:  # after the stream of the frames
                 if self._audio:
@@ -205,14 +204,9 @@ class VideoWriter:
         self._output = container, stream, maker
 
     def _container(self) -> OutputContainer:
-        part, options = self._draft.part, {}
         if self.codec.is_sequence:
-            return cast(OutputContainer, ImageFolder(part, self.codec.suffix))
-        if self._format in ("mp4", "mov"):
-            # faststart moves the index to the front, so that a browser can play while it loads.
-            # Without the other flag only tags that mp4 defines are kept.
-            options["movflags"] = "faststart" + "+use_metadata_tags" * bool(self._metadata)
-        return av.open(f"file:{part}", "w", format=self._format, options=options)
+            return cast(OutputContainer, ImageFolder(self._draft.part, self.codec.suffix))
+        return new_container(self._draft.part, self._format, self._metadata)
 
     def _close(self, kind: type[BaseException] | None, *_: object) -> None:
         """Finish or discard the file; runs before `whole_file` renames or removes it."""
@@ -223,7 +217,7 @@ class VideoWriter:
         container, stream = self._output[:2]
         try:
             if kind is None:
-                with _errors_name(self.path), closing(container):
+                with errors_name(self.path), closing(container):
                     self._finish(container, stream)
             else:
                 # Closing copies the whole file to move the index to the front, unless the name is
@@ -246,6 +240,18 @@ class VideoWriter:
         if self._sound:
             self._sound.write_until(self.frames / self.fps)
             self._sound.close()
+
+
+def new_container(part: Path, format: str, metadata: Mapping[str, str]) -> OutputContainer:
+    """Open a new file for writing in one of FFmpeg's formats, with tags."""
+    options = {}
+    if format in ("mp4", "mov"):
+        # faststart moves the index to the front, so that a browser can play while it loads. Without
+        # the other flag only tags that mp4 defines are kept.
+        options["movflags"] = "faststart" + "+use_metadata_tags" * bool(metadata)
+    container = av.open(f"file:{part}", "w", format=format, options=options)
+    container.metadata.update(metadata)
+    return container
 
 
 def pictures_of(frames: Tensor, dtype: torch.dtype, *, alpha: bool = False) -> Tensor:
@@ -271,7 +277,7 @@ def _size(shape: tuple[int, ...]) -> str:
 
 
 @contextmanager
-def _errors_name(path: Path) -> Iterator[None]:
+def errors_name(path: Path) -> Iterator[None]:
     """Give FFmpeg's errors the final path and the message of the operating system, if any."""
     try:
         yield

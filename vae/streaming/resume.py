@@ -80,15 +80,28 @@ def resumed(
 
 
 class Pieces(Iterator[Tensor]):
-    """The pieces of a video; they are computed without `torch.compile`, and refer to no cycle."""
+    """The pieces of a video; they are computed without `torch.compile`, and refer to no cycle.
 
-    def __init__(self, pieces: Generator[Tensor, None, None]) -> None:
-        self._pieces = pieces
+    Args:
+        pieces: The pieces.
+        park: Frees the memory that is held between them.
+    """
+
+    def __init__(self, pieces: Generator[Tensor, None, None], park: Callable[[], None]) -> None:
+        self._pieces, self._park = pieces, park
 
     @eager
     def __next__(self) -> Tensor:
         """Return the next piece."""
         return next(self._pieces)
+
+    def park(self) -> None:
+        """Move what the next piece needs to the host until it is requested, for other models.
+
+        For SeedVR2 at 1280 x 720 in 16 bits that is 3 GB of an encode and 7 GB of a decode. Whole
+        frames on one device are parked; tiles and shared videos stay.
+        """
+        self._park()
 
     def close(self) -> None:
         """End the video, and free what it holds."""
@@ -133,7 +146,8 @@ class Video:
 
     def pieces(self) -> "Pieces":
         """Return the pieces, which are computed when they are requested."""
-        return Pieces(resumed(self._settings(), self._run, self._failed, self._job.task))
+        runs = resumed(self._settings(), self._run, self._failed, self._job.task)
+        return Pieces(runs, lambda: self._session and self._session.park())
 
     def _run(self, setting: Setting) -> Generator[Tensor, None, None]:
         """Yield the pieces under a setting from the next result on."""

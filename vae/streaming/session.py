@@ -25,6 +25,7 @@ from . import cuda_graph
 from .bands.banded_executor import BandedExecutor
 from .bands.member import Work
 from .bands.team import Team
+from .cache_offload import Parking
 from .executor import Executor, rechunk
 from .options import StreamOptions
 from .output import Output, Sink
@@ -136,6 +137,8 @@ class VideoSession:
         self._searches = searches_shapes(setting.device)
         self._skips = job.skips and not self._searches
         self._recording: cuda_graph.Recording | None = None
+        self._parking: Parking | None = None  # while tails are on the host
+        self._caches: list[TemporalCache] = []  # that may be there
         self._last: tuple[torch.Size, bool] | None = None
         self._repeats = 0  # equal chunks before this one
 
@@ -161,8 +164,11 @@ class VideoSession:
         source = itertools.chain([first], source)
         del first  # the first piece is not kept
         pieces = rechunk(source, self._step_of(plan), begins=begins)
+        if plan.tiles is None and plan.bands is None:
+            self._caches = executor.caches
         try:
             for chunk in self._chunks(pieces, executor, plan):
+                self._unpark()
                 results: Iterator[Tensor] | None = None
                 while True:
                     with self._modes():
@@ -178,13 +184,29 @@ class VideoSession:
             self.check()
         finally:
             self._proofs.close()
-            self._recording = None
+            self._recording, self._caches = None, []
             executor.close()
 
     def check(self) -> None:
         """Raise the `ValueError` of pixels that are not finite, for which the device is asked."""
         if self._upload is not None:
             self._upload.check()
+
+    def park(self) -> None:
+        """Move the tails of whole frames on one device to the host until the next step."""
+        if self._parking is not None or not self._caches:
+            return
+        self._recording = self._last = None  # which replays with the tails in their places
+        self._workspace.clear()
+        self._parking = Parking(self._device)
+        for cache in self._caches:
+            self._parking.park(cache)
+
+    def _unpark(self) -> None:
+        if self._parking is not None:
+            for cache in self._caches:
+                self._parking.wait(cache)
+            self._parking = None
 
     @contextlib.contextmanager
     def _modes(self) -> Iterator[None]:

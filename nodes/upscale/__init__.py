@@ -1,0 +1,1 @@
+"""The node that upscales a video from file to file with SeedVR2."""

@@ -1,0 +1,227 @@
+"""The checks of a run of the upscaler, what it continues, and its end: one file of all parts."""
+
+import functools
+import itertools
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import av
+import comfy.sd
+import folder_paths
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfyui_version import __version__ as comfyui_version
+
+from ... import vae as library
+from ...vae import media
+from ..host import timing
+from ..host.api import Input, io, ui
+from ..host.error_text import about
+from ..host.numbering import saved, unused_names
+from ..vae import accelerate
+from ..vae.comfy_vae import FastVAE
+from ..video.file_prefix import check_prefix
+from ..video.source import FileSource, Fit, Source
+from ..video.target import VideoTarget
+from ..video.videos import source_of
+from . import store as stores
+from .cuts import cut_test, parsed
+from .reader import Reader, Resize, about_video
+from .run import Sampling, Upscale
+from .store import State, Store, file_mark, tensors_mark
+from .windows import windows
+
+_logger = logging.getLogger(__name__)
+
+# Sides of the frames that the model takes are multiples of this.
+_MULTIPLE = 16
+# Weights whose numbers stand for those of a model.
+_LOOKED_AT = 64
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is made of a video: the values of the widgets (see their tooltips)."""
+
+    resize: Resize
+    sampling: dict[str, Any]  # fields of `Sampling`
+    window: int
+    overlap: int
+    cuts: str
+    color: str
+
+
+@dataclass(frozen=True)
+class Place:
+    """The file that is written."""
+
+    codec: str
+    options: dict[str, Any]  # of `VideoWriter`
+    prefix: str
+    folder: str  # one of `FOLDERS`
+    tags: dict[str, str]
+    graph: str  # stands for the nodes before this one
+
+
+def upscaled(
+    video: Input.Video, model: ModelPatcher, vae: object, wanted: Wanted, place: Place
+) -> tuple[Path, ui.SavedResult]:
+    """Upscale a video; return the file and its entry for the frontend.
+
+    Raises:
+        ValueError: An input does not fit; before any work is done.
+    """
+    cuts = parsed(wanted.cuts)
+    check_prefix(place.prefix, Path(folder_paths.get_directory_by_type(place.folder)))
+    _check_model(model)
+    fast = _seedvr2(vae)
+    with about_video():
+        source, second = source_of(video), source_of(video)
+        height, width = _shape(source, wanted.resize)
+        track = source.track(Fit())
+    target = VideoTarget(source.fps, place.codec, place.prefix, place.folder, place.options)
+    shown = height - height % 2, width - width % 2
+    target.check(*shown)
+    size = (-(-height // _MULTIPLE) * _MULTIPLE, -(-width // _MULTIPLE) * _MULTIPLE)
+    base = Path(folder_paths.get_output_directory())
+    store = Store(base, _inputs(video, source, model, fast, wanted, place))
+    suffix = target.form.codec.suffix
+    state = _continued(store, suffix) or _begun(wanted, size)
+    writer = functools.partial(
+        media.VideoWriter, fps=target.fps, codec=place.codec, overwrite=True, **place.options
+    )
+    job = Upscale(
+        model,
+        fast,
+        Sampling(**wanted.sampling),
+        wanted.color,
+        size,
+        writer,
+        suffix,
+        source.estimate(Fit()),
+    )
+    tests = functools.partial(cut_test, cuts, source.size)
+    with Reader(source, wanted.resize, tests) as frames, Reader(second, wanted.resize) as originals:
+        try:
+            parts = job.run(frames, originals, store, state)
+        except BaseException:
+            if state.parts:
+                text = "Fast Video VAE: %d frames are finished, in %s; the next run with the same "
+                _logger.info(text + "inputs goes on from there", state.frames, store.folder)
+            raise
+    kind = io.FolderType(place.folder)
+    names = unused_names(place.prefix, kind, suffix, *shown)
+    with timing.span("file"):
+        path = media.join_parts(
+            parts,
+            next(names),
+            target.fps,
+            codec=place.codec,
+            audio=track,
+            metadata=source.tags() | place.tags,
+            others=names,
+        )
+    store.remove()
+    return path, saved(path, kind)
+
+
+def graph_mark(hidden: io.HiddenHolder | None) -> str:
+    """Return a hash of the nodes before the one that runs."""
+    return "" if hidden is None else stores.graph_mark(hidden.prompt, hidden.unique_id)
+
+
+def _check_model(model: ModelPatcher) -> None:
+    network = getattr(model.model, "diffusion_model", None)
+    if not hasattr(network, "positive_conditioning"):
+        name = type(network).__name__
+        raise ValueError(f"model: got {name}; expected SeedVR2, from Load Diffusion Model")
+
+
+def _seedvr2(vae: object) -> FastVAE:
+    with about("vae"):
+        if not isinstance(vae, comfy.sd.VAE):
+            raise ValueError(f"got a {type(vae).__name__}; expected the VAE of SeedVR2")
+        fast = accelerate.accelerated(vae, accelerate.Choice(), library.SEEDVR2)
+        config = fast.first_stage_model.config
+        if config.family != library.SEEDVR2:
+            raise ValueError(f"got the VAE of {config.family}; expected that of SeedVR2")
+        if fast.first_stage_model.encoder is None:
+            raise ValueError("the checkpoint has no encoder; expected a whole VAE of SeedVR2")
+        fast.throw_exception_if_invalid()
+    return fast
+
+
+def _shape(source: Source, resize: Resize) -> tuple[int, int]:
+    """Return height and width after the resizing, which are those of a black frame."""
+    black = torch.zeros(1, *source.size, 3)
+    height, width = resize(black).shape[1:3]
+    if min(height, width) < _MULTIPLE:
+        raise ValueError(f"it becomes {width} x {height}; expected at least 16 x 16")
+    return height, width
+
+
+def _begun(wanted: Wanted, size: tuple[int, int]) -> State:
+    chosen = windows(wanted.window, wanted.overlap, size)
+    frames = 4 * chosen.length - 3
+    text = "Fast Video VAE: windows of %d frames, which share %d latent frames"
+    _logger.info(text, frames, chosen.overlap)
+    return State(chosen.length, chosen.overlap)
+
+
+def _continued(store: Store, suffix: str) -> State | None:
+    state = store.load(suffix)
+    if state is not None:
+        text = "Fast Video VAE: going on after frame %d, from the finished parts in %s"
+        _logger.info(text, state.frames - 1, store.folder)
+    return state
+
+
+def _inputs(
+    video: Input.Video,
+    source: Source,
+    model: ModelPatcher,
+    vae: FastVAE,
+    wanted: Wanted,
+    place: Place,
+) -> dict[str, Any]:
+    """Return what the frames of the file depend on, but for the amount of free memory."""
+    if isinstance(source, FileSource):
+        film: object = [file_mark(video.get_stream_source()), *video.get_active_trim_window()]
+    else:
+        pictures = (piece[0, :, 0] for piece in source.pieces(Fit()))
+        film = tensors_mark(("", each) for each in itertools.islice(pictures, 0, None, 16))
+    network = vae.first_stage_model
+    return {
+        "video": film,
+        "fps": str(source.fps),
+        "model": [_weights(model.model.state_dict()), _patches(model)],
+        "vae": [_weights(network.state_dict()), str(network.dtype), str(network.encode_dtype)],
+        "wanted": [str(wanted)],
+        "graph": place.graph,
+        "file": [place.codec, str(place.options)],
+        "versions": [comfyui_version, torch.__version__, av.__version__, _own_version()],
+    }
+
+
+def _weights(weights: Mapping[str, torch.Tensor]) -> str:
+    names = [name for name in weights if isinstance(weights[name], torch.Tensor)]
+    step = max(1, len(names) // _LOOKED_AT)
+    return tensors_mark((name, weights[name]) for name in names[::step])
+
+
+def _patches(model: ModelPatcher) -> list[object]:
+    """Return the names and strengths of LoRAs and other patches of the weights."""
+    found: list[object] = [[key, [each[0] for each in model.patches[key]]] for key in model.patches]
+    options = model.model_options.get("transformer_options", {})
+    return [str(found), sorted(map(str, options)), sorted(map(str, model.object_patches))]
+
+
+def _own_version() -> str:
+    try:
+        return version("fast-video-vae")
+    except ModuleNotFoundError:  # it is not installed as a package
+        return ""

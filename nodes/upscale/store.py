@@ -1,0 +1,141 @@
+"""What an interrupted run leaves: its finished parts, and where it goes on.
+
+A folder for the inputs of a run has a video file for each finished window, and a file with the
+state, which is replaced when a window is finished. The name of the folder is a hash of the inputs,
+so no other run continues it.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from ...vae import media
+
+FOLDER = "unfinished upscales"
+_STATE = "state.safetensors"
+_FORMAT = "fast-video-vae upscale 1"
+# Numbers of a tensor that stand for all of them.
+_SAMPLED = 16
+
+
+@dataclasses.dataclass
+class State:
+    """What is done. Numbers of latents are those of a scene."""
+
+    length: int  # latents of a window
+    overlap: int
+    parts: int = 0  # finished files
+    frames: int = 0  # in them
+    scenes: int = 0  # that have begun
+    scene: int = 0  # the first frame of the scene
+    window: int = 0  # of the scene, the next one
+    decoded: int = 0  # latents of the scene whose frames are in the files
+    is_done: bool = False
+    # The last latents that are sampled, of which the last ones may change.
+    latent: Tensor = dataclasses.field(default_factory=lambda: torch.empty(1, 0, 0, 0, 0))
+
+
+class Store:
+    """The folder of a run with some inputs."""
+
+    def __init__(self, base: Path, inputs: dict[str, Any]) -> None:
+        self._inputs = json.dumps(inputs, sort_keys=True)
+        self.folder = base / FOLDER / hashlib.sha256(self._inputs.encode()).hexdigest()[:16]
+
+    def part(self, number: int, suffix: str) -> Path:
+        """Return the name of a part."""
+        return self.folder / f"{number:05}{suffix}"
+
+    def load(self, suffix: str) -> State | None:
+        """Return where a run goes on; None: it has not finished a window."""
+        try:
+            with safe_open(self.folder / _STATE, "pt") as file:
+                found = file.metadata()
+                if found["format"] != _FORMAT or found["inputs"] != self._inputs:
+                    return None
+                latent = file.get_tensor("latent").clone()  # Windows keeps an open file
+                state = State(**json.loads(found["state"]), latent=latent)
+        except (OSError, KeyError, TypeError, ValueError):
+            return None
+        except Exception as error:  # safetensors has an error of its own for a broken file
+            if type(error).__name__ != "SafetensorError":
+                raise
+            return None
+        whole = all(self.part(number, suffix).is_file() for number in range(state.parts))
+        return state if whole else None
+
+    def save(self, state: State) -> None:
+        """Replace the state."""
+        numbers = {k: v for k, v in vars(state).items() if k != "latent"}
+        metadata = {"format": _FORMAT, "inputs": self._inputs, "state": json.dumps(numbers)}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with media.whole_file(self.folder / _STATE, overwrite=True) as draft:
+            draft.part.write_bytes(save({"latent": state.latent.contiguous()}, metadata))
+
+    def remove(self) -> None:
+        """Remove the folder of a run that has ended."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # other runs are in it
+            self.folder.parent.rmdir()
+
+
+def graph_mark(prompt: Mapping[str, Any] | None, node: str | None) -> str:
+    """Return a hash of the nodes before a node of a prompt, whatever their names are."""
+    known: dict[str, str] = {}
+
+    def of(name: str) -> str:
+        if name not in known:
+            known[name] = ""  # of a circle, which ComfyUI refuses
+            found = prompt[name]
+            inputs = {
+                key: [of(str(value[0])), value[1]] if _is_link(value, prompt) else value
+                for key, value in found["inputs"].items()
+            }
+            text = json.dumps([found["class_type"], inputs], sort_keys=True, default=str)
+            known[name] = hashlib.sha256(text.encode()).hexdigest()
+        return known[name]
+
+    return of(node) if prompt and node in prompt else ""
+
+
+def _is_link(value: object, prompt: Mapping[str, Any]) -> bool:
+    return isinstance(value, list) and len(value) == 2 and str(value[0]) in prompt
+
+
+def file_mark(source: object) -> list[object]:
+    """Return what tells a file, by path or in memory, from others: its size and some bytes."""
+    if isinstance(source, (str, os.PathLike)):
+        size = Path(source).stat().st_size
+        with Path(source).open("rb") as file:
+            ends = file.read(1 << 16)
+            file.seek(max(0, size - (1 << 16)))
+            ends += file.read()
+    else:
+        data = source.getbuffer()
+        size, ends = len(data), bytes(data[: 1 << 16]) + bytes(data[-(1 << 16) :])
+    return [size, hashlib.sha256(ends).hexdigest()]
+
+
+def tensors_mark(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Return a hash of names, shapes and a few numbers of tensors, such as weights."""
+    found = hashlib.sha256()
+    for name, tensor in tensors:
+        found.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
+        try:
+            flat = tensor.detach().reshape(-1)
+            some = flat[:: max(1, len(flat) // _SAMPLED)][: _SAMPLED + 1].cpu().contiguous()
+            found.update(some.view(torch.uint8).numpy().tobytes())
+        except (RuntimeError, NotImplementedError, TypeError, ValueError):
+            continue  # a weight in a form of its own
+    return found.hexdigest()

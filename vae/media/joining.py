@@ -1,0 +1,114 @@
+"""One video file from several that were encoded with the same settings, without another encode.
+
+Packets are copied, so the picture is that of the parts, and memory holds one packet. Each part has
+to begin with a key frame, as every file does, and its frames are those of one rate: their times
+are counted, because some containers round them.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av
+from av.container import OutputContainer
+from av.packet import Packet
+
+from .atomic_file import whole_file
+from .audio import Sound, SoundTrack
+from .codecs import codec_named, container_of, sound_encoder
+from .timestamps import checked_rate
+from .video_writer import errors_name, new_container
+
+
+def join_parts(
+    parts: Sequence[Path],
+    path: str | os.PathLike[str],
+    fps: Fraction | float,
+    *,
+    codec: str,
+    audio: Sound | None = None,
+    metadata: Mapping[str, str] | None = None,
+    others: Iterator[Path] | None = None,
+) -> Path:
+    """Write the frames of `parts`, files of `VideoWriter` with the same settings, to one file.
+
+    Args:
+        parts: The files in order of time, without sound.
+        path: The new file; it appears when it is complete, and replaces none.
+        fps: Frames per second of the parts.
+        codec: Their codec, one of `available_codecs`, but none of images.
+        audio: The sound, which is encoded and cut to the length of the video.
+        metadata: Tags of the new file.
+        others: Names in place of `path`, if a file with that name appears meanwhile.
+
+    Returns:
+        The name that the file got.
+
+    Raises:
+        ValueError: There are no parts, or their encoders had other settings.
+    """
+    target, kind, rate = Path(path), codec_named(codec), checked_rate(fps)
+    if not parts:
+        raise ValueError(f"there are no parts of {target}; expected at least one")
+    with whole_file(target, others=others) as draft, errors_name(target):
+        form = container_of(kind, target)
+        with new_container(draft.part, form, metadata or {}) as output:
+            _Joined(output, rate, audio, sound_encoder(kind, target) if audio else "").add(parts)
+    return draft.path
+
+
+class _Joined:
+    """The streams of the new file."""
+
+    def __init__(
+        self, output: OutputContainer, rate: Fraction, audio: Sound | None, encoder: str
+    ) -> None:
+        self._output, self._rate, self._audio, self._encoder = output, rate, audio, encoder
+        self._stream: Any = None
+        self._sound: SoundTrack | None = None
+        self._settings = b""  # of the decoder, which the file has once
+        self._frames = 0
+
+    def add(self, parts: Sequence[Path]) -> None:
+        """Copy all parts, and the sound along with them."""
+        for part in parts:
+            with av.open(f"file:{part}") as file:
+                own: Any = file.streams.video[0]
+                settings = bytes(own.codec_context.extradata or b"")
+                if self._stream is None:
+                    self._begin(own)
+                    self._settings = settings
+                elif settings != self._settings:
+                    raise ValueError(f"{part} has other settings of the encoder than {parts[0]}")
+                self._copy(file.demux(own))
+        if self._sound:
+            self._sound.close()
+
+    def _begin(self, like: Any) -> None:  # noqa: ANN401, a stream of PyAV
+        stream: Any = self._output.add_stream_from_template(like, opaque=True)
+        stream.time_base = 1 / self._rate
+        # PyAV before 18 does not store it: players take the rate from the times.
+        stream.codec_context.framerate = self._rate
+        self._stream = stream
+        if self._audio is not None:
+            self._sound = SoundTrack(self._audio, self._output, self._encoder)
+
+    def _copy(self, packets: Iterator[Packet]) -> None:
+        """Copy the packets of a part behind those before it."""
+        offset = self._frames
+        for packet in packets:
+            if not packet.size or packet.pts is None or packet.dts is None:
+                continue
+            # Reordered frames are decoded before the time 0, as in any part.
+            ticks = packet.time_base * self._rate
+            packet.pts, packet.dts = (
+                offset + round(moment * ticks) for moment in (packet.pts, packet.dts)
+            )
+            packet.time_base, packet.duration = 1 / self._rate, 1
+            packet.stream = self._stream
+            self._output.mux(packet)
+            self._frames += 1
+            if self._sound:
+                self._sound.write_until(self._frames / self._rate)
