@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..video.source import Fit, Source
 
-# Bytes of frames that wait for the model. At 1920 x 1080 from 8 bits that is 86 frames.
-_AHEAD_BYTES = 512 << 20
+# Frames that wait for the model, and most bytes of them: 86 frames of 1920 x 1080 in 8 bits.
+_AHEAD, _AHEAD_BYTES = 128, 512 << 20
 _TICK_S = 0.1
 # Resized by Pillow, in 8 bits.
 LANCZOS = "lanczos"
@@ -150,7 +150,7 @@ class Reader:
         try:
             with torch.inference_mode():
                 for frame in self._read(first):
-                    frames.maxsize = max(2, _AHEAD_BYTES // max(1, frame.picture.nbytes))
+                    frames.maxsize = max(2, min(_AHEAD, _AHEAD_BYTES // frame.picture.nbytes))
                     put(frame)
                     if stop.is_set():
                         return
