@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ...vae import media
 from ..host import timing
+from ..host.oom import in_turn
 from ..host.progress import Progress, show_text
 from ..vae.comfy_vae import FastVAE
 from .coding import DECODE_WARM_UP, ENCODE_WARM_UP, SceneDecoder, SceneEncoder
@@ -85,7 +86,6 @@ class Upscale:
         while not state.is_done:
             if not state.window:
                 frames.seek(state.scene)
-                state.scenes += 1
             with contextlib.ExitStack() as stack:
                 scene = _Scene(self, frames, originals, store, state, clock, stack)
                 while scene.advance():
@@ -176,19 +176,28 @@ class _Scene:
             yield padded
 
     def _sampled(self, latent: Tensor) -> Tensor:
-        job, device = self._job, self._job.vae.device
-        if device.type != "cpu":
-            free = comfy.model_management.get_free_memory(device)
-            if free < sampling_bytes(latent.shape[2], job.size):
-                self._encoder.park()
-                self._decoder.park()
+        """Return a window as the model makes it."""
+        job, device = self._job, self._job.model.load_device
+        free = comfy.model_management.get_free_memory(device)
+        if device.type != "cpu" and free < sampling_bytes(latent.shape[2], job.size):
+            self._park()
 
         def stepped(step: int, *_: object) -> None:
             self._clock.says(f"step {step + 1} of {job.sampling.steps}")
 
-        self._clock.says("sampling")
-        with timing.span("denoise", device=job.model.load_device):
+        def work(is_last: bool) -> Tensor:
+            if is_last:
+                self._park()
             return job.sampling.sample(job.model, latent, stepped)
+
+        self._clock.says("sampling")
+        with timing.span("denoise", device=device):
+            return in_turn(device, "a window", work, "with the VAE's memory on the host")
+
+    def _park(self) -> None:
+        """Move what the VAE remembers to the host."""
+        self._encoder.park()
+        self._decoder.park()
 
     def _write(self, latent: Tensor, stop: int | None) -> None:
         """Decode latents into the next part, up to the frame `stop` of the video."""

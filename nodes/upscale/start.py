@@ -1,7 +1,6 @@
 """The checks of a run of the upscaler, what it continues, and its end: one file of all parts."""
 
 import functools
-import itertools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ _logger = logging.getLogger(__name__)
 
 # Sides of the frames that the model takes are multiples of this.
 _MULTIPLE = 16
-# Weights whose numbers stand for those of a model.
+# Tensors whose numbers stand for those of a model, and frames for those of a video in memory.
 _LOOKED_AT = 64
 
 
@@ -192,8 +191,8 @@ def _inputs(
     if isinstance(source, FileSource):
         film: object = [file_mark(video.get_stream_source()), *video.get_active_trim_window()]
     else:
-        pictures = (piece[0, :, 0] for piece in source.pieces(Fit()))
-        film = tensors_mark(("", each) for each in itertools.islice(pictures, 0, None, 16))
+        some = range(0, source.count, max(1, source.count // _LOOKED_AT))
+        film = [source.count, tensors_mark(("", source.read([number])) for number in some)]
     network = vae.first_stage_model
     return {
         "video": film,

@@ -37,7 +37,6 @@ class State:
     overlap: int
     parts: int = 0  # finished files
     frames: int = 0  # in them
-    scenes: int = 0  # that have begun
     scene: int = 0  # the first frame of the scene
     window: int = 0  # of the scene, the next one
     decoded: int = 0  # latents of the scene whose frames are in the files
@@ -91,7 +90,7 @@ class Store:
 
 
 def graph_mark(prompt: Mapping[str, Any] | None, node: str | None) -> str:
-    """Return a hash of the nodes before a node of a prompt, whatever their names are."""
+    """Return a hash of the nodes that the inputs of a node come from, whatever their names are."""
     known: dict[str, str] = {}
 
     def of(name: str) -> str:
@@ -106,7 +105,11 @@ def graph_mark(prompt: Mapping[str, Any] | None, node: str | None) -> str:
             known[name] = hashlib.sha256(text.encode()).hexdigest()
         return known[name]
 
-    return of(node) if prompt and node in prompt else ""
+    if not prompt or node not in prompt:
+        return ""
+    links = prompt[node]["inputs"].items()
+    found = {key: [of(str(value[0])), value[1]] for key, value in links if _is_link(value, prompt)}
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
 
 
 def _is_link(value: object, prompt: Mapping[str, Any]) -> bool:

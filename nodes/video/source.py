@@ -194,8 +194,8 @@ class Tensors:
         """`shape` is that of an IMAGE of all; `read` gives those of some numbers."""
         if len(shape) != 4 or not all(shape):
             raise ValueError(f"its images are {list(shape)}; expected [N, H, W, C]")
-        self._count, self.size = shape[0], (shape[1], shape[2])
-        self._read, self._audio, self.fps = read, audio, fps
+        self.count, self.size = shape[0], (shape[1], shape[2])
+        self.read, self._audio, self.fps = read, audio, fps
 
     def pieces(self, fit: Fit) -> Iterator[Tensor]:
         """Yield `[1, C, t, H, W]` in the form of `fit`, floats in [-1, 1]."""
@@ -206,12 +206,12 @@ class Tensors:
                 f"it is {self.size[1]}x{self.size[0]}{wanted}; "
                 f"expected at least {fit.multiple}x{fit.multiple}"
             )
-        last, step = self._count - 1, self.fps / (fit.fps or self.fps)
+        last, step = self.count - 1, self.fps / (fit.fps or self.fps)
         # The frame nearest in time, the earlier of two, as for a file.
         nearest = (math.ceil(index * step - Fraction(1, 2)) for index in range(self.estimate(fit)))
         shown = [min(number, last) for number in nearest]
         for at in range(0, len(shown), _FRAMES):
-            frames = self._read(shown[at : at + _FRAMES]).movedim(-1, 1).float()
+            frames = self.read(shown[at : at + _FRAMES]).movedim(-1, 1).float()
             if fit.size is not None and fit.size != self.size:
                 method = "area" if fit.size[0] < self.size[0] else "lanczos"
                 frames = comfy.utils.common_upscale(frames, *fit.size[::-1], method, "center")
@@ -221,7 +221,7 @@ class Tensors:
 
     def estimate(self, fit: Fit) -> int:
         """Return the number of frames in the form of `fit`."""
-        count = max(1, math.ceil(self._count * (fit.fps or self.fps) / self.fps))
+        count = max(1, math.ceil(self.count * (fit.fps or self.fps) / self.fps))
         return count if fit.limit is None else min(count, fit.limit)
 
     def sound(self, fit: Fit) -> Sound | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import av
-from av.container import OutputContainer
+from av.container import InputContainer, OutputContainer
 from av.packet import Packet
 
 from .atomic_file import whole_file
@@ -68,21 +68,21 @@ class _Joined:
         self._output, self._rate, self._audio, self._encoder = output, rate, audio, encoder
         self._stream: Any = None
         self._sound: SoundTrack | None = None
-        self._settings = b""  # of the decoder, which the file has once
         self._frames = 0
 
     def add(self, parts: Sequence[Path]) -> None:
         """Copy all parts, and the sound along with them."""
+        delay, settings = self._delay(parts), b""  # those of the decoder are in the file once
         for part in parts:
             with av.open(f"file:{part}") as file:
                 own: Any = file.streams.video[0]
-                settings = bytes(own.codec_context.extradata or b"")
+                found = bytes(own.codec_context.extradata or b"")
                 if self._stream is None:
+                    settings = found
                     self._begin(own)
-                    self._settings = settings
-                elif settings != self._settings:
+                elif found != settings:
                     raise ValueError(f"{part} has other settings of the encoder than {parts[0]}")
-                self._copy(file.demux(own))
+                self._copy(_packets(file, self._rate), delay)
         if self._sound:
             self._sound.close()
 
@@ -91,24 +91,37 @@ class _Joined:
         stream.time_base = 1 / self._rate
         # PyAV before 18 does not store it: players take the rate from the times.
         stream.codec_context.framerate = self._rate
+        stream.codec_context.codec_tag = like.codec_context.codec_tag
         self._stream = stream
         if self._audio is not None:
             self._sound = SoundTrack(self._audio, self._output, self._encoder)
 
-    def _copy(self, packets: Iterator[Packet]) -> None:
+    def _delay(self, parts: Sequence[Path]) -> int:
+        """Return how many frames decoding is ahead of showing, in the part where it is most."""
+        found = 0
+        for part in parts:
+            with av.open(f"file:{part}") as file:
+                if not file.streams.video[0].codec_context.has_b_frames:
+                    return 0
+                shown = (number for _, number in _packets(file, self._rate))
+                found = max(found, *(at - number for at, number in enumerate(shown)))
+        return found
+
+    def _copy(self, packets: Iterator[tuple[Packet, int]], delay: int) -> None:
         """Copy the packets of a part behind those before it."""
         offset = self._frames
-        for packet in packets:
-            if not packet.size or packet.pts is None or packet.dts is None:
-                continue
-            # Reordered frames are decoded before the time 0, as in any part.
-            ticks = packet.time_base * self._rate
-            packet.pts, packet.dts = (
-                offset + round(moment * ticks) for moment in (packet.pts, packet.dts)
-            )
+        for packet, number in packets:
+            packet.pts, packet.dts = offset + number, self._frames - delay
             packet.time_base, packet.duration = 1 / self._rate, 1
             packet.stream = self._stream
             self._output.mux(packet)
             self._frames += 1
             if self._sound:
                 self._sound.write_until(self._frames / self._rate)
+
+
+def _packets(file: InputContainer, rate: Fraction) -> Iterator[tuple[Packet, int]]:
+    """Yield the packets of a part in the order of decoding, and the numbers of their frames."""
+    for packet in file.demux(file.streams.video[0]):
+        if packet.size and packet.pts is not None:
+            yield packet, round(packet.pts * packet.time_base * rate)
