@@ -12,10 +12,11 @@ from comfy.model_management import throw_exception_if_processing_interrupted
 from comfy_extras.nodes_post_processing import ResizeImageMaskNode
 from torch import Tensor
 
-from ..video.source import Fit, Source
+from ..video.source import FileSource, Fit, Source
 
 # Frames that wait for the model, and most bytes of them: 86 frames of 1920 x 1080 in 8 bits.
 _AHEAD, _AHEAD_BYTES = 128, 512 << 20
+_TOGETHER = 4  # frames of a tensor that are read at once
 _TICK_S = 0.1
 # Resized by Pillow, in 8 bits.
 LANCZOS = "lanczos"
@@ -161,11 +162,8 @@ class Reader:
     def _read(self, first: int) -> Iterator[Frame]:
         begins = None if self._cuts is None else self._cuts()
         number = 0
-        for piece in self._source.pieces(Fit()):
+        for pictures in _pictures(self._source):
             # The test sees every frame, so a cut does not depend on where the reading starts.
-            pictures = piece[0].movedim(0, -1)
-            if piece.is_floating_point():
-                pictures = (pictures + 1) / 2
             cuts = [begins is not None and begins(number + at, p) for at, p in enumerate(pictures)]
             skipped = max(0, first - number)
             if skipped < len(pictures):
@@ -178,3 +176,12 @@ class Reader:
         images = self._resize(pictures.float() / whole)
         # A quarter of the memory for frames that wait, with the same values.
         return (images * 255).round().to(torch.uint8) if self._resize.method == LANCZOS else images
+
+
+def _pictures(source: Source) -> Iterator[Tensor]:
+    """Yield all frames `[n, H, W, 3]`, a few at a time: uint8, uint16, or floats in [0, 1]."""
+    if isinstance(source, FileSource):
+        yield from (piece[0].movedim(0, -1) for piece in source.pieces(Fit()))
+        return
+    for at in range(0, source.count, _TOGETHER):
+        yield source.read(range(at, min(at + _TOGETHER, source.count)))[..., :3].float()

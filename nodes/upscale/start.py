@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -12,6 +13,7 @@ import av
 import comfy.sd
 import folder_paths
 import torch
+from comfy.model_management import throw_exception_if_processing_interrupted
 from comfy.model_patcher import ModelPatcher
 from comfyui_version import __version__ as comfyui_version
 
@@ -21,6 +23,7 @@ from ..host import timing
 from ..host.api import Input, io, ui
 from ..host.error_text import about
 from ..host.numbering import saved, unused_names
+from ..host.progress import show_text
 from ..vae import accelerate
 from ..vae.comfy_vae import FastVAE
 from ..video.file_prefix import check_prefix
@@ -40,6 +43,8 @@ _logger = logging.getLogger(__name__)
 _MULTIPLE = 16
 # Tensors whose numbers stand for those of a model, and frames for those of a video in memory.
 _LOOKED_AT = 64
+# Most seconds that a run waits for kernels; on two cores of a CPU their build takes 14.
+_PATIENCE_S, _TICK_S = 300, 0.5
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,7 @@ def upscaled(
         suffix,
         source.estimate(Fit()),
     )
+    _prepare(fast)
     tests = functools.partial(cut_test, cuts, source.size)
     with Reader(source, wanted.resize, tests) as frames, Reader(second, wanted.resize) as originals:
         try:
@@ -154,6 +160,18 @@ def _seedvr2(vae: object) -> FastVAE:
     return fast
 
 
+def _prepare(vae: FastVAE) -> None:
+    """Wait for the kernels of a VAE that are being built, once per installation.
+
+    A run may take hours, and all of its parts have to be computed alike: a run that goes on has the
+    kernels from its start.
+    """
+    model, end = vae.first_stage_model, time.monotonic() + _PATIENCE_S
+    while not model.wait_until_prepared(_TICK_S, vae.device) and time.monotonic() < end:
+        throw_exception_if_processing_interrupted()
+        show_text("building kernels")
+
+
 def _shape(source: Source, resize: Resize) -> tuple[int, int]:
     """Return height and width after the resizing, which are those of a black frame."""
     black = torch.zeros(1, *source.size, 3)
@@ -192,7 +210,10 @@ def _inputs(
         film: object = [file_mark(video.get_stream_source()), *video.get_active_trim_window()]
     else:
         some = range(0, source.count, max(1, source.count // _LOOKED_AT))
-        film = [source.count, tensors_mark(("", source.read([number])) for number in some)]
+        film = [
+            source.count,
+            tensors_mark(("", source.read(range(number, number + 1))) for number in some),
+        ]
     network = vae.first_stage_model
     return {
         "video": film,

@@ -65,6 +65,12 @@ def patch_vae(vae, amount):
     return vae
 
 
+@node("Test_SeedVR2", "MODEL")
+def tiny_seedvr2():
+    """A SeedVR2 with random weights."""
+    return runpy.run_path(str(Path(__file__).parents[1] / "models.py"))["seedvr2_model"]()
+
+
 class Encoder:
     """A replacement for a CLIP."""
 

@@ -198,3 +198,4 @@ def give_nodes(base: Path) -> None:
     (base / "custom_nodes").mkdir(parents=True)
     shutil.copy(here / "extra_nodes.py", base / "custom_nodes")
     shutil.copy(here / "text" / "encoders.py", base)
+    shutil.copy(here / "upscale" / "models.py", base)

@@ -55,7 +55,7 @@ class PreparedVAE(Int8VAE):
     ) -> bool:
         """Wait until the next videos are served by what `prepare` builds.
 
-        Nothing else waits for that: benchmarks and the command line do, nodes do not.
+        Nothing else waits for that: benchmarks, the command line and runs of hours do.
 
         Args:
             timeout_s: Most seconds; None: until it is built.
