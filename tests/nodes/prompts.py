@@ -18,7 +18,15 @@ from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.nodes.diffusion import random_weights
 from fast_video_vae.tests.nodes.lora.lora_models import lora_for
 from fast_video_vae.tests.nodes.sampling.sampler_models import DEFAULTS
-from fast_video_vae.tests.nodes.server import AUTO, VAE_FILE, VIDEO, Link, Server, Workflow
+from fast_video_vae.tests.nodes.server import (
+    AUTO,
+    UPSCALE,
+    VAE_FILE,
+    VIDEO,
+    Link,
+    Server,
+    Workflow,
+)
 from fast_video_vae.tests.seedvr2 import random_seedvr2
 from fast_video_vae.tests.tiny import random_tiny
 from fast_video_vae.tests.wan22 import random_qwen21, random_wan22
@@ -106,6 +114,14 @@ def files(prompt: Prompt) -> None:
     prompt.keeps(prompt.add("FastVAE_EncodeVideo", video=video, vae=vae))
 
 
+def upscales(prompt: Prompt) -> None:
+    """Upscale a video to a file, in windows that overlap."""
+    video = prompt.add("CreateVideo", images=prompt.pictures(), fps=16.0)
+    inputs = {"video": video, "model": prompt.add("Test_SeedVR2"), "seed": prompt.seed}
+    inputs |= {"vae": prompt.load("seedvr2.safetensors"), "filename_prefix": prompt.name}
+    prompt.add("FastVAE_UpscaleVideo", **UPSCALE | inputs)
+
+
 def previews(prompt: Prompt) -> None:
     latent = prompt.encoded(prompt.load(VAE_FILE))
     for decoder in ("auto", "latent2rgb"):
@@ -159,7 +175,8 @@ def long_decode(prompt: Prompt) -> None:
 KINDS: list[tuple[Callable[[Prompt], None], int, str]] = [
     (there_and_back, 10, RUNS),
     (core_nodes, 8, RUNS),
-    (files, 8, RUNS),
+    (files, 6, RUNS),
+    (upscales, 2, RUNS),
     (previews, 6, RUNS),
     (two_experts, 6, RUNS),
     (one_model, 6, RUNS),

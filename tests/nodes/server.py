@@ -52,6 +52,13 @@ AUTO = {"dtype": "auto", "encode_dtype": "auto", "chunk": 0}
 # The widgets of VAE Decode to Video (Fast), for a file with a unique name.
 VIDEO = {"fps": 16.0, "codec": "h264", "quality": 70, "filename_prefix": "x", "save_to": "temp"}
 
+# The widgets of Upscale Video (Fast), for windows of two latents of a small video.
+UPSCALE = {
+    **{"multiplier": 1.0, "shorter_side": 0, "seed": 42, "window": 5, "overlap": 1},
+    **{"cuts": "auto", "color": "lab", "codec": "h264", "quality": 70},
+    **{"filename_prefix": "x", "save_to": "temp"},
+}
+
 # A small VAE with random weights, where the loaders of each server of the tests find it.
 VAE_FILE = "random.safetensors"
 

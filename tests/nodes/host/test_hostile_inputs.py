@@ -41,6 +41,11 @@ LINKS = {name.upper(): link(name) for name in GOOD} | {
 CHANGED = {
     "FastVAE_Load": {"vae_name": "bundled demo"},
     "FastVAE_DecodeVideo": VIDEO,
+    "FastVAE_UpscaleVideo": {
+        "model": node("Test_SeedVR2"),
+        "vae": node("FastVAE_Load", vae_name="seedvr2.safetensors", **AUTO),
+        "save_to": "temp",
+    },
     "FastVAE_LoraStack": LORA["inputs"],
     "FastVAE_TextEncode": {"positive": "a", "negative": "b"},
     "FastVAE_WanSampler": {"steps": 1, "latent_image": link("small latent")},
