@@ -26,7 +26,8 @@ _TEXTS = {
     "1920 x 1080. 0: the multiplier.",
     "seed": "Seed of the noise, the same for every window.",
     "window": "Frames that are sampled at once, 4 n + 1. More are steadier and need more memory. "
-    "0: as many as the free memory allows, at most 241.",
+    "0: as many as the free memory allows, at least 17 and at most 241; a run that is continued "
+    "keeps them.",
     "overlap": "Latent frames that a window shares with the one before (4 video frames each), "
     "which are cross-faded.",
     "cuts": "Where scenes begin. auto: hard cuts are found. none: one scene. Or the numbers of "
@@ -45,10 +46,10 @@ _TEXTS = {
     "scale_method": "How frames are resized before the model. lanczos works in 8 bits; bicubic "
     "keeps the depth of the video.",
     "steps": "Sampling steps. SeedVR2 needs one.",
-    "cfg": "Guidance. SeedVR2 needs none: 1.",
+    "cfg": "CFG scale. 1: no guidance, which SeedVR2 does not need.",
     "sampler_name": "Sampler, as in KSampler.",
-    "scheduler": "Noise schedule, as in KSampler.",
-    "denoise": "Amount of noise, as in KSampler.",
+    "scheduler": "Noise schedule, as in KSampler. simple: evenly spaced steps.",
+    "denoise": "Amount of noise, as in KSampler. 1: all.",
 }
 
 
@@ -151,7 +152,8 @@ def _check_window(window: int) -> None:
 def _inputs() -> list[io.Input]:
     text = _TEXTS
     more: dict[str, Any] = {"optional": True, "advanced": True}
-    big = {"max": 0xFFFFFFFFFFFFFFFF, "control_after_generate": io.ControlAfterGenerate.fixed}
+    # Not changed after a run: the next one goes on with the same seed.
+    big = {"max": 0xFFFFFFFFFFFFFFFF, "control_after_generate": False}
 
     def number(name: str, default: int, most: int, **options: Any) -> io.Int.Input:  # noqa: ANN401
         tooltip, least = text[name], options.pop("min", 0)

@@ -38,6 +38,11 @@ class Resize:
             kind = {"resize_type": "scale shorter dimension", "shorter_size": self.shorter_side}
         return ResizeImageMaskNode.execute(images, self.method, kind).args[0]
 
+    def size(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Return the new height and width of frames."""
+        height, width = self(torch.zeros(1, *size, 3)).shape[1:3]
+        return height, width
+
 
 @contextmanager
 def about_video() -> Iterator[None]:

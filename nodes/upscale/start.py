@@ -3,7 +3,8 @@
 import functools
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -85,53 +86,77 @@ def upscaled(
     fast = _seedvr2(vae)
     with about_video():
         source, second = source_of(video), source_of(video)
-        height, width = _shape(source, wanted.resize)
-        track = source.track(Fit())
+        sound = source.track(Fit())
+    height, width = _shape(source, wanted.resize)
     target = VideoTarget(source.fps, place.codec, place.prefix, place.folder, place.options)
     shown = height - height % 2, width - width % 2
     target.check(*shown)
-    size = (-(-height // _MULTIPLE) * _MULTIPLE, -(-width // _MULTIPLE) * _MULTIPLE)
-    base = Path(folder_paths.get_output_directory())
-    store = Store(base, _inputs(video, source, model, fast, wanted, place))
     suffix = target.form.codec.suffix
-    state = _continued(store, suffix) or _begun(wanted, size)
-    writer = functools.partial(
-        media.VideoWriter, fps=target.fps, codec=place.codec, overwrite=True, **place.options
+    if sound is not None:
+        media.sound_encoder(target.form.codec, Path("x" + suffix))
+    store = Store(
+        Path(folder_paths.get_output_directory()),
+        _inputs(video, source, model, fast, wanted, place),
     )
     job = Upscale(
         model,
         fast,
         Sampling(**wanted.sampling),
         wanted.color,
-        size,
-        writer,
+        (-(-height // _MULTIPLE) * _MULTIPLE, -(-width // _MULTIPLE) * _MULTIPLE),
+        functools.partial(
+            media.VideoWriter, fps=target.fps, codec=place.codec, overwrite=True, **place.options
+        ),
         suffix,
         source.estimate(Fit()),
     )
+    state = _continued(store, suffix) or _begun(wanted, job.size)
     _prepare(fast)
     tests = functools.partial(cut_test, cuts, source.size)
-    with Reader(source, wanted.resize, tests) as frames, Reader(second, wanted.resize) as originals:
-        try:
-            parts = job.run(frames, originals, store, state)
-        except BaseException:
-            if state.parts:
-                text = "Fast Video VAE: %d frames are finished, in %s; the next run with the same "
-                _logger.info(text + "inputs goes on from there", state.frames, store.folder)
-            raise
-    kind = io.FolderType(place.folder)
-    names = unused_names(place.prefix, kind, suffix, *shown)
+    with (
+        _reported(state, store),
+        Reader(source, wanted.resize, tests) as frames,
+        Reader(second, wanted.resize) as originals,
+    ):
+        parts = job.run(frames, originals, store, state)
+    found = _joined(parts, target, shown, sound, source.tags() | place.tags)
+    store.remove()
+    return found
+
+
+def _joined(
+    parts: list[Path],
+    target: VideoTarget,
+    size: tuple[int, int],
+    sound: media.Sound | None,
+    tags: dict[str, str],
+) -> tuple[Path, ui.SavedResult]:
+    """Make one file of the parts; return it and its entry for the frontend."""
+    kind = io.FolderType(target.folder)
+    names = unused_names(target.prefix, kind, target.form.codec.suffix, *size)
     with timing.span("file"):
         path = media.join_parts(
             parts,
             next(names),
             target.fps,
-            codec=place.codec,
-            audio=track,
-            metadata=source.tags() | place.tags,
+            codec=target.codec,
+            audio=sound,
+            metadata=tags,
             others=names,
         )
-    store.remove()
     return path, saved(path, kind)
+
+
+@contextmanager
+def _reported(state: State, store: Store) -> Iterator[None]:
+    """Log what is kept if the block fails or is stopped."""
+    try:
+        yield
+    except BaseException:
+        if state.parts:
+            text = "Fast Video VAE: %d frames are finished, in %s; the next run with the same "
+            _logger.info(text + "inputs goes on from there", state.frames, store.folder)
+        raise
 
 
 def graph_mark(hidden: io.HiddenHolder | None) -> str:
@@ -150,7 +175,9 @@ def _seedvr2(vae: object) -> FastVAE:
     with about("vae"):
         if not isinstance(vae, comfy.sd.VAE):
             raise ValueError(f"got a {type(vae).__name__}; expected the VAE of SeedVR2")
-        fast = accelerate.accelerated(vae, accelerate.Choice(), library.SEEDVR2)
+        fast = vae
+        if not isinstance(fast, FastVAE):
+            fast = accelerate.accelerated(vae, accelerate.Choice(), library.SEEDVR2)
         config = fast.first_stage_model.config
         if config.family != library.SEEDVR2:
             raise ValueError(f"got the VAE of {config.family}; expected that of SeedVR2")
@@ -174,11 +201,14 @@ def _prepare(vae: FastVAE) -> None:
 
 def _shape(source: Source, resize: Resize) -> tuple[int, int]:
     """Return height and width after the resizing, which are those of a black frame."""
-    black = torch.zeros(1, *source.size, 3)
-    height, width = resize(black).shape[1:3]
-    if min(height, width) < _MULTIPLE:
-        raise ValueError(f"it becomes {width} x {height}; expected at least 16 x 16")
-    return height, width
+    height, width = size = resize.size(source.size)
+    if min(size) < _MULTIPLE:
+        name = "shorter_side" if resize.shorter_side else "multiplier"
+        raise ValueError(
+            f"{name}: it makes {width} x {height} of {source.size[1]} x {source.size[0]}; "
+            f"expected at least {_MULTIPLE} x {_MULTIPLE}"
+        )
+    return size
 
 
 def _begun(wanted: Wanted, size: tuple[int, int]) -> State:

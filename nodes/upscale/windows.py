@@ -1,6 +1,7 @@
 """Windows of latents that overlap, as ComfyUI's Split and Merge SeedVR2 Latent have them."""
 
 import dataclasses
+import logging
 
 import comfy.model_management
 import torch
@@ -8,8 +9,11 @@ from comfy.ldm.seedvr import constants
 from comfy_extras.nodes_seedvr import SeedVR2TemporalMerge
 from torch import Tensor
 
-# Most latents of a window that is chosen: what an interruption loses, and the memory for it.
-_LONGEST = 61
+_logger = logging.getLogger(__name__)
+
+# Most latents of a window that is chosen: what an interruption loses, and the memory for it. Fewer
+# than the least flicker from window to window.
+_LEAST, _LONGEST = 5, 61
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +47,7 @@ def windows(frames: int, overlap: int, size: tuple[int, int]) -> Windows:
 
     The number that fits is by the law of ComfyUI's Split SeedVR2 Latent, for frames of `size`.
     """
-    length = (frames - 1) // 4 + 1 if frames else min(_LONGEST, _fitting(size))
+    length = (frames - 1) // 4 + 1 if frames else _fitting(size)
     return Windows(length, min(overlap, length - 1))
 
 
@@ -58,7 +62,11 @@ def _fitting(size: tuple[int, int]) -> int:
     management = comfy.model_management
     free = management.get_free_memory(management.get_torch_device()) - sampling_bytes(0, size)
     per_latent = constants.SEEDVR2_CHUNK_GIB_PER_MPX_FRAME * _megapixels(size) * 2**30
-    return max(1, int(free / per_latent))
+    found = int(free / per_latent)
+    if found < _LEAST:
+        text = "Fast Video VAE: memory is short for frames of %d x %d; if it runs out, choose a "
+        _logger.warning(text + "smaller size, or a window of 9 or 5 frames", size[1], size[0])
+    return min(max(_LEAST, found), _LONGEST)
 
 
 def _megapixels(size: tuple[int, int]) -> float:

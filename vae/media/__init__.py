@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .atomic_file import whole_file
     from .audio import Audio, Sound, layout_of, read_audio
     from .av_input import open_media
-    from .codecs import CODECS, available_codecs, check_size, codec_named
+    from .codecs import CODECS, available_codecs, check_size, codec_named, sound_encoder
     from .joining import join_parts
     from .latent_file import load_latent, save_latent
     from .pictures import convert_pictures, with_channels
@@ -24,7 +24,7 @@ _HOMES = {
     "atomic_file": ("whole_file",),
     "audio": ("Audio", "Sound", "layout_of", "read_audio"),
     "av_input": ("open_media",),
-    "codecs": ("CODECS", "available_codecs", "check_size", "codec_named"),
+    "codecs": ("CODECS", "available_codecs", "check_size", "codec_named", "sound_encoder"),
     "joining": ("join_parts",),
     "latent_file": ("load_latent", "save_latent"),
     "pictures": ("convert_pictures", "with_channels"),

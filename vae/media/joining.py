@@ -52,6 +52,8 @@ def join_parts(
     target, kind, rate = Path(path), codec_named(codec), checked_rate(fps)
     if not parts:
         raise ValueError(f"there are no parts of {target}; expected at least one")
+    if audio is not None and next(audio.blocks(), None) is None:
+        audio = None  # some players stop at an empty track
     with whole_file(target, others=others) as draft, errors_name(target):
         form = container_of(kind, target)
         with new_container(draft.part, form, metadata or {}) as output:

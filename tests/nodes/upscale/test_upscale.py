@@ -200,7 +200,7 @@ def bad(**inputs):
         (bad(window=12), "window: got 12 frames; expected 0, or 4 n"),
         (bad(cuts="here"), "cuts is 'here'; expected auto, none, or frames"),
         (bad(filename_prefix="../x"), "filename_prefix"),
-        (bad(multiplier=0.05), "video: it becomes 1 x 1; expected at least 16 x 16"),
+        (bad(multiplier=0.05), "multiplier: it makes 1 x 1 of 26 x 18; expected at least 16"),
     ],
 )
 def test_wrong_inputs_are_refused_in_one_line(inputs, message, model, vae, output, tmp_path):
