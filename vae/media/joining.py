@@ -56,7 +56,7 @@ def join_parts(
         audio = None  # some players stop at an empty track
     with whole_file(target, others=others) as draft, errors_name(target):
         form = container_of(kind, target)
-        with new_container(draft.part, form, metadata or {}) as output:
+        with new_container(draft.part, form, metadata or {}, exact=True) as output:
             _Joined(output, rate, audio, sound_encoder(kind, target) if audio else "").add(parts)
     return draft.path
 

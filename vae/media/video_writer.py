@@ -242,9 +242,14 @@ class VideoWriter:
             self._sound.close()
 
 
-def new_container(part: Path, format: str, metadata: Mapping[str, str]) -> OutputContainer:
-    """Open a new file for writing in one of FFmpeg's formats, with tags."""
-    options = {}
+def new_container(
+    part: Path, format: str, metadata: Mapping[str, str], *, exact: bool = False
+) -> OutputContainer:
+    """Open a new file for writing in one of FFmpeg's formats, with tags.
+
+    With `exact` the same content is the same file: Matroska gets no random identity.
+    """
+    options = {"fflags": "bitexact"} if exact else {}
     if format in ("mp4", "mov"):
         # faststart moves the index to the front, so that a browser can play while it loads. Without
         # the other flag only tags that mp4 defines are kept.

@@ -199,13 +199,15 @@ class VideoSession:
         self._recording = self._last = None  # which replays with the tails in their places
         self._workspace.clear()
         self._parking = Parking(self._device)
-        for cache in self._caches:
-            self._parking.park(cache)
+        with self._modes():
+            for cache in self._caches:
+                self._parking.park(cache)
 
     def _unpark(self) -> None:
         if self._parking is not None:
-            for cache in self._caches:
-                self._parking.wait(cache)
+            with self._modes():
+                for cache in self._caches:
+                    self._parking.wait(cache)
             self._parking = None
 
     @contextlib.contextmanager

@@ -231,3 +231,31 @@ def test_stop_ends_the_threads_of_a_run(model, vae, output, tmp_path, monkeypatc
     with contextlib.suppress(InterruptProcessingException):
         upscale(from_file(file), model, vae, multiplier=1.0, window=9)
     assert threading.active_count() == before
+
+
+def test_the_vae_leaves_the_device_for_the_model(model, vae, output, tmp_path, monkeypatch):
+    from fast_video_vae.nodes.upscale import run
+
+    file = write(tmp_path / "in.mkv", scenes(30, height=16, width=16)[0], 16, codec="ffv1")
+    options = {"multiplier": 1.0, "window": 9, "overlap": 1, "codec": "ffv1"}
+    expected = Path(upscale(from_file(file), model, vae, **options)).read_bytes()
+    sample = run.Sampling.sample
+    failed, moved = [], []
+
+    def once(self, *arguments):
+        if not failed:
+            failed.append(1)
+            raise torch.OutOfMemoryError
+        return sample(self, *arguments)
+
+    monkeypatch.setattr(run.Sampling, "sample", once)
+    monkeypatch.setattr(
+        run._Scene,
+        "_park",
+        lambda self: [moved.append(1), self._encoder.park(), self._decoder.park()],
+    )
+    sampled = run._Scene._sampled
+    monkeypatch.setattr(run._Scene, "_sampled", lambda self, x: [self._park(), sampled(self, x)][1])
+    assert Path(upscale(from_file(file), model, vae, **options)).read_bytes() == expected
+    assert failed
+    assert len(moved) >= 4

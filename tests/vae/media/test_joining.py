@@ -38,8 +38,10 @@ def test_a_joined_file_has_the_frames_of_its_parts_in_step(codec, tmp_path):
     sound = Audio(torch.sin(torch.arange(48000 * 2) / 20).expand(2, -1) * 0.5, 48000)
     path = tmp_path / f"whole{codec_named(codec).suffix}"
     tags = {"title": "joined", "prompt": "{}"}
-    found = join_parts(parts, path, RATE, codec=codec, audio=sound, metadata=tags)
-    assert found == path
+    options = {"codec": codec, "audio": sound, "metadata": tags}
+    assert join_parts(parts, path, RATE, **options) == path
+    again = join_parts(parts, path.with_stem("again"), RATE, **options)
+    assert again.read_bytes() == path.read_bytes()
     assert torch.equal(stacked(path), torch.cat([stacked(part) for part in parts]))
     times = sorted(times_of(path))
     assert len(times) == sum(lengths)

@@ -13,7 +13,13 @@ FAMILIES = {"wan2.1": lambda: random_state_dict(8), "seedvr2": random_seedvr2}
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("task", ["encode_stream", "decode_stream"])
-def test_a_parked_stream_goes_on_with_the_same_bits(family, task, monkeypatch):
+@pytest.mark.parametrize("mode", [False, True], ids=["", "inference"])
+def test_a_parked_stream_goes_on_with_the_same_bits(family, task, mode, monkeypatch):
+    with torch.inference_mode(mode):
+        check_parked(family, task, monkeypatch)
+
+
+def check_parked(family, task, monkeypatch):
     vae = load_vae(FAMILIES[family](), dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
     shape = (1, 3, 13, 16, 16) if task == "encode_stream" else (1, 16, 4, 2, 2)
