@@ -14,6 +14,7 @@ from ..host import devices as machine
 from ..host import widgets
 from ..host.api import InputImpl, io
 from ..host.error_text import about
+from ..host.frame_range import frame_range
 from ..host.input_checks import check_text, checked
 from ..host.lazy import Later
 from ..host.widgets import AUTO, CATEGORY, DTYPES, INT8, INT8_AND_ENCODE, PRECISIONS
@@ -191,6 +192,18 @@ class Encode(io.ComfyNode):
                     "Encode. images: a batch of separate images.",
                 ),
                 *widgets.once(),
+                io.Int.Input(
+                    "corrections",
+                    default=0,
+                    min=0,
+                    max=8,
+                    optional=True,
+                    advanced=True,
+                    tooltip="For the few frames that are handed over to the next window of a long "
+                    "video: corrections of the latent, so that its decoded frames keep color and "
+                    "sharpness. 0: none. 2: most of the loss is gone. Each takes the time of one "
+                    "decode and one encode.",
+                ),
             ],
             outputs=[io.Latent.Output(display_name="LATENT")],
         )
@@ -204,17 +217,20 @@ class Encode(io.ComfyNode):
         batch: str = _VIDEO,
         dtype: str = AUTO,
         chunk: int = 0,
+        corrections: int = 0,
     ) -> io.NodeOutput:
         """Encode."""
         if not isinstance(vae, comfy_vae.FastVAE):
-            widgets.log_unused(batch=batch != _VIDEO, dtype=dtype != AUTO, chunk=chunk != 0)
+            unused = {"batch": batch != _VIDEO, "dtype": dtype != AUTO, "chunk": chunk != 0}
+            widgets.log_unused(**unused, corrections=corrections != 0)
             return io.NodeOutput({"samples": comfy_vae.by_another(vae, "encode", pixels, "pixels")})
         if vae.first_stage_model.encoder is None:
             raise ValueError("vae: the checkpoint has no encoder; only decoding works with it")
+        library.check_corrections(vae.first_stage_model, corrections)
         with about("pixels"):
             options = library.StreamOptions(chunk or None, DTYPES.get(dtype))
             not_video = True if batch == _IMAGES else None
-            latent = vae.encode(pixels, not_video, options=options)
+            latent = vae.encode(pixels, not_video, options=options, corrections=corrections)
         return io.NodeOutput({"samples": latent})
 
 
@@ -236,6 +252,15 @@ class Decode(io.ComfyNode):
                 io.Latent.Input("samples", tooltip="Latent of a video or of images to decode."),
                 _vae_input(),
                 *widgets.once(),
+                io.String.Input(
+                    "frames",
+                    default="",
+                    optional=True,
+                    advanced=True,
+                    tooltip="Range of frames to decode, such as 40-80: counted from 0, both ends "
+                    "included. 40-: to the end. Empty: all. Frames are identical to those of the "
+                    "whole video; a fast VAE does not decode unneeded parts.",
+                ),
             ],
             outputs=[io.Image.Output(display_name="IMAGE"), widgets.timing_output()],
         )
@@ -243,21 +268,36 @@ class Decode(io.ComfyNode):
     @classmethod
     @checked
     def execute(
-        cls, samples: dict[str, torch.Tensor], vae: object, dtype: str = AUTO, chunk: int = 0
+        cls,
+        samples: dict[str, torch.Tensor],
+        vae: object,
+        dtype: str = AUTO,
+        chunk: int = 0,
+        frames: str = "",
     ) -> io.NodeOutput:
         """Decode."""
         latent = samples["samples"]
         if latent.is_nested:
             latent = latent.unbind()[0]
-        if isinstance(vae, comfy_vae.FastVAE):
+        frame_range(frames, None)
+        wanted, is_fast = None, isinstance(vae, comfy_vae.FastVAE)
+        if frames.strip():
+            video = comfy_vae.one_video(vae, latent)
+            if is_fast:
+                config = vae.first_stage_model.config
+                wanted = frame_range(frames, config.frames(video.shape[2]))
+        if is_fast:
             with about("samples"):
                 options = library.StreamOptions(chunk or None, DTYPES.get(dtype))
-                images = vae.decode(latent, options=options)
+                images = vae.decode(latent, options=options, frames=wanted)
         else:
             widgets.log_unused(dtype=dtype != AUTO, chunk=chunk != 0)
             images = comfy_vae.by_another(vae, "decode", latent, "samples")
         if images.ndim == 5:
             images = images.reshape(-1, *images.shape[-3:])
+        if not is_fast and frames.strip():
+            wanted = frame_range(frames, len(images))
+            images = images[wanted.start : wanted.stop]
         return io.NodeOutput(images, timing.text())
 
 
