@@ -7,6 +7,7 @@ from .mlp.nodes import FuseMLP
 from .preview.nodes import PreviewLatent
 from .sampling.nodes import WanSampler
 from .text.nodes import TextEncode
+from .vae.joins import JoinLatents
 from .vae.nodes import Accelerate, Decode, DemoClip, Encode, Load
 from .video.nodes import DecodeVideo, EncodeVideo
 from .wan_wrapper.nodes import ToWanVideoWrapper
@@ -32,6 +33,7 @@ class FastVideoVAEExtension(ComfyExtension):
             Decode,
             EncodeVideo,
             DecodeVideo,
+            JoinLatents,
             PreviewLatent,
             DemoClip,
             LoraStack,
