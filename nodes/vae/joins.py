@@ -34,12 +34,6 @@ class JoinLatents(io.ComfyNode):
             search_aliases=["long video", "concat latents", "extend video", "next window"],
             inputs=[
                 io.Latent.Input("samples", tooltip="Latent of the video so far, or of its start."),
-                io.Latent.Input(
-                    "next",
-                    optional=True,
-                    tooltip="Latent of the window that continues the video. Without it, LATENT is "
-                    "the video so far.",
-                ),
                 io.Int.Input(
                     "overlap",
                     default=2,
@@ -60,6 +54,12 @@ class JoinLatents(io.ComfyNode):
                     tooltip="Latent frames of the next window: 21 for 81 video frames. A sampler "
                     "keeps those that are handed over and samples the others. 0: the output has "
                     "only those that are handed over, without a noise mask.",
+                ),
+                io.Latent.Input(
+                    "next",
+                    optional=True,
+                    tooltip="Latent of the window that continues the video. Without it, LATENT is "
+                    "the video so far.",
                 ),
             ],
             outputs=[

@@ -199,10 +199,10 @@ class Encode(io.ComfyNode):
                     max=8,
                     optional=True,
                     advanced=True,
-                    tooltip="For the few frames that are handed over to the next window of a long "
-                    "video: corrections of the latent, so that its decoded frames keep color and "
-                    "sharpness. 0: none. 2: most of the loss is gone. Each takes the time of one "
-                    "decode and one encode.",
+                    tooltip="Corrections of the latent, for the few frames that are handed over "
+                    "to the next window of a long video: decoded again, they keep color and "
+                    "sharpness. 0: none. 3: about a tenth of the loss is left. Each takes as long "
+                    "as a decode and an encode.",
                 ),
             ],
             outputs=[io.Latent.Output(display_name="LATENT")],
