@@ -3,7 +3,8 @@
 `python tests/benchmarks/bench_joins.py` gives nine frames of three clips from window to window with
 the nodes and the bundled VAE: as images by VAE Encode (Fast), without and with corrections, or as
 latents by Join Latents (Fast). A JSON row per clip and way is appended to `results.jsonl`, with
-PSNR against the source and the mean, saturation and contrast of each hand-over in 8-bit levels.
+PSNR against the source and the mean, saturation and contrast of each hand-over in 8-bit levels. A
+last row has the seconds of a corrected encode, in turn with its encodes and decodes.
 """
 
 import logging
@@ -12,7 +13,6 @@ import runpy
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from torch import Tensor
 _HERE = Path(__file__).resolve().parent
 runpy.run_path(str(_HERE.parent / "conftest.py"))  # binds the checkout to its import name
 
-from fast_video_vae.tests.benchmarks import record  # noqa: E402
+from fast_video_vae.tests.benchmarks import record, timing  # noqa: E402
 from fast_video_vae.tests.benchmarks.bench_seams import gradient  # noqa: E402
 from fast_video_vae.tests.nodes.checkout import import_comfyui, why_unavailable  # noqa: E402
 from fast_video_vae.tests.nodes.vae.pairs import ours  # noqa: E402
@@ -31,6 +31,7 @@ from fast_video_vae.vae.bench.content import Clip, moving_pictures  # noqa: E402
 # The size of the hand-over, and how often it is handed over.
 _FRAMES, _SIDE, _HAND_OVERS = 9, 256, 10
 CORRECTIONS = 3
+_ROUNDS = 5  # of the seconds
 
 Figures = dict[str, list[float]]
 
@@ -49,17 +50,14 @@ def handed_over(vae: object, source: Tensor, corrections: int | None) -> Figures
     """Return the figures of each hand-over; corrections None: latents are handed over."""
     images, latent, found = source, None, {}
     for _ in range(_HAND_OVERS):
-        start = time.perf_counter()
         if latent is None or corrections is not None:
             count = corrections or 0
             latent = ours("Encode", pixels=images, vae=vae, corrections=count).args[0]
         else:
             count = latent["samples"].shape[2]
             latent = ours("JoinLatents", samples=latent, hand_over=count, window=0).args[1]
-        encoded = time.perf_counter()
         images = ours("Decode", samples=latent, vae=vae).args[0]
         figures = levels(images) | {"psnr": psnr(images, source)}
-        figures |= {"seconds": encoded - start, "decode_seconds": time.perf_counter() - encoded}
         for name, value in figures.items():
             found.setdefault(name, []).append(round(value, 4))
     return found
@@ -78,15 +76,31 @@ def psnr(images: Tensor, source: Tensor) -> float:
 
 
 def summary(found: Figures) -> dict[str, object]:
-    """Return what the tables show: the first and the last hand-over, and medians of seconds."""
+    """Return what the tables show: the first and the last hand-over, and the change."""
     fields: dict[str, object] = {"hand_overs": _HAND_OVERS, "series": found}
     for name, values in found.items():
-        if name.endswith("seconds"):
-            fields[name] = round(statistics.median(values), 3)
-            continue
         fields |= {f"{name}_first": values[0], f"{name}_last": values[-1]}
         fields[f"{name}_change"] = round(values[-1] - values[0], 3)
     return fields
+
+
+def cost(vae: object, source: Tensor) -> dict[str, object]:
+    """Return the median seconds of a corrected encode and of its passes, and of their ratio."""
+
+    def corrected() -> None:
+        ours("Encode", pixels=source, vae=vae, corrections=CORRECTIONS)
+
+    def passes() -> None:
+        for number in range(CORRECTIONS + 1):
+            latent = ours("Encode", pixels=source, vae=vae).args[0]
+            if number < CORRECTIONS:
+                ours("Decode", samples=latent, vae=vae)
+
+    seconds = timing.in_turn({"corrected": corrected, "passes": passes}, _ROUNDS)
+    one, other = (seconds[name][1:] for name in ("corrected", "passes"))
+    ratios = [a / b for a, b in zip(one, other, strict=True)]
+    found = {"corrected_s": one, "passes_s": other, "ratio": ratios}
+    return {name: round(statistics.median(values), 3) for name, values in found.items()}
 
 
 @torch.inference_mode()
@@ -112,6 +126,10 @@ def main() -> None:
                 shown = {key: value for key, value in fields.items() if key != "series"}
                 logging.info("%s, %s: %s", clip, way, shown)
                 record.append(args.out, "bench_joins", clip, implementation=way, **fields)
+        seconds = cost(vae, clips()["bundled clip"])
+        case = f"{CORRECTIONS} corrections of {_FRAMES}x{_SIDE}x{_SIDE}"
+        logging.info("%s: %s", case, seconds)
+        record.append(args.out, "bench_joins_cost", case, **seconds)
 
 
 if __name__ == "__main__":
