@@ -137,6 +137,13 @@ def test_chunks_and_dtypes_are_those_of_the_options(bundled, photo):
     assert 0 < (narrow - expected).abs().max() <= 0.05 * expected.abs().max()
 
 
+def test_several_devices_give_the_latent_of_one(photo):
+    alone, shared = (load_vae(VAE_PATH, dtype=torch.float32) for _ in range(2))
+    shared.devices = ["cpu", "cpu"]
+    found, expected = (encode_corrected(each, photo, 2) for each in (shared, alone))
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
 def test_the_frames_are_never_all_in_memory(bundled, monkeypatch):
     alive, most = [], []
     decode = bundled.decode_stream

@@ -18,6 +18,7 @@ from fast_video_vae.tests.nodes.vae.pairs import (
     small_latents,
     stopped_at,
 )
+from fast_video_vae.vae import round_trip
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
 
@@ -57,7 +58,7 @@ def by_hand(vae, pixels, corrections, **options):
     return latent
 
 
-def test_corrections_are_steps_between_images(demo, photo):
+def test_a_correction_is_a_step_between_images(demo, photo):
     for pixels, options in ((photo, {}), (photo[:2], {"batch": "images"}), (photo[:1], {})):
         for corrections in (0, 1):
             found = encoded(demo, pixels, corrections, **options)
@@ -68,10 +69,27 @@ def test_corrections_are_steps_between_images(demo, photo):
     assert relative_error(encoded(demo, videos, 2), torch.cat(alone)) <= 1e-5
 
 
-@pytest.mark.parametrize("name", ["wan", "seedvr2", "pictures"])
-def test_no_family_gets_a_larger_error(request, name, picture_vae):
-    vae = picture_vae if name == "pictures" else request.getfixturevalue(name).fast
+@pytest.fixture(params=["wan", "seedvr2", "pictures"])
+def any_vae(request, picture_vae):
+    """A VAE of random weights, ours."""
+    is_picture_vae = request.param == "pictures"
+    return picture_vae if is_picture_vae else request.getfixturevalue(request.param).fast
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_step_of_any_family_is_one_between_images(any_vae, monkeypatch, dtype):
+    """Scaled latents, alpha, pictures; random weights need trust in a step."""
+    monkeypatch.setattr(round_trip, "_TRUSTED", torch.inf)
     pixels = clip(5, 32, 32)
+    goal = encoded(any_vae, pixels, 0, dtype=dtype)
+    images = decoded(any_vae, goal, dtype=dtype)
+    expected = 2 * goal - encoded(any_vae, images, 0, dtype=dtype)
+    found = encoded(any_vae, pixels, 1, dtype=dtype)
+    assert relative_error(found, expected) <= (1e-5 if dtype == "fp32" else 0.03)
+
+
+def test_no_family_gets_a_larger_error(any_vae):
+    vae, pixels = any_vae, clip(5, 32, 32)
     plain = encoded(vae, pixels, 0)
     assert torch.equal(plain, vae.encode(pixels))
 
@@ -116,6 +134,14 @@ def test_a_range_of_a_decode_is_that_of_the_whole(family, stock, text):
     wanted = whole[int(first) : int(last or 16) + 1 if "-" in text else int(first) + 1]
     assert relative_error(decoded(family.fast, latent, frames=text), wanted) <= 1e-5
     assert relative_error(decoded(family.stock, latent, frames=text), wanted) <= 1e-5
+
+
+def test_a_range_does_not_compute_the_rest(fast):
+    calls, decoder = [], fast.first_stage_model.decoder
+    handle = next(iter(decoder.layers())).register_forward_pre_hook(lambda *_: calls.append(1))
+    decoded(fast, small_latents(9), frames="0-4", chunk=1)
+    handle.remove()
+    assert len(calls) == 2
 
 
 def test_a_range_of_pictures_and_of_several_videos(picture_vae, fast):
