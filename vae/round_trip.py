@@ -75,10 +75,10 @@ def encode_corrected(
     plain = vae.joined(list(counted(stream)))
     search = tried(lambda: _begun(plain))
     for left in reversed(range(corrections)):
-        found = vae.joined(list(counted(_round_trip(vae, search.latent, options))))
-        search = tried(functools.partial(_stepped, search, found, is_last=not left))
         if not search.goes_on.any():
             break
+        found = vae.joined(list(counted(_round_trip(vae, search.latent, options))))
+        search = tried(functools.partial(_stepped, search, found, is_last=not left))
     return tried(lambda: search.latent.to(plain.dtype))
 
 

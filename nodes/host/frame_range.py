@@ -23,8 +23,3 @@ def frame_range(text: str, count: int | None) -> range:
     if not first <= last < count:
         raise ValueError(f"frames is {text!r}; the video has the frames 0-{count - 1}")
     return range(first, last + 1)
-
-
-def range_text(frames: range) -> str:
-    """Return the text of one frame or more, as `frame_range` reads it."""
-    return f"{frames.start}-{frames.stop - 1}"

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ..host.api import io
 from ..host.error_text import described
-from ..host.frame_range import range_text
 from ..host.input_checks import checked
 from ..host.widgets import CATEGORY
 
@@ -101,9 +100,9 @@ class JoinLatents(io.ComfyNode):
                 f"window: got {window}; expected more than the {hand_over} of hand_over, or 0"
             )
         kept = {key: value for key, value in samples.items() if key != "noise_mask"}
-        new = range(_FRAMES * (first - 1) + 1 if first else 0, _FRAMES * (joined.shape[2] - 1) + 1)
         end = kept | _begun(joined[:, :, -hand_over:], window)
-        return io.NodeOutput(kept | {"samples": joined}, end, range_text(new))
+        new = _FRAMES * (first - 1) + 1 if first else 0, _FRAMES * (joined.shape[2] - 1)
+        return io.NodeOutput(kept | {"samples": joined}, end, "{}-{}".format(*new))
 
 
 def _video(name: str, given: dict[str, Any]) -> Tensor:

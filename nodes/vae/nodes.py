@@ -280,25 +280,19 @@ class Decode(io.ComfyNode):
         if latent.is_nested:
             latent = latent.unbind()[0]
         frame_range(frames, None)
-        wanted, is_fast = None, isinstance(vae, comfy_vae.FastVAE)
-        if frames.strip():
-            video = comfy_vae.one_video(vae, latent)
-            if is_fast:
-                config = vae.first_stage_model.config
-                wanted = frame_range(frames, config.frames(video.shape[2]))
-        if is_fast:
+        is_part = bool(frames.strip())
+        video = comfy_vae.one_video(vae, latent) if is_part else latent
+        if isinstance(vae, comfy_vae.FastVAE):
+            count = vae.first_stage_model.config.frames
+            wanted = frame_range(frames, count(video.shape[2])) if is_part else None
             with about("samples"):
                 options = library.StreamOptions(chunk or None, DTYPES.get(dtype))
                 images = vae.decode(latent, options=options, frames=wanted)
-        else:
-            widgets.log_unused(dtype=dtype != AUTO, chunk=chunk != 0)
-            images = comfy_vae.by_another(vae, "decode", latent, "samples")
-        if images.ndim == 5:
-            images = images.reshape(-1, *images.shape[-3:])
-        if not is_fast and frames.strip():
-            wanted = frame_range(frames, len(images))
-            images = images[wanted.start : wanted.stop]
-        return io.NodeOutput(images, timing.text())
+            return io.NodeOutput(_flat(images), timing.text())
+        widgets.log_unused(dtype=dtype != AUTO, chunk=chunk != 0)
+        images = _flat(comfy_vae.by_another(vae, "decode", latent, "samples"))
+        wanted = frame_range(frames, len(images))
+        return io.NodeOutput(images[wanted.start : wanted.stop], timing.text())
 
 
 class DemoClip(io.ComfyNode):
@@ -328,6 +322,11 @@ class DemoClip(io.ComfyNode):
         """Read the clip."""
         frames = torch.stack(list(media.read_video(library.CLIP_PATH).frames(dtype=torch.uint8)))
         return io.NodeOutput(frames.float() / 255, InputImpl.VideoFromFile(str(library.CLIP_PATH)))
+
+
+def _flat(images: torch.Tensor) -> torch.Tensor:
+    """Return an IMAGE `[N, H, W, C]` of frames, also of several videos."""
+    return images.reshape(-1, *images.shape[-3:]) if images.ndim == 5 else images
 
 
 def _loaded(vae_name: str, choice: object) -> object:
