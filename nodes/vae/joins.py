@@ -69,7 +69,7 @@ class JoinLatents(io.ComfyNode):
                 ),
                 io.String.Output(
                     display_name="new_frames",
-                    tooltip="Video frames that next added, or all without it, such as 81-153: for "
+                    tooltip="Video frames that next added, or all without it, such as 81-156: for "
                     "frames of VAE Decode to Video (Fast).",
                 ),
             ],
