@@ -14,7 +14,7 @@ LABELS = {"plain": "plain", "corrected": "3 corrections", "joined": "latents joi
 PANELS = {"psnr": "PSNR to the source, dB", "saturation": "saturation, of 255 levels"}
 
 WIDTH, HEIGHT = 250, 150  # of a panel
-LEFT, TOP, ACROSS, DOWN = 62, 84, 62, 72
+LEFT, TOP, ACROSS, DOWN = 62, 108, 62, 76
 INK, FAINT, GRID = "#24292f", "#57606a", "#d8dee4"
 
 
@@ -40,7 +40,7 @@ def drawn() -> str:
         parts.append(text(x + 34, 33, label, INK))
     for column, clip in enumerate(clips):
         x = LEFT + column * (WIDTH + ACROSS)
-        parts.append(text(x, TOP - 14, clip, INK, weight="600"))
+        parts.append(text(x, TOP - 34, clip, INK, weight="600"))
         for row, name in enumerate(PANELS):
             lines = {way: newest[clip, way]["series"][name] for way in WAYS}
             parts += panel(x, TOP + row * (HEIGHT + DOWN), PANELS[name], lines)
@@ -60,7 +60,7 @@ def panel(x: float, y: float, title: str, lines: dict[str, list[float]]) -> list
             f"{x + WIDTH * at / (count - 1):.1f},{y + HEIGHT * (high - value) / (high - low):.1f}"
         )
 
-    parts = []
+    parts = [text(x, y - 12, title, FAINT)]
     for tick in range(int(low), int(high) + 1, step):
         line = y + HEIGHT * (high - tick) / (high - low)
         parts.append(f'<path d="M{x} {line:.1f}h{WIDTH}" stroke="{GRID}"/>')
@@ -68,7 +68,7 @@ def panel(x: float, y: float, title: str, lines: dict[str, list[float]]) -> list
     for number in (1, count):
         at = x + WIDTH * (number - 1) / (count - 1)
         parts.append(text(at, y + HEIGHT + 20, str(number), FAINT, anchor="middle"))
-    parts.append(text(x + WIDTH / 2, y + HEIGHT + 20, f"hand-over: {title}", FAINT, "middle"))
+    parts.append(text(x + WIDTH / 2, y + HEIGHT + 20, "hand-over", FAINT, "middle"))
     for way, series in lines.items():
         points = " ".join(place(at, value) for at, value in enumerate(series))
         style = f'fill="none" stroke="{WAYS[way]}" stroke-width="2.5"'
