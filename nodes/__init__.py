@@ -8,6 +8,7 @@ from .preview.nodes import PreviewLatent
 from .sampling.nodes import WanSampler
 from .text.nodes import TextEncode
 from .upscale.nodes import UpscaleVideo
+from .vae.joins import JoinLatents
 from .vae.nodes import Accelerate, Decode, DemoClip, Encode, Load
 from .video.nodes import DecodeVideo, EncodeVideo
 from .wan_wrapper.nodes import ToWanVideoWrapper
@@ -34,6 +35,7 @@ class FastVideoVAEExtension(ComfyExtension):
             EncodeVideo,
             DecodeVideo,
             UpscaleVideo,
+            JoinLatents,
             PreviewLatent,
             DemoClip,
             LoraStack,

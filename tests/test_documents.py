@@ -5,7 +5,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from fast_video_vae.tests.tools import figures
+from fast_video_vae.tests.tools import figures, joins_chart
 
 ROOT = figures.ROOT
 README = ROOT / "README.md"
@@ -75,6 +75,11 @@ def test_every_unique_ability_names_its_test():
 def test_the_tables_have_the_figures_of_the_rows(path):
     page = text_of(path)
     assert page == figures.filled(page), "stale: python tests/tools/figures.py"
+
+
+def test_the_chart_of_joins_has_the_figures_of_the_rows():
+    stale = "stale: python tests/tools/joins_chart.py"
+    assert text_of(joins_chart.CHART) == joins_chart.drawn(), stale
 
 
 def test_every_page_is_linked():

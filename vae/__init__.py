@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .model import VideoVAE
     from .models.config import SEEDVR2, LayoutError, VAEConfig
     from .planning.device_memory import trim_heap
+    from .round_trip import check_corrections, encode_corrected
     from .streaming.executor import rechunk
     from .streaming.memory import ExhaustedError, retried
     from .streaming.options import StreamOptions
@@ -32,8 +33,10 @@ __all__ = [
     "VAEConfig",
     "VideoVAE",
     "build_vae",
+    "check_corrections",
     "check_finite",
     "eager",
+    "encode_corrected",
     "fastest_decode_dtype",
     "load_vae",
     "read_checkpoint",
@@ -49,6 +52,7 @@ _HOMES = {
     "model": ("VideoVAE",),
     "models.config": ("SEEDVR2", "LayoutError", "VAEConfig"),
     "planning.device_memory": ("trim_heap",),
+    "round_trip": ("check_corrections", "encode_corrected"),
     "streaming.executor": ("rechunk",),
     "streaming.options": ("StreamOptions",),
     "streaming.precision": ("eager", "fastest_decode_dtype"),

@@ -22,7 +22,7 @@ class Progress:
     def __init__(self, total: int, *, shown: bool = True) -> None:
         throw_exception_if_processing_interrupted()
         self._bar = comfy.utils.ProgressBar(total) if shown else None
-        self._done = 0
+        self._done, self._total = 0, total
         self._previewed = 0.0
 
     def passed(self, count: int, images: Tensor | None = None) -> None:
@@ -31,6 +31,11 @@ class Progress:
         self._done += count
         if self._bar is not None:
             self._bar.update_absolute(self._done, preview=self._preview(images))
+
+    def completed(self) -> None:
+        """Fill the progress bar of work that took fewer steps than expected."""
+        if self._done < self._total:
+            self.passed(self._total - self._done)
 
     def counted(self, pieces: Iterator[Tensor], *, are_images: bool = False) -> Iterator[Tensor]:
         """Report and yield pieces `[B, C, n, h, w]`, or images `[B, n, H, W, C]` to preview."""

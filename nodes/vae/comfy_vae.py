@@ -75,9 +75,13 @@ class FastVAE(comfy.sd.VAE):
         *,
         options: StreamOptions = pieces.AUTOMATIC,
         tile: tuple[int, int] | None = None,
+        frames: range | None = None,
         **newer: object,
     ) -> Tensor:
-        """Decode latents to an IMAGE `[B, T, H, W, C]` or `[B, H, W, C]` in [0, 1]."""
+        """Decode latents to an IMAGE `[B, T, H, W, C]` or `[B, H, W, C]` in [0, 1].
+
+        `frames` are those of each video to decode; of a VAE of pictures, the pictures.
+        """
         log_ignored("decode", {**(vae_options or {}), **newer})
         self.throw_exception_if_invalid()
         model = self.first_stage_model
@@ -85,14 +89,16 @@ class FastVAE(comfy.sd.VAE):
         model.check_latent(latent)
         if self.latent_dim == 2:  # as in ComfyUI
             latent = latent[:, :, :1]
-        batch, channels, frames, height, width = model.config.decoded_shape(latent.shape)
-        size, dtype = (batch, frames, height, width, channels), self.vae_output_dtype()
+            latent, frames = latent if frames is None else latent[frames.start : frames.stop], None
+        batch, channels, count, height, width = model.config.decoded_shape(latent.shape)
+        count = count if frames is None else len(frames)
+        size, dtype = (batch, count, height, width, channels), self.vae_output_dtype()
         empty = lambda: torch.empty(size, device=self.output_device, dtype=dtype)  # noqa: E731
         with timing.span("VAE decode", pieces.label(self), self.device):
             with kept():
                 images = retried(empty, self.device, "a decode", pieces.release(self))
-            stream = pieces.decode_pieces(self, latent, options, tile, images=images)
-            for _ in Progress(batch * frames).counted(stream, are_images=True):
+            stream = pieces.decode_pieces(self, latent, options, tile, frames=frames, images=images)
+            for _ in Progress(batch * count).counted(stream, are_images=True):
                 pass
         is_flat = self.latent_dim == 2 or samples_in.ndim == 4
         return images.squeeze(1) if is_flat and not model.is_seedvr2 else images
@@ -120,15 +126,19 @@ class FastVAE(comfy.sd.VAE):
         *,
         options: StreamOptions = pieces.AUTOMATIC,
         tile: tuple[int, int] | None = None,
+        corrections: int = 0,
         **newer: object,
     ) -> Tensor:
-        """Encode an IMAGE `[N, H, W, C]`, or `[B, T, H, W, C]`; None: `not_video` is the VAE's."""
+        """Encode an IMAGE `[N, H, W, C]`, or `[B, T, H, W, C]`; None: `not_video` is the VAE's.
+
+        `corrections` are those of `encode_corrected`.
+        """
         log_ignored("encode", newer)
         self.throw_exception_if_invalid()
         not_video = self.not_video if not_video is None else not_video
         view = lambda: self._as_video(pixel_samples, not_video)  # noqa: E731
         video = retried(view, self.device, "an encode", pieces.release(self))
-        work = lambda _: pieces.encoded(self, video, options, tile)  # noqa: E731
+        work = lambda _: pieces.encoded(self, video, options, tile, corrections)  # noqa: E731
         with timing.span("VAE encode", pieces.label(self), self.device):
             try:
                 latents = in_turn(self.device, "an encode", work)

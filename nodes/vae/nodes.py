@@ -14,6 +14,7 @@ from ..host import devices as machine
 from ..host import widgets
 from ..host.api import InputImpl, io
 from ..host.error_text import about
+from ..host.frame_range import frame_range
 from ..host.input_checks import check_text, checked
 from ..host.lazy import Later
 from ..host.widgets import AUTO, CATEGORY, DTYPES, INT8, INT8_AND_ENCODE, PRECISIONS
@@ -191,6 +192,18 @@ class Encode(io.ComfyNode):
                     "Encode. images: a batch of separate images.",
                 ),
                 *widgets.once(),
+                io.Int.Input(
+                    "corrections",
+                    default=0,
+                    min=0,
+                    max=8,
+                    optional=True,
+                    advanced=True,
+                    tooltip="Corrections of the latent, for the few frames that are handed over "
+                    "to the next window of a long video: decoded again, they keep color and "
+                    "sharpness. 0: none. 3: about a tenth of the loss is left. Each takes as long "
+                    "as a decode and an encode.",
+                ),
             ],
             outputs=[io.Latent.Output(display_name="LATENT")],
         )
@@ -204,17 +217,20 @@ class Encode(io.ComfyNode):
         batch: str = _VIDEO,
         dtype: str = AUTO,
         chunk: int = 0,
+        corrections: int = 0,
     ) -> io.NodeOutput:
         """Encode."""
         if not isinstance(vae, comfy_vae.FastVAE):
-            widgets.log_unused(batch=batch != _VIDEO, dtype=dtype != AUTO, chunk=chunk != 0)
+            unused = {"batch": batch != _VIDEO, "dtype": dtype != AUTO, "chunk": chunk != 0}
+            widgets.log_unused(**unused, corrections=corrections != 0)
             return io.NodeOutput({"samples": comfy_vae.by_another(vae, "encode", pixels, "pixels")})
         if vae.first_stage_model.encoder is None:
             raise ValueError("vae: the checkpoint has no encoder; only decoding works with it")
+        library.check_corrections(vae.first_stage_model, corrections)
         with about("pixels"):
             options = library.StreamOptions(chunk or None, DTYPES.get(dtype))
             not_video = True if batch == _IMAGES else None
-            latent = vae.encode(pixels, not_video, options=options)
+            latent = vae.encode(pixels, not_video, options=options, corrections=corrections)
         return io.NodeOutput({"samples": latent})
 
 
@@ -236,6 +252,15 @@ class Decode(io.ComfyNode):
                 io.Latent.Input("samples", tooltip="Latent of a video or of images to decode."),
                 _vae_input(),
                 *widgets.once(),
+                io.String.Input(
+                    "frames",
+                    default="",
+                    optional=True,
+                    advanced=True,
+                    tooltip="Range of frames to decode, such as 40-80: counted from 0, both ends "
+                    "included. 40-: to the end. Empty: all. Frames are identical to those of the "
+                    "whole video; a fast VAE does not decode unneeded parts.",
+                ),
             ],
             outputs=[io.Image.Output(display_name="IMAGE"), widgets.timing_output()],
         )
@@ -243,22 +268,31 @@ class Decode(io.ComfyNode):
     @classmethod
     @checked
     def execute(
-        cls, samples: dict[str, torch.Tensor], vae: object, dtype: str = AUTO, chunk: int = 0
+        cls,
+        samples: dict[str, torch.Tensor],
+        vae: object,
+        dtype: str = AUTO,
+        chunk: int = 0,
+        frames: str = "",
     ) -> io.NodeOutput:
         """Decode."""
         latent = samples["samples"]
         if latent.is_nested:
             latent = latent.unbind()[0]
+        frame_range(frames, None)
+        is_part = bool(frames.strip())
+        video = comfy_vae.one_video(vae, latent) if is_part else latent
         if isinstance(vae, comfy_vae.FastVAE):
+            count = vae.first_stage_model.config.frames
+            wanted = frame_range(frames, count(video.shape[2])) if is_part else None
             with about("samples"):
                 options = library.StreamOptions(chunk or None, DTYPES.get(dtype))
-                images = vae.decode(latent, options=options)
-        else:
-            widgets.log_unused(dtype=dtype != AUTO, chunk=chunk != 0)
-            images = comfy_vae.by_another(vae, "decode", latent, "samples")
-        if images.ndim == 5:
-            images = images.reshape(-1, *images.shape[-3:])
-        return io.NodeOutput(images, timing.text())
+                images = vae.decode(latent, options=options, frames=wanted)
+            return io.NodeOutput(_flat(images), timing.text())
+        widgets.log_unused(dtype=dtype != AUTO, chunk=chunk != 0)
+        images = _flat(comfy_vae.by_another(vae, "decode", latent, "samples"))
+        wanted = frame_range(frames, len(images))
+        return io.NodeOutput(images[wanted.start : wanted.stop], timing.text())
 
 
 class DemoClip(io.ComfyNode):
@@ -288,6 +322,11 @@ class DemoClip(io.ComfyNode):
         """Read the clip."""
         frames = torch.stack(list(media.read_video(library.CLIP_PATH).frames(dtype=torch.uint8)))
         return io.NodeOutput(frames.float() / 255, InputImpl.VideoFromFile(str(library.CLIP_PATH)))
+
+
+def _flat(images: torch.Tensor) -> torch.Tensor:
+    """Return an IMAGE `[N, H, W, C]` of frames, also of several videos."""
+    return images.reshape(-1, *images.shape[-3:]) if images.ndim == 5 else images
 
 
 def _loaded(vae_name: str, choice: object) -> object:

@@ -16,7 +16,7 @@ import comfy.sd
 import torch
 from torch import Tensor
 
-from ...vae import StreamOptions, retried
+from ...vae import StreamOptions, encode_corrected, retried
 from ..host import timing
 from ..host.devices import names, selected
 from ..host.oom import free_others, give_back, in_turn
@@ -61,16 +61,29 @@ def encoded(
     video: Tensor,
     options: StreamOptions = AUTOMATIC,
     tile: tuple[int, int] | None = None,
+    corrections: int = 0,
 ) -> Tensor:
-    """Encode `[B, C, T, H, W]` in [0, 1], with a tile in latents, to a LATENT."""
+    """Encode `[B, C, T, H, W]` in [0, 1], with a tile in latents, to a LATENT.
+
+    With `corrections` it is that of `encode_corrected`.
+    """
     *_, frames, height, width = video.shape
-    options, needed = begin(vae, video.shape, options, tile, encode=True)
-    log_cut(vae, height, width)
     model, latents = vae.first_stage_model, []
-    progress = Progress(len(video) * model.config.latent_frames(frames))
-    for part in _parts(vae, video, options, needed):
+    step, count = model.config.spatial_compression, model.config.latent_frames(frames)
+    also = 0  # a decode, at the same time
+    if corrections:
+        shape = len(video), model.config.latent_channels, count, height // step, width // step
+        also = work_bytes(vae, shape, options)
+    options, needed = begin(vae, video.shape, options, tile, encode=True, extra_bytes=also)
+    log_cut(vae, height, width)
+    progress = Progress(len(video) * count * (1 + corrections))
+    for part in _parts(vae, video, options, needed + also):
+        if corrections:
+            latents.append(_corrected(vae, part, options, corrections, progress))
+            continue
         stream = model.encode_stream(part, options, scaled=False, to_range=vae.process_input)
         latents.append(moved(vae, progress.counted(stream)))
+    progress.completed()
     return retried(lambda: torch.cat(latents), vae.device, "an encode", options.release)
 
 
@@ -209,6 +222,22 @@ def work_bytes(
         empty=True,
     )
     return plan.peak_bytes
+
+
+def _corrected(
+    vae: comfy.sd.VAE, video: Tensor, options: StreamOptions, corrections: int, progress: Progress
+) -> Tensor:
+    """Encode `[B, C, T, H, W]` in [0, 1] with corrections to a LATENT."""
+    latent = encode_corrected(
+        vae.first_stage_model,
+        video,
+        corrections,
+        options,
+        to_range=vae.process_input,
+        counted=progress.counted,
+    )
+    done = functools.partial(latent.to, vae.output_device, vae.vae_output_dtype())
+    return retried(done, vae.device, "an encode", options.release)
 
 
 def _parts(

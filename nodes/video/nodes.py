@@ -12,13 +12,14 @@ from torch import Tensor
 from ... import vae as library
 from ...vae import media
 from ..host.api import Input, io, ui
+from ..host.frame_range import frame_range
 from ..host.input_checks import checked
 from ..host.lazy import Later
 from ..host.progress import Progress
 from ..host.widgets import AUTO, CATEGORY, DTYPES, log_unused, timing_output
 from .file_prefix import check_prefix
 from .inputs import DEPTHS, SWITCHES, decode_inputs, encode_inputs
-from .target import VideoTarget, frame_range, workflow_tags
+from .target import VideoTarget, workflow_tags
 
 if TYPE_CHECKING:
     from comfy.sd import VAE

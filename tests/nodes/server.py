@@ -35,6 +35,7 @@ NODES = {
     "FastVAE_EncodeVideo": "VAE Encode Video (Fast)",
     "FastVAE_DecodeVideo": "VAE Decode to Video (Fast)",
     "FastVAE_UpscaleVideo": "Upscale Video (Fast)",
+    "FastVAE_JoinLatents": "Join Latents (Fast)",
     "FastVAE_PreviewLatent": "Preview Video Latent (Fast)",
     "FastVAE_DemoClip": "Demo Clip (Fast)",
     "FastVAE_LoraStack": "LoRA Stack (Fast)",

@@ -44,6 +44,7 @@ SOURCES = {
     "CONDITIONING": ["CLIPTextEncode", 0, None],
     "IMAGE": ["FastVAE_DemoClip", 0, None],
     "LATENT": ["FastVAE_Encode", 0, None],
+    "MODEL": ["UNETLoader", 0, None],
     "VAE": ["FastVAE_Load", 0, "bundled demo"],
     "VIDEO": ["FastVAE_DemoClip", 1, None],
 }
@@ -180,8 +181,11 @@ def test_the_workflow_of_a_file_opens_as_the_help_page_says(page, comfyui, tmp_p
 
 def runs(server, page, workflow):
     """The open workflow shows the clip; or the server refuses it for files that the user adds."""
-    if missing := {model["name"] for model in examples.models_of(workflow)}:
-        files = examples.INPUT_FILES | missing | {"clip_name: None"}  # of `SOURCES`
+    missing = {model["name"] for model in examples.models_of(workflow)}
+    if missing or any(each["type"] == "MODEL" for each in workflow["nodes"][0]["inputs"]):
+        files = (
+            examples.INPUT_FILES | missing | {"clip_name: None", "unet_name: None"}
+        )  # of sources
         with pytest.raises(PromptError) as refused:
             server.queue(page.evaluate(browser.PROMPT))
         found = [each for node in refused.value.node_errors.values() for each in node["errors"]]

@@ -23,6 +23,7 @@ TIMED = ("comfyui", "diffusers", "every", "full", "ours")  # the fewest seconds 
 PEAK_DB = 6.02  # of frames in [-1, 1]
 WORDS = {
     "AMD EPYC, 2 threads, avx512_bf16": "2 cores of an AMD EPYC (Zen 5, avx512_bf16)",
+    "AMD EPYC, 1 threads, avx512_bf16": "1 core of an AMD EPYC (Zen 5, avx512_bf16)",
     r"Intel\(R\) Xeon\(R\) Processor, 2 threads, avx512f": "2 cores of an Intel Xeon (avx512f)",
     "bfloat16": "bf16", "float32": "fp32", r"(?<=\d)x(?=\d)": " x ", "(?<=16|32) wan": ", wan",
     "(?<=16|32) seed": ", seed", "wan2": "Wan 2", "seedvr": "SeedVR",

@@ -46,6 +46,7 @@ CHANGED = {
         "vae": node("FastVAE_Load", vae_name="seedvr2.safetensors", **AUTO),
         "save_to": "temp",
     },
+    "FastVAE_JoinLatents": {"hand_over": 1, "overlap": 0, "next": link("None")},
     "FastVAE_LoraStack": LORA["inputs"],
     "FastVAE_TextEncode": {"positive": "a", "negative": "b"},
     "FastVAE_WanSampler": {"steps": 1, "latent_image": link("small latent")},
@@ -60,6 +61,7 @@ TAKEN = {
     "blocks": {"text", "NUL"},
     "filename_prefix": {"text"},
     "latent_image": {"latent of 5 channels"},  # all zeros fit any number of channels
+    ("FastVAE_JoinLatents", "samples"): {"latent of 5 channels"},  # without another latent
 }
 
 # Values that every input gets by default; of the others it gets every ninth.
@@ -85,7 +87,8 @@ class Working(dict):
 
     def accepts(self, name, value):
         fits = {"None": name in self.optional, "fraction": not isinstance(self[name], int)}
-        return fits.get(value, value in TAKEN.get(name, ()))
+        taken = TAKEN.get(name) or TAKEN.get((self.kind, name), ())
+        return fits.get(value, value in taken)
 
     def prompt(self, **changed):
         """Return a workflow of the node with `changed` inputs, and the nodes that it needs."""

@@ -105,10 +105,10 @@ def as_saved(images):
 
 def ours(name, hidden=None, **inputs):
     """Execute a VAE or video node of ours with the defaults of its widgets."""
-    from fast_video_vae.nodes.vae import nodes as vae_nodes
+    from fast_video_vae.nodes.vae import joins, nodes
     from fast_video_vae.nodes.video import nodes as video_nodes
 
-    cls = getattr(vae_nodes, name, None) or getattr(video_nodes, name)
+    (cls, *_) = (vars(each)[name] for each in (nodes, joins, video_nodes) if name in vars(each))
     defaults = {each.id: getattr(each, "default", None) for each in cls.define_schema().inputs}
     inputs = {key: value for key, value in defaults.items() if value is not None} | inputs
     return cls.PREPARE_CLASS_CLONE({"hidden_inputs": hidden or {}}).execute(**inputs)

@@ -37,6 +37,7 @@ RUNS = {
     "pictures": lambda vae: image(vae, PICTURES),
     "tiled decode": lambda vae: node("VAEDecodeTiled", vae, WIDE, 64, 0)[0],
     "encode": lambda vae: node("VAEEncode", vae, CLIP)[0]["samples"],
+    "corrected encode": lambda vae: vae.encode(CLIP, corrections=2),
     "encode of videos": lambda vae: node("VAEEncode", vae, VIDEOS)[0]["samples"],
     "tiled encode": lambda vae: node("VAEEncodeTiled", vae, WIDE_CLIP, 64, 0)[0]["samples"],
     "decode to a file": lambda vae: decode(vae, LATENT, codec="ffv1", bit_depth="8", chunk=1),
