@@ -12,6 +12,7 @@ from comfy.model_management import throw_exception_if_processing_interrupted
 from comfy_extras.nodes_post_processing import ResizeImageMaskNode
 from torch import Tensor
 
+from ...kernels import first_line, is_out_of_memory
 from ..video.source import FileSource, Fit, Source
 
 # Frames that wait for the model, and most bytes of them: 86 frames of 1920 x 1080 in 8 bits.
@@ -131,6 +132,8 @@ class Reader:
                 item = self._frames.get(timeout=_TICK_S)
             except queue.Empty:
                 continue
+            if isinstance(item, RuntimeError) and not is_out_of_memory(item):
+                raise ValueError(f"video: {first_line(item)}") from item
             if isinstance(item, BaseException):
                 with about_video():
                     raise item

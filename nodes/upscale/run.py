@@ -24,14 +24,15 @@ from comfy.model_patcher import ModelPatcher
 from comfy_extras import nodes_seedvr
 from torch import Tensor
 
-from ...vae import media
+from ...vae import media, retried
 from ..host import timing
 from ..host.oom import in_turn
 from ..host.progress import Progress, show_text
+from ..vae import pieces as driver
 from ..vae.comfy_vae import FastVAE
 from .coding import DECODE_WARM_UP, ENCODE_WARM_UP, SceneDecoder, SceneEncoder
 from .reader import Reader
-from .store import State, Store
+from .store import State, Store, file_mark
 from .windows import Windows, sampling_bytes
 
 _logger = logging.getLogger(__name__)
@@ -204,7 +205,6 @@ class _Scene:
         job, state = self._job, self._state
         self._originals.seek(state.frames)
         path = self._store.part(state.parts, job.suffix)
-        path.parent.mkdir(parents=True, exist_ok=True)
         done = state.frames
         with job.writer(path) as writer:
             dtype = writer.dtype
@@ -218,11 +218,18 @@ class _Scene:
                     done += count
                     self._clock.passed(count, pictures)
         state.frames, state.parts = done, state.parts + 1
+        state.marks.append(file_mark(path))
 
     def _finished(self, images: Tensor, originals: Tensor) -> Tensor:
         """Return images with the size and the colors of the originals, cut to even sides."""
-        finish = nodes_seedvr.SeedVR2PostProcessing.execute
-        return finish(images, originals, self._job.color).args[0]
+        vae, finish = self._job.vae, nodes_seedvr.SeedVR2PostProcessing.execute
+
+        def freed(device: torch.device) -> None:
+            self._park()
+            driver.release(vae)(device)
+
+        work = lambda: finish(images, originals, self._job.color).args[0]  # noqa: E731
+        return retried(work, vae.device, "the colors of a window", freed)
 
 
 class _Clock:

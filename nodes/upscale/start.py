@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from ..host import timing
 from ..host.api import Input, io, ui
 from ..host.error_text import about
 from ..host.numbering import saved, unused_names
-from ..host.progress import show_text
+from ..host.progress import Progress, show_text
 from ..vae import accelerate
 from ..vae.comfy_vae import FastVAE
 from ..video.file_prefix import check_prefix
@@ -111,6 +112,7 @@ def upscaled(
         source.estimate(Fit()),
     )
     state = _continued(store, suffix) or _begun(wanted, job.size)
+    store.create()
     _prepare(fast)
     tests = functools.partial(cut_test, cuts, source.size)
     with (
@@ -119,32 +121,35 @@ def upscaled(
         Reader(second, wanted.resize) as originals,
     ):
         parts = job.run(frames, originals, store, state)
-    found = _joined(parts, target, shown, sound, source.tags() | place.tags)
+    whole = store.folder / f"whole{suffix}"
+    with timing.span("file"):
+        progress = Progress(state.frames)
+        show_text("joining the windows")
+        media.join_parts(
+            parts,
+            whole,
+            target.fps,
+            codec=place.codec,
+            audio=sound,
+            metadata=source.tags() | place.tags,
+            frames=state.frames,
+            passed=progress.passed,
+        )
+    found = _named(whole, target, shown)
     store.remove()
     return found
 
 
-def _joined(
-    parts: list[Path],
-    target: VideoTarget,
-    size: tuple[int, int],
-    sound: media.Sound | None,
-    tags: dict[str, str],
-) -> tuple[Path, ui.SavedResult]:
-    """Make one file of the parts; return it and its entry for the frontend."""
+def _named(whole: Path, target: VideoTarget, size: tuple[int, int]) -> tuple[Path, ui.SavedResult]:
+    """Give a finished file its name; return it and its entry for the frontend."""
     kind = io.FolderType(target.folder)
     names = unused_names(target.prefix, kind, target.form.codec.suffix, *size)
-    with timing.span("file"):
-        path = media.join_parts(
-            parts,
-            next(names),
-            target.fps,
-            codec=target.codec,
-            audio=sound,
-            metadata=tags,
-            others=names,
-        )
-    return path, saved(path, kind)
+    with media.whole_file(next(names), others=names) as draft:
+        try:
+            whole.replace(draft.part)
+        except OSError:  # another disk
+            shutil.copyfile(whole, draft.part)
+    return draft.path, saved(draft.path, kind)
 
 
 @contextmanager
@@ -153,7 +158,9 @@ def _reported(state: State, store: Store) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if state.parts:
+        if not state.parts:
+            store.remove()
+        else:
             text = "Fast Video VAE: %d frames are finished, in %s; the next run with the same "
             _logger.info(text + "inputs goes on from there", state.frames, store.folder)
         raise
@@ -248,7 +255,7 @@ def _inputs(
     return {
         "video": film,
         "fps": str(source.fps),
-        "model": [_weights(model.model.state_dict()), _patches(model)],
+        "model": [_weights(accelerate.weights_of(model)), _patches(model)],
         "vae": [_weights(network.state_dict()), str(network.dtype), str(network.encode_dtype)],
         "wanted": [str(wanted)],
         "graph": place.graph,
@@ -257,17 +264,31 @@ def _inputs(
     }
 
 
-def _weights(weights: Mapping[str, torch.Tensor]) -> str:
+def _weights(weights: Mapping[str, Any]) -> str:
     names = [name for name in weights if isinstance(weights[name], torch.Tensor)]
     step = max(1, len(names) // _LOOKED_AT)
     return tensors_mark((name, weights[name]) for name in names[::step])
 
 
 def _patches(model: ModelPatcher) -> list[object]:
-    """Return the names and strengths of LoRAs and other patches of the weights."""
-    found: list[object] = [[key, [each[0] for each in model.patches[key]]] for key in model.patches]
+    """Return what tells LoRAs and other patches of the weights from others."""
+    found = [[key, [each[0] for each in model.patches[key]]] for key in model.patches]
+    found.append([tensors_mark(("", each) for each in _tensors(model.patches))])
     options = model.model_options.get("transformer_options", {})
     return [str(found), sorted(map(str, options)), sorted(map(str, model.object_patches))]
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in lists, dictionaries and the weights of ComfyUI's adapters."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+    elif hasattr(value, "weights"):
+        yield from _tensors(value.weights)
 
 
 def _own_version() -> str:

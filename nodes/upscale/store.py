@@ -8,7 +8,9 @@ so no other run continues it.
 import contextlib
 import dataclasses
 import hashlib
+import io
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterable, Mapping
@@ -22,9 +24,13 @@ from torch import Tensor
 
 from ...vae import media
 
+_logger = logging.getLogger(__name__)
+
 FOLDER = "unfinished upscales"
 _STATE = "state.safetensors"
 _FORMAT = "fast-video-vae upscale 1"
+# Blocks of a file that stand for all of it, evenly spread, and their bytes.
+_BLOCKS, _BLOCK = 64, 1 << 14
 # Numbers of a tensor that stand for all of them.
 _SAMPLED = 16
 
@@ -41,6 +47,7 @@ class State:
     window: int = 0  # of the scene, the next one
     decoded: int = 0  # latents of the scene whose frames are in the files
     is_done: bool = False
+    marks: list[list[object]] = dataclasses.field(default_factory=list)  # `file_mark` of each part
     # The last latents that are sampled, of which the last ones may change.
     latent: Tensor = dataclasses.field(default_factory=lambda: torch.empty(1, 0, 0, 0, 0))
 
@@ -71,14 +78,26 @@ class Store:
             if type(error).__name__ != "SafetensorError":
                 raise
             return None
-        whole = all(self.part(number, suffix).is_file() for number in range(state.parts))
-        return state if whole else None
+        try:
+            found = [file_mark(self.part(number, suffix)) for number in range(state.parts)]
+        except OSError:
+            found = None
+        if found != state.marks:
+            _logger.warning("Fast Video VAE: a finished part in %s has changed", self.folder)
+            return None
+        return state
+
+    def create(self) -> None:
+        """Make the folder, and check that files can be written there."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        probe = self.folder / "probe"
+        probe.write_bytes(b"")
+        probe.unlink()
 
     def save(self, state: State) -> None:
         """Replace the state."""
         numbers = {k: v for k, v in vars(state).items() if k != "latent"}
         metadata = {"format": _FORMAT, "inputs": self._inputs, "state": json.dumps(numbers)}
-        self.folder.mkdir(parents=True, exist_ok=True)
         with media.whole_file(self.folder / _STATE, overwrite=True) as draft:
             draft.part.write_bytes(save({"latent": state.latent.contiguous()}, metadata))
 
@@ -118,16 +137,14 @@ def _is_link(value: object, prompt: Mapping[str, Any]) -> bool:
 
 def file_mark(source: object) -> list[object]:
     """Return what tells a file, by path or in memory, from others: its size and some bytes."""
-    if isinstance(source, (str, os.PathLike)):
-        size = Path(source).stat().st_size
-        with Path(source).open("rb") as file:
-            ends = file.read(1 << 16)
-            file.seek(max(0, size - (1 << 16)))
-            ends += file.read()
-    else:
-        data = source.getbuffer()
-        size, ends = len(data), bytes(data[: 1 << 16]) + bytes(data[-(1 << 16) :])
-    return [size, hashlib.sha256(ends).hexdigest()]
+    is_path = isinstance(source, (str, os.PathLike))
+    found = hashlib.sha256()
+    with Path(source).open("rb") if is_path else io.BytesIO(source.getvalue()) as file:
+        size = file.seek(0, os.SEEK_END)
+        for number in range(_BLOCKS):
+            file.seek(max(0, size - _BLOCK) * number // (_BLOCKS - 1))
+            found.update(file.read(_BLOCK))
+    return [size, found.hexdigest()]
 
 
 def tensors_mark(tensors: Iterable[tuple[str, Tensor]]) -> str:

@@ -1,7 +1,6 @@
 """The frames of a VIDEO, a few at a time, from a file or from tensors."""
 
 import io
-import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +24,9 @@ _FRAMES = 4
 
 # More frames than a video has.
 _UNKNOWN = 1 << 31
+
+# Seconds by which the times of sound differ from its samples where it pauses: times are rounded.
+_PAUSE_S = 0.04
 
 # Tags of a container, which are not about the video in it.
 _OF_CONTAINERS = ("major_brand", "minor_version", "compatible_brands", "encoder", "duration")
@@ -116,11 +118,11 @@ class FileSource:
             stream = _heard(container)
             if stream is None:
                 return None
-            channels, rate = stream.codec_context.channels, stream.rate
-        layout = media.layout_of(channels) if as_written else None
-        channels = av.AudioLayout(layout).nb_channels if layout else channels
+            layout, rate = stream.codec_context.layout, stream.rate
+        if as_written:
+            layout = av.AudioLayout(media.layout_of(layout.nb_channels))
         length = None if end is None else round((end - begin) * rate)
-        return Track(self._opened, channels, rate, layout, begin, length)
+        return Track(self._opened, layout, rate, begin, length)
 
     def tags(self) -> dict[str, str]:
         """Return the tags of the file that are not about its container."""
@@ -138,40 +140,67 @@ class Track:
     """The sound of a file from `begin` on, in seconds by its clock, which is read in blocks."""
 
     opened: Callable[[], InputContainer]
-    channels: int
+    layout: av.AudioLayout
     sample_rate: int
-    layout: str | None  # FFmpeg's name; None: that of the file
     begin: Fraction
     length: int | None  # samples; None: all
 
+    @property
+    def channels(self) -> int:
+        """The number of channels."""
+        return self.layout.nb_channels
+
     def blocks(self) -> Iterator[Tensor]:
-        """Yield `[channels, n]` float32; a broken end is logged and left out."""
-        rate, left = self.sample_rate, _UNKNOWN**2 if self.length is None else self.length
-        at: int | None = None  # of the next block, in samples from `begin` on
+        """Yield `[channels, n]` float32, in step with the times of the file.
+
+        Sound that starts late keeps its place, and silence fills pauses, such as those of broken
+        packets, which are logged.
+        """
+        end = _UNKNOWN**2 if self.length is None else self.length
+        done, least = 0, round(_PAUSE_S * self.sample_rate)  # samples from `begin` on; a pause
+        following: int | None = None  # where the block before ends
+        for start, block in self._decoded():
+            begin = following if start is None else start
+            if following is not None and abs(begin - following) < least:
+                begin = following
+            following = (begin := begin or 0) + block.shape[1]
+            if begin > done:
+                yield torch.zeros(self.channels, min(begin, end) - done)
+            heard = block[:, max(0, done - begin) : max(0, end - begin)]
+            done = min(end, max(done, begin)) + heard.shape[1]
+            if heard.shape[1]:
+                yield heard
+            if done >= end:
+                return
+
+    def _decoded(self) -> Iterator[tuple[int | None, Tensor]]:
+        """Yield blocks, and the sample from `begin` on where each is by its time, if it has one."""
+        form, resample, broken = None, None, False
         with self.opened() as container:
-            stream = _heard(container)
-            try:
-                if self.begin > 0:
-                    container.seek(int(self.begin * av.time_base))
-                resampler = av.AudioResampler(format="fltp", layout=self.layout)
-                decoded = map(resampler.resample, container.decode(stream))
-                for frame in itertools.chain.from_iterable(decoded):
-                    block = torch.from_numpy(frame.to_ndarray())
-                    if at is None:
-                        time = 0 if frame.pts is None else frame.pts * frame.time_base
-                        at = round(time * rate) - round(self.begin * rate)
-                        if at > 0:  # sound that starts late keeps its place
-                            yield torch.zeros(len(block), min(at, left))
-                            left -= min(at, left)
-                    heard = block[:, max(0, -at) :][:, :left]
-                    at, left = at + block.shape[1], left - heard.shape[1]
-                    if heard.shape[1]:
-                        yield heard
-                    if not left:
-                        return
-            except av.error.FFmpegError as error:
-                text = "Fast Video VAE: the audio is broken after %.2f s: %s"
-                _logger.warning(text, (at or 0) / rate, error)
+            if self.begin > 0:
+                container.seek(int(self.begin * av.time_base))
+            for packet in container.demux(_heard(container)):
+                try:
+                    frames: Any = packet.decode()
+                except av.error.FFmpegError as error:
+                    if not broken:
+                        at = float((packet.pts or 0) * (packet.time_base or 0) - self.begin)
+                        _logger.warning(
+                            "Fast Video VAE: the audio is broken at %.2f s: %s", at, error
+                        )
+                    broken = True
+                    continue
+                for frame in frames:
+                    found = frame.format.name, frame.layout.name, frame.sample_rate
+                    if form != found:
+                        form, rate = found, self.sample_rate
+                        resample = av.AudioResampler("fltp", self.layout, rate).resample
+                    start = None
+                    if frame.pts is not None:
+                        moment = frame.pts * frame.time_base
+                        start = round(moment * rate) - round(self.begin * rate)
+                    for number, each in enumerate(resample(frame)):
+                        yield None if number else start, torch.from_numpy(each.to_ndarray())
 
 
 def _heard(container: InputContainer) -> Any:  # noqa: ANN401, a stream of PyAV

@@ -6,7 +6,7 @@ are counted, because some containers round them.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -30,35 +30,36 @@ def join_parts(
     codec: str,
     audio: Sound | None = None,
     metadata: Mapping[str, str] | None = None,
-    others: Iterator[Path] | None = None,
-) -> Path:
+    frames: int | None = None,
+    passed: Callable[[int], object] = lambda count: None,
+) -> None:
     """Write the frames of `parts`, files of `VideoWriter` with the same settings, to one file.
 
     Args:
         parts: The files in order of time, without sound.
-        path: The new file; it appears when it is complete, and replaces none.
+        path: The new file, which appears when it is complete, in place of an older one.
         fps: Frames per second of the parts.
         codec: Their codec, one of `available_codecs`, but none of images.
         audio: The sound, which is encoded and cut to the length of the video.
         metadata: Tags of the new file.
-        others: Names in place of `path`, if a file with that name appears meanwhile.
-
-    Returns:
-        The name that the file got.
+        frames: The number of their frames; None: it is not checked.
+        passed: Called for each frame with 1; what it raises ends the work.
 
     Raises:
-        ValueError: There are no parts, or their encoders had other settings.
+        ValueError: There are no parts, their encoders had other settings, or frames are missing.
     """
     target, kind, rate = Path(path), codec_named(codec), checked_rate(fps)
     if not parts:
         raise ValueError(f"there are no parts of {target}; expected at least one")
     if audio is not None and next(audio.blocks(), None) is None:
         audio = None  # some players stop at an empty track
-    with whole_file(target, others=others) as draft, errors_name(target):
+    with whole_file(target, overwrite=True) as draft, errors_name(target):
         form = container_of(kind, target)
         with new_container(draft.part, form, metadata or {}, exact=True) as output:
-            _Joined(output, rate, audio, sound_encoder(kind, target) if audio else "").add(parts)
-    return draft.path
+            encoder = sound_encoder(kind, target) if audio else ""
+            found = _Joined(output, rate, audio, encoder).add(parts, passed)
+        if frames not in (None, found):
+            raise ValueError(f"the parts of {target} have {found} frames; expected {frames}")
 
 
 class _Joined:
@@ -72,8 +73,8 @@ class _Joined:
         self._sound: SoundTrack | None = None
         self._frames = 0
 
-    def add(self, parts: Sequence[Path]) -> None:
-        """Copy all parts, and the sound along with them."""
+    def add(self, parts: Sequence[Path], passed: Callable[[int], object]) -> int:
+        """Copy all parts, and the sound along with them; return the number of frames."""
         delay, settings = self._delay(parts), b""  # those of the decoder are in the file once
         for part in parts:
             with av.open(f"file:{part}") as file:
@@ -84,9 +85,10 @@ class _Joined:
                     self._begin(own)
                 elif found != settings:
                     raise ValueError(f"{part} has other settings of the encoder than {parts[0]}")
-                self._copy(_packets(file, self._rate), delay)
+                self._copy(_packets(file, self._rate), delay, passed)
         if self._sound:
             self._sound.close()
+        return self._frames
 
     def _begin(self, like: Any) -> None:  # noqa: ANN401, a stream of PyAV
         stream: Any = self._output.add_stream_from_template(like, opaque=True)
@@ -109,7 +111,12 @@ class _Joined:
                 found = max(found, *(at - number for at, number in enumerate(shown)))
         return found
 
-    def _copy(self, packets: Iterator[tuple[Packet, int]], delay: int) -> None:
+    def _copy(
+        self,
+        packets: Iterator[tuple[Packet, int]],
+        delay: int,
+        passed: Callable[[int], object],
+    ) -> None:
         """Copy the packets of a part behind those before it."""
         offset = self._frames
         for packet, number in packets:
@@ -120,6 +127,7 @@ class _Joined:
             self._frames += 1
             if self._sound:
                 self._sound.write_until(self._frames / self._rate)
+            passed(1)
 
 
 def _packets(file: InputContainer, rate: Fraction) -> Iterator[tuple[Packet, int]]:

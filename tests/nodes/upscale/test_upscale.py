@@ -259,3 +259,44 @@ def test_the_vae_leaves_the_device_for_the_model(model, vae, output, tmp_path, m
     assert Path(upscale(from_file(file), model, vae, **options)).read_bytes() == expected
     assert failed
     assert len(moved) >= 4
+
+
+def test_another_lora_and_a_changed_part_begin_anew(model, vae, output, tmp_path, monkeypatch):
+    from comfy.model_management import InterruptProcessingException, unload_all_models
+
+    file = write(tmp_path / "in.mkv", scenes(30, height=16, width=16)[0], 16, codec="ffv1")
+    options = {"multiplier": 1.0, "window": 9, "overlap": 1, "codec": "ffv1"}
+    weights = model.model.diffusion_model.state_dict()
+    name = next(key for key, each in weights.items() if key.endswith("proj_qkv.vid.weight"))
+
+    def lora(seed):
+        change = torch.randn(weights[name].shape, generator=torch.Generator().manual_seed(seed))
+        patched = model.clone()
+        assert patched.add_patches({f"diffusion_model.{name}": ("diff", (0.1 * change,))})
+        return patched
+
+    def stopped(*, model):
+        with monkeypatch.context() as patch:
+            Stop(patch, "save", 3)
+            with pytest.raises(InterruptProcessingException):
+                upscale(from_file(file), model, vae, **options)
+        return {*(output / "unfinished upscales").iterdir()}
+
+    def sampled(model):
+        from fast_video_vae.nodes.upscale import run
+
+        counts, sample = [], run.Sampling.sample
+        with monkeypatch.context() as patch:
+            patch.setattr(run.Sampling, "sample", lambda *a: [counts.append(1), sample(*a)][1])
+            upscale(from_file(file), model, vae, **options)
+        return len(counts)
+
+    first = lora(1)
+    (folder,) = stopped(model=first)
+    other = sampled(lora(2))
+    unload_all_models()  # which restores the weights
+    assert sampled(first) == other - 3
+    (folder,) = stopped(model=first)
+    part = folder / "00001.mkv"
+    part.write_bytes(part.read_bytes()[:-100])
+    assert sampled(first) == other

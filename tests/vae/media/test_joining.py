@@ -39,8 +39,10 @@ def test_a_joined_file_has_the_frames_of_its_parts_in_step(codec, tmp_path):
     path = tmp_path / f"whole{codec_named(codec).suffix}"
     tags = {"title": "joined", "prompt": "{}"}
     options = {"codec": codec, "audio": sound, "metadata": tags}
-    assert join_parts(parts, path, RATE, **options) == path
-    again = join_parts(parts, path.with_stem("again"), RATE, **options)
+    passed = []
+    join_parts(parts, path, RATE, **options, frames=sum(lengths), passed=passed.append)
+    assert passed == [1] * sum(lengths)
+    join_parts(parts, again := path.with_stem("again"), RATE, **options)
     assert again.read_bytes() == path.read_bytes()
     assert torch.equal(stacked(path), torch.cat([stacked(part) for part in parts]))
     times = sorted(times_of(path))
@@ -62,6 +64,8 @@ def test_parts_of_other_settings_are_refused(tmp_path):
     )
     with pytest.raises(ValueError, match="other settings"):
         join_parts([first, second], tmp_path / "whole.mp4", RATE, codec="h264")
+    with pytest.raises(ValueError, match="have 5 frames; expected 6"):
+        join_parts([first], tmp_path / "whole.mp4", RATE, codec="h264", frames=6)
     with pytest.raises(ValueError, match="no parts"):
         join_parts([], tmp_path / "whole.mp4", RATE, codec="h264")
     assert not (tmp_path / "whole.mp4").exists()
