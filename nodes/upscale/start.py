@@ -95,22 +95,14 @@ def upscaled(
     suffix = target.form.codec.suffix
     if sound is not None:
         media.sound_encoder(target.form.codec, Path("x" + suffix))
-    store = Store(
-        Path(folder_paths.get_output_directory()),
-        _inputs(video, source, model, fast, wanted, place),
+    inputs = _inputs(video, source, model, fast, wanted, place)
+    store = Store(Path(folder_paths.get_output_directory()), inputs)
+    writer = functools.partial(
+        media.VideoWriter, fps=target.fps, codec=place.codec, overwrite=True, **place.options
     )
-    job = Upscale(
-        model,
-        fast,
-        Sampling(**wanted.sampling),
-        wanted.color,
-        (-(-height // _MULTIPLE) * _MULTIPLE, -(-width // _MULTIPLE) * _MULTIPLE),
-        functools.partial(
-            media.VideoWriter, fps=target.fps, codec=place.codec, overwrite=True, **place.options
-        ),
-        suffix,
-        source.estimate(Fit()),
-    )
+    size = -(-height // _MULTIPLE) * _MULTIPLE, -(-width // _MULTIPLE) * _MULTIPLE
+    sampling, total = Sampling(**wanted.sampling), source.estimate(Fit())
+    job = Upscale(model, fast, sampling, wanted.color, size, writer, suffix, total)
     state = _continued(store, suffix) or _begun(wanted, job.size)
     store.create()
     _prepare(fast)
@@ -121,19 +113,15 @@ def upscaled(
         Reader(second, wanted.resize) as originals,
     ):
         parts = job.run(frames, originals, store, state)
+    show_text("joining the windows")
     whole = store.folder / f"whole{suffix}"
+    joined = functools.partial(media.join_parts, parts, whole, target.fps, codec=place.codec)
     with timing.span("file"):
-        progress = Progress(state.frames)
-        show_text("joining the windows")
-        media.join_parts(
-            parts,
-            whole,
-            target.fps,
-            codec=place.codec,
+        joined(
             audio=sound,
             metadata=source.tags() | place.tags,
             frames=state.frames,
-            passed=progress.passed,
+            passed=Progress(state.frames).passed,
         )
     found = _named(whole, target, shown)
     store.remove()

@@ -25,8 +25,9 @@ _FRAMES = 4
 # More frames than a video has.
 _UNKNOWN = 1 << 31
 
-# Seconds by which the times of sound differ from its samples where it pauses: times are rounded.
-_PAUSE_S = 0.04
+# Seconds by which the times of sound differ from its samples where it pauses: times are rounded,
+# and a packet has 20 ms or more.
+_PAUSE_S = 0.015
 
 # Tags of a container, which are not about the video in it.
 _OF_CONTAINERS = ("major_brand", "minor_version", "compatible_brands", "encoder", "duration")
@@ -221,8 +222,8 @@ class Tensors:
         audio: Sound | None = None,
     ) -> None:
         """`shape` is that of an IMAGE of all; `read` gives those of some numbers."""
-        if len(shape) != 4 or not all(shape):
-            raise ValueError(f"its images are {list(shape)}; expected [N, H, W, C]")
+        if len(shape) != 4 or not all(shape) or shape[3] not in (3, 4):
+            raise ValueError(f"its images are {list(shape)}; expected [N, H, W, 3 or 4]")
         self.count, self.size = shape[0], (shape[1], shape[2])
         self.read, self._audio, self.fps = read, audio, fps
 

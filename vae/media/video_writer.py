@@ -205,7 +205,9 @@ class VideoWriter:
 
     def _container(self) -> OutputContainer:
         if self.codec.is_sequence:
-            return cast(OutputContainer, ImageFolder(self._draft.part, self.codec.suffix))
+            folder = ImageFolder(self._draft.part, self.codec.suffix)
+            folder.metadata.update(self._metadata)
+            return cast(OutputContainer, folder)
         return new_container(self._draft.part, self._format, self._metadata)
 
     def _close(self, kind: type[BaseException] | None, *_: object) -> None:
