@@ -90,9 +90,10 @@ class SceneEncoder(_Turns):
 
         No frame is read beyond those of the latents.
         """
-        with closing(self._turn(self._skip)) as dropped:
-            for _ in dropped:
-                self._skip -= 1
+        if self._skip:
+            for _ in self._turn(self._skip):
+                pass
+            self._skip = 0
         with closing(self._turn(count)) as means:
             first = next(means, None)
             if first is None:

@@ -3,7 +3,6 @@
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +12,7 @@ from comfy_extras.nodes_post_processing import ResizeImageMaskNode
 from torch import Tensor
 
 from ...kernels import first_line, is_out_of_memory
-from ..video.source import FileSource, Fit, Source
+from ..video.source import FileSource, Fit, Source, about_video
 
 # Frames that wait for the model, and most bytes of them: 86 frames of 1920 x 1080 in 8 bits.
 _AHEAD, _AHEAD_BYTES = 128, 512 << 20
@@ -43,17 +42,6 @@ class Resize:
         """Return the new height and width of frames."""
         height, width = self(torch.zeros(1, *size, 3)).shape[1:3]
         return height, width
-
-
-@contextmanager
-def about_video() -> Iterator[None]:
-    """Put the name of the input before the message of an error of the file."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        kinds = FileNotFoundError, OSError, ValueError
-        kind = next(each for each in kinds if isinstance(error, each))
-        raise kind(f"video: {error}") from (error if kind is OSError else None)
 
 
 class Frame(NamedTuple):

@@ -9,7 +9,6 @@ here are from comfy_extras/nodes_seedvr.py and nodes.py of 0.33.
 
 import contextlib
 import functools
-import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -34,8 +33,6 @@ from .coding import DECODE_WARM_UP, ENCODE_WARM_UP, SceneDecoder, SceneEncoder
 from .reader import Reader
 from .store import State, Store, file_mark
 from .windows import Windows, sampling_bytes
-
-_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

@@ -29,12 +29,12 @@ from ..host.progress import Progress, show_text
 from ..vae import accelerate
 from ..vae.comfy_vae import FastVAE
 from ..video.file_prefix import check_prefix
-from ..video.source import FileSource, Fit, Source
+from ..video.source import FileSource, Fit, Source, about_video
 from ..video.target import VideoTarget
 from ..video.videos import source_of
 from . import store as stores
 from .cuts import cut_test, parsed
-from .reader import Reader, Resize, about_video
+from .reader import Reader, Resize
 from .run import Sampling, Upscale
 from .store import State, Store, file_mark, tensors_mark
 from .windows import windows
@@ -105,13 +105,13 @@ def upscaled(
     job = Upscale(model, fast, sampling, wanted.color, size, writer, suffix, total)
     state = _continued(store, suffix) or _begun(wanted, job.size)
     store.create()
-    _prepare(fast)
     tests = functools.partial(cut_test, cuts, source.size)
     with (
         _reported(state, store),
         Reader(source, wanted.resize, tests) as frames,
         Reader(second, wanted.resize) as originals,
     ):
+        _prepare(fast)
         parts = job.run(frames, originals, store, state)
     show_text("joining the windows")
     whole = store.folder / f"whole{suffix}"
@@ -259,7 +259,7 @@ def _weights(weights: Mapping[str, Any]) -> str:
 
 
 def _patches(model: ModelPatcher) -> list[object]:
-    """Return what tells LoRAs and other patches of the weights from others."""
+    """Return what identifies the LoRAs and other patches of the weights."""
     found = [[key, [each[0] for each in model.patches[key]]] for key in model.patches]
     found.append([tensors_mark(("", each) for each in _tensors(model.patches))])
     options = model.model_options.get("transformer_options", {})

@@ -136,7 +136,7 @@ def _is_link(value: object, prompt: Mapping[str, Any]) -> bool:
 
 
 def file_mark(source: object) -> list[object]:
-    """Return what tells a file, by path or in memory, from others: its size and some bytes."""
+    """Return the size of a file, by path or in memory, and a hash of blocks of it."""
     is_path = isinstance(source, (str, os.PathLike))
     found = hashlib.sha256()
     with Path(source).open("rb") if is_path else io.BytesIO(source.getvalue()) as file:

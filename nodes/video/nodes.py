@@ -149,7 +149,7 @@ class EncodeVideo(io.ComfyNode):
         is_fast = isinstance(vae, comfy_vae.FastVAE)
         if is_fast and vae.first_stage_model.encoder is None:
             raise ValueError("vae: the checkpoint has no encoder; only decoding works with it")
-        try:
+        with sources.about_video():
             source = videos.source_of(video)
             fit = sources.Fit(
                 fps=_rate(fps) if fps else None,
@@ -158,10 +158,6 @@ class EncodeVideo(io.ComfyNode):
                 limit=max_frames or None,
             )
             latent, count = _encoded(vae, source, fit, options)
-        except (OSError, ValueError) as error:
-            kinds = FileNotFoundError, OSError, ValueError
-            kind = next(each for each in kinds if isinstance(error, each))
-            raise kind(f"video: {error}") from (error if kind is OSError else None)
         with timing.span("file"):
             sound = source.sound(fit)
         return io.NodeOutput({"samples": latent}, float(fit.fps or source.fps), count, sound)

@@ -4,6 +4,7 @@ import io
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -33,6 +34,17 @@ _PAUSE_S = 0.015
 _OF_CONTAINERS = ("major_brand", "minor_version", "compatible_brands", "encoder", "duration")
 
 Sound = dict[str, Any]
+
+
+@contextmanager
+def about_video() -> Iterator[None]:
+    """Put the name of the input before the message of an error of the file."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        kinds = FileNotFoundError, OSError, ValueError
+        kind = next(each for each in kinds if isinstance(error, each))
+        raise kind(f"video: {error}") from (error if kind is OSError else None)
 
 
 @dataclass(frozen=True)

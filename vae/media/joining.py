@@ -18,6 +18,7 @@ from av.packet import Packet
 from .atomic_file import whole_file
 from .audio import Sound, SoundTrack
 from .codecs import codec_named, container_of, sound_encoder
+from .segments import copied_stream
 from .timestamps import checked_rate
 from .video_writer import errors_name, new_container
 
@@ -91,12 +92,8 @@ class _Joined:
         return self._frames
 
     def _begin(self, like: Any) -> None:  # noqa: ANN401, a stream of PyAV
-        stream: Any = self._output.add_stream_from_template(like, opaque=True)
-        stream.time_base = 1 / self._rate
-        # PyAV before 18 does not store it: players take the rate from the times.
-        stream.codec_context.framerate = self._rate
+        self._stream = stream = copied_stream(self._output, like, self._rate)
         stream.codec_context.codec_tag = like.codec_context.codec_tag
-        self._stream = stream
         if self._audio is not None:
             self._sound = SoundTrack(self._audio, self._output, self._encoder)
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, cast
 
@@ -141,11 +142,7 @@ class SegmentEncoder:
         with av.open(io.BytesIO(segment)) as file:
             own = file.streams.video[0]
             if self._stream is None:
-                stream: Any = self._container.add_stream_from_template(own, opaque=True)
-                stream.time_base = 1 / rate
-                # PyAV before 18 does not store it: players take the rate from the times.
-                stream.codec_context.framerate = rate
-                self._stream = stream
+                self._stream = copied_stream(self._container, own, rate)
                 self._begin()
             for packet in file.demux(own):
                 if packet.size:
@@ -156,6 +153,15 @@ class SegmentEncoder:
                     self._done += 1
         self._kept.clear()
         return packets
+
+
+def copied_stream(container: OutputContainer, like: Any, rate: Fraction) -> Any:  # noqa: ANN401
+    """Add a video stream for packets of the stream `like`, with a time base of 1 / `rate`."""
+    stream: Any = container.add_stream_from_template(like, opaque=True)
+    stream.time_base = 1 / rate
+    # PyAV before 18 does not store it: players take the rate from the times.
+    stream.codec_context.framerate = rate
+    return stream
 
 
 def _started() -> "subprocess.Popen[bytes]":

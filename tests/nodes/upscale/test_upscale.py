@@ -170,7 +170,7 @@ def test_sound_and_tags_are_kept_in_step(model, vae, output, tmp_path):
     clip = scenes(40, height=16, width=16)[0]
     click = torch.zeros(2, 48000 * 3)
     click[:, 48000:48480] = 0.8  # one second into the video
-    tags = {"title": "a clip", "artist": "somebody"}
+    tags = {"title": "a clip", "artist": "a painter"}
     source = write(tmp_path / "in.mp4", clip, 16, audio=Audio(click, 48000), metadata=tags)
     path = upscale(from_file(source), model, vae, multiplier=1.0, window=13, overlap=1)
     with av.open(path) as file:
