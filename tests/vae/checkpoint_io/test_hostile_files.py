@@ -48,6 +48,13 @@ def status(field):
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
+def python_seconds():
+    """Return the CPU seconds of Python's own reader for the most instructions that are read."""
+    began = time.process_time()
+    pickle._loads(b")" + b"\x85" * 300_000 + b".")
+    return time.process_time() - began
+
+
 @pytest.mark.parametrize(
     ("kind", "case", "content", "words"),
     [pytest.param(kind, case, *content, id=f"{kind}-{case}") for kind, case, content in CASES],
@@ -65,7 +72,8 @@ def test_a_hostile_file_is_one_line_and_takes_little_memory(
             read(path)
         except (ValueError, OSError) as caught:
             error = str(caught)
-        assert time.process_time() - began < 2
+        took = time.process_time() - began
+        assert took < 2 or took < 5 * python_seconds()
         assert status("VmHWM") - before - size < MOST_BYTES
         assert list(tmp_path.iterdir()) == [path], "code in the file was run"
         if error is None:
