@@ -42,7 +42,7 @@ def pictures(server, seed):
 
 def freed_bytes(server):
     """Return the free bytes of the device after ComfyUI has unloaded all models."""
-    server.post("/free", unload_models=True, free_memory=True)
+    server.post("/free", free_memory=True)
     free = 0
     for _ in range(20):  # it lets go when it is idle
         time.sleep(0.25)
