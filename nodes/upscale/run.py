@@ -213,7 +213,7 @@ class _Scene:
                     pictures = self._finished(images[:count], self._originals.images(count))
                     written.put(media.convert_pictures(pictures, dtype))
                     done += count
-                    self._clock.passed(count, pictures)
+                    self._clock.says("writing", count, pictures)
         state.frames, state.parts = done, state.parts + 1
         state.marks.append(file_mark(path))
 
@@ -238,19 +238,14 @@ class _Clock:
         self._progress.passed(done)
         self._begin = time.monotonic()
 
-    def passed(self, count: int, images: Tensor) -> None:
-        """Count frames."""
+    def says(self, stage: str, count: int = 0, images: Tensor | None = None) -> None:
+        """Count frames that are done, show the state on the node, and check for Stop."""
         self._done += count
         self._progress.passed(count, images)
-        self.says("writing")
-
-    def says(self, stage: str) -> None:
-        """Show on the node what is done, and check for Stop."""
-        self._progress.passed(0)
         text = f"{self._done:,} of {self._total:,} frames" if self._total else f"{self._done:,}"
-        count = self._done - self._first
-        if count and self._total and self._total > self._done:
-            seconds = (time.monotonic() - self._begin) / count * (self._total - self._done)
+        own = self._done - self._first
+        if own and self._total and self._total > self._done:
+            seconds = (time.monotonic() - self._begin) / own * (self._total - self._done)
             text += f", {_spoken(seconds)} left"
         show_text(f"{text}: {stage}")
 
