@@ -30,6 +30,7 @@ def _main(folder, blocks, files, rank):
 
     from fast_video_vae.lora.bank import load_bank
     from fast_video_vae.lora.keys import Targets
+    from fast_video_vae.tests.benchmarks.record import process_mib
     from fast_video_vae.tests.lora.models import PREFIX, modules, wan
 
     torch.set_num_threads(1)
@@ -41,12 +42,12 @@ def _main(folder, blocks, files, rank):
     load_bank(paths[:1], targets, torch.bfloat16)  # loads libraries and fills caches
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-    before = _status("VmRSS")
+    before = process_mib("VmRSS")
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak
     bank = load_bank(paths, targets, torch.bfloat16)
-    peak, rest = _status("VmHWM") - before, _status("VmRSS") - before
+    peak, rest = process_mib("VmHWM") - before, process_mib("VmRSS") - before
     layer = 2 * rank * (HIDDEN + FFN)
-    found = {"bank": bank.nbytes, "layer": layer, "peak": peak, "rest": rest}
+    found = {"bank": bank.nbytes, "layer": layer, "peak": peak * 2**20, "rest": rest * 2**20}
     print(json.dumps(found))
 
 
@@ -62,11 +63,6 @@ def _write_zeros(path, shapes, names, rank, prefix):
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + at)
-
-
-def _status(name):
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
 if __name__ == "__main__":

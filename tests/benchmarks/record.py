@@ -52,9 +52,9 @@ def machine() -> str:
     return f"{name}, {torch.get_num_threads()} threads, {unit}"
 
 
-def process_mib(field: str) -> float:
-    """Return `field` of `/proc/self/status` in MiB: VmHWM is the peak, VmRSS the memory in use."""
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+def process_mib(field: str, process: int | str = "self") -> float:
+    """Return `field` of `/proc/*/status` in MiB: VmHWM is the peak, VmRSS the memory in use."""
+    lines = Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{field}:"))
 
 

@@ -183,11 +183,6 @@ class Server:
 
         return psutil.Process(self._process.pid).memory_info()
 
-    def peak_bytes(self) -> int:
-        """The most memory that it has used, on Linux."""
-        status = Path(f"/proc/{self._process.pid}/status").read_text(encoding="utf-8")
-        return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) << 10
-
     def get(self, path: str, body: bytes | None = None) -> Any:
         """The JSON, or else the bytes, behind a path."""
         request = urllib.request.Request(f"{self.url}{path}", data=body)
