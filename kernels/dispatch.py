@@ -24,7 +24,7 @@ from .backends import (
     forced,
 )
 from .constraints import refuse_memory
-from .convolution.terms import result_of, sum_of
+from .convolution.fused import result_of, sum_of
 from .convolution.weight import ConvWeight
 from .devices import device_kind
 from .errors import BackendError, Refusal

@@ -1,8 +1,10 @@
 """The convolutions of PyTorch's libraries: oneDNN on a CPU, cuDNN or MIOpen on a GPU."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..backends import TRIED, Launch
@@ -11,9 +13,7 @@ from ..errors import Refusal, is_out_of_memory, log_failure
 from ..ready.recording import device_of
 from ..shapes import as_frames, as_video, has_gaps
 from . import cudnn, onednn, sliced
-from .fused import Fused
-from .onednn_int8 import int8_conv3d
-from .terms import sum_of
+from .fused import Fused, sum_of
 from .weight import ConvWeight, channels_last
 
 # cuDNN's tensor-core kernels for NHWC take multiples of this many channels; with the 3 or 12 of a
@@ -32,7 +32,7 @@ def refuse(_: Tensor) -> None:
 
 def launches() -> Mapping[str, Launch]:
     """Return the launches by op."""
-    return _LAUNCHES
+    return {"conv3d": conv3d, "int8_conv3d": onednn.int8_conv3d}
 
 
 def fuses(weight: ConvWeight) -> Fused:
@@ -44,20 +44,9 @@ def fuses(weight: ConvWeight) -> Fused:
     return Fused(sums=packs, bias=device.type == "cpu" and not _aligns(weight))
 
 
-def conv3d(
-    x: Tensor,
-    weight: ConvWeight,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    residual_bias: Tensor | None,
-    gamma: None,
-    tail: Tensor | None,
-    out: Tensor | None,
-    stride: tuple[int, int, int],
-    padding: tuple[int, int],
-    tile: int,
-) -> Tensor:
-    """Convolve a video, or each of its frames."""
+def conv3d(x: Tensor, weight: ConvWeight, *terms: Any) -> Tensor:  # noqa: ANN401
+    """Convolve a video, or each of its frames; `terms` are the others of `SIGNATURES`."""
+    bias, residual, residual_bias, _, tail, out, stride, padding, _ = terms
     # Dense, because oneDNN ignores its stride.
     bias = sum_of(bias, residual_bias, x.dtype)
     bias = None if bias is None else bias.flatten().to(x.dtype).contiguous()
@@ -115,12 +104,5 @@ def _aligned(taps: Tensor) -> Tensor:
 
 def _wide(x: Tensor, channels: int) -> Tensor:
     """Return `x` `[B, C, ...]`, channels-last, with zeros up to `channels` channels."""
-    batch, count, *sizes = x.shape
-    if count == channels:
-        return x
-    wide = x.new_zeros(batch, *sizes, channels).movedim(-1, 1)
-    wide[:, :count] = x
-    return wide
-
-
-_LAUNCHES: Mapping[str, Launch] = {"conv3d": conv3d, "int8_conv3d": int8_conv3d}
+    missing = channels - x.shape[1]
+    return F.pad(x.movedim(1, -1), (0, missing)).movedim(-1, 1) if missing else x

@@ -36,16 +36,30 @@ def convolve(
     bias: Tensor | None,
     stride: tuple[int, ...],
     padding: tuple[int, ...],
-    *,
-    is_part: bool = False,
 ) -> Tensor:
     """Convolve frames or a video, in several calls if it is too large for one."""
     # At most twice as many elements as without padding.
-    most = 2 * max(x.numel(), x.numel() // x.shape[1] * weight.shape[0])
-    if most >= _LIMIT and not is_part:
+    regions = ()
+    if 2 * max(x.numel(), x.numel() // x.shape[1] * weight.shape[0]) >= _LIMIT:
         regions = parts(x.shape, weight.shape, stride, padding)
-        if len(regions) > 1:
-            return _in_parts(x, weight, bias, stride, padding, regions)
+    if len(regions) < 2:
+        return _call(x, weight, bias, stride, padding)
+    out = new_video(x, convolved_size(x.shape, weight.shape, stride, padding))
+    for region in regions:
+        reads, keeps = _window(region, x.shape, weight.shape, stride, padding)
+        frames, *pixels = (slice(start, end) for start, end in region)
+        made = _call(x[reads], weight, bias, stride, padding)[keeps]
+        out[(frames, slice(None), *pixels)] = made
+    return out
+
+
+def _call(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+) -> Tensor:
     switches: Any = torch.backends.cudnn
     library = F.conv2d if x.ndim == 4 else F.conv3d
     if searches_shapes(x.device):
@@ -54,36 +68,9 @@ def convolve(
     if x.ndim == 4 or not _is_left_out(x.device, x.dtype) or not switches.enabled:
         return library(x, weight, bias, stride, padding)
     # TF32 does not affect 16 bits, and its older switch cannot be read next to the newer ones.
-    y = torch.cudnn_convolution(
-        x,
-        weight,
-        padding,
-        stride,
-        (1,) * len(stride),
-        1,
-        switches.benchmark,
-        switches.deterministic,
-        True,
-    )
+    flags = switches.benchmark, switches.deterministic, True
+    y = torch.cudnn_convolution(x, weight, padding, stride, (1,) * len(stride), 1, *flags)
     return y if bias is None else y.add_(bias.view(-1, *[1] * len(stride)))
-
-
-def _in_parts(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: tuple[int, ...],
-    padding: tuple[int, ...],
-    regions: Sequence[Region],
-) -> Tensor:
-    """Convolve the regions of an output one by one."""
-    out = new_video(x, convolved_size(x.shape, weight.shape, stride, padding))
-    for region in regions:
-        reads, keeps = _window(region, x.shape, weight.shape, stride, padding)
-        frames, *pixels = (slice(start, end) for start, end in region)
-        made = convolve(x[reads], weight, bias, stride, padding, is_part=True)[keeps]
-        out[(frames, slice(None), *pixels)] = made
-    return out
 
 
 def parts(
@@ -123,15 +110,10 @@ def _is_left_out(device: torch.device, dtype: torch.dtype) -> bool:
     if device_kind(device) != "nvidia" or dtype not in (torch.float16, torch.bfloat16):
         return False
     major, minor = torch.__version__.split(".")[:2]
-    version = _cudnn_version()
+    version = torch.backends.cudnn.version() if torch.version.cuda else None
     if version is None or not _TORCH[0] <= (int(major), int(minor)) <= _TORCH[1]:
         return False
     return _CUDNN[0] <= version < _CUDNN[1]
-
-
-def _cudnn_version() -> int | None:
-    """Return cuDNN's version as one number; None without cuDNN."""
-    return torch.backends.cudnn.version() if torch.version.cuda else None
 
 
 def _window(

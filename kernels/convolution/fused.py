@@ -1,8 +1,13 @@
-"""What a candidate of the convolutions does in its own pass."""
+"""What a candidate of the convolutions does in its own pass, and what all of them share."""
 
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from ..errors import Refusal
+from ..shapes import convolved, new_video
+from .weight import ConvWeight
 
 # Most channels of a tile of our kernels; more would spill registers.
 WIDEST = 192
@@ -34,3 +39,25 @@ def refuse_wide_norm(outputs: int, *, norm: bool) -> None:
     """Refuse a norm over more channels than a tile of our kernels has."""
     if norm and outputs > WIDEST:
         raise Refusal(f"a norm needs all channels in a tile: {WIDEST} at most, not {outputs}")
+
+
+def result_of(
+    x: Tensor,
+    weight: ConvWeight,
+    tail: Tensor | None,
+    out: Tensor | None,
+    stride: tuple[int, int, int],
+    padding: tuple[int, int],
+) -> Tensor:
+    """Return `out`, or new memory for the result `[B, C_out, T', H', W']`."""
+    if out is not None:
+        return out
+    return new_video(x, convolved(x, weight.shape, stride, padding, tail))
+
+
+def sum_of(bias: Tensor | None, other: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return the sum of two biases `[C]` in float32 or wider; one that is given alone, as it is."""
+    if bias is None or other is None:
+        return other if bias is None else bias
+    wide = torch.promote_types(dtype, torch.float32)
+    return bias.flatten().to(wide) + other.flatten().to(wide)

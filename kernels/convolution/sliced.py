@@ -5,7 +5,7 @@ The frames that the temporal taps of a result see are joined as channels, a few 
 sum, which is rounded once. A sum of separate convolutions of the slices would round each of them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -53,42 +53,28 @@ def convolve(
 ) -> Tensor:
     """Convolve a video `[B, C, T, H, W]` after its `tail` without terms, in new memory."""
     taps = weight.laid_out("sliced", _joined_slices)
-    shape = shapes.convolved(x, weight.shape, stride, padding, tail)
-    result = shapes.new_video(x, shape)
+    result = shapes.new_video(x, shapes.convolved(x, weight.shape, stride, padding, tail))
+    frames = [*(() if tail is None else tail.unbind(2)), *x.unbind(2)]
     batch, channels, _, height, width = x.shape
-    slices = weight.shape[2]
+    times, slices = result.shape[2], weight.shape[2]
     one = batch * slices * channels * height * width * x.element_size()
     # Equal groups, because some libraries search for an algorithm for each shape.
-    most = min(shape[2], max(1, _JOINED_BYTES // max(1, one)))
-    count = max(size for size in range(1, most + 1) if shape[2] % size == 0)
-    for start in range(0, shape[2], count):
-        part = result[:, :, start : start + count]
-        made = part.shape[2]
-        joined = x.new_empty(batch, made, height, width, slices, channels)
-        for at in range(slices):
-            for place, frames in _read(tail, x, start * stride[0] + at, made, stride[0]):
-                joined[:, place : place + frames.shape[2], :, :, at] = frames.movedim(1, -1)
+    most = min(times, max(1, _JOINED_BYTES // max(1, one)))
+    count = max(size for size in range(1, most + 1) if times % size == 0)
+    for start in range(0, times, count):
+        joined = x.new_empty(batch, count, height, width, slices, channels)
+        for place in range(count):
+            for at in range(slices):
+                seen = frames[(start + place) * stride[0] + at]
+                joined[:, place, :, :, at] = seen.movedim(1, -1)
         rows = joined.flatten(0, 1).flatten(-2).permute(0, 3, 1, 2)
         if contiguous:
             rows, taps = rows.contiguous(), taps.contiguous()
         y = cudnn.convolve(rows, taps, None, stride[1:], padding)
-        part.copy_(y.unflatten(0, (batch, made)).transpose(1, 2))
+        result[:, :, start : start + count] = y.unflatten(0, (batch, count)).transpose(1, 2)
     return result
 
 
 def _joined_slices(plain: Tensor) -> Tensor:
     """Return `[C_out, C, kt, kh, kw]` as `[C_out, kt * C, kh, kw]`, channels-last."""
     return channels_last(plain.movedim(2, 1).flatten(1, 2))
-
-
-def _read(
-    tail: Tensor | None, x: Tensor, first: int, count: int, step: int
-) -> Iterator[tuple[int, Tensor]]:
-    """Yield `count` frames of the tail and `x`, from `first` on, with their place among them."""
-    known = 0 if tail is None else tail.shape[2]
-    early = min(count, max(0, -(-(known - first) // step)))
-    if tail is not None and early:
-        yield 0, tail[:, :, first : first + (early - 1) * step + 1 : step]
-    if early < count:
-        start = first + early * step - known
-        yield early, x[:, :, start : start + (count - early - 1) * step + 1 : step]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..backends import Launch
 from ..constraints import UNDESCRIBED, described_strides, refuse_dtype, refuse_subclass
-from ..convolution.terms import result_of
+from ..convolution.fused import result_of
 from ..convolution.weight import ConvWeight
 from ..devices import device_kind
 from ..errors import Refusal, first_line, is_out_of_memory, log_once

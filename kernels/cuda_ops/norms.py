@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,60 +37,33 @@ _CHUNKS = 512
 _SHARE = 256
 
 
-# What a norm writes: tail, `out`, codes, saturated, border, and whether it applies SiLU.
-_Window = tuple[Tensor | None, Tensor, Tensor | None, Tensor | None, int, bool]
-
-
-def rms_norm_silu(
-    x: Tensor,
-    gamma: Tensor,
-    bias: Tensor | None,
-    tail: Tensor | None,
-    out: Tensor,
-    codes: Tensor | None,
-    saturated: Tensor | None,
-    silu: bool,
-    border: int,
-) -> Tensor:
+def rms_norm_silu(x: Tensor, gamma: Tensor, bias: Tensor | None, *window: Any) -> Tensor:  # noqa: ANN401
     """Normalise each pixel by a team of up to 32 lanes."""
-    window = tail, out, codes, saturated, border, silu
-    channels, vectors = x.shape[1], (vector(gamma), vector(bias))
+    vectors = vector(gamma), vector(bias)
     pack = _pack(x, window, *vectors)
     team = 1
-    while team < _WARP and team * _HELD * pack < channels:
+    while team < _WARP and team * _HELD * pack < x.shape[1]:
         team *= 2
-    teams, root = THREADS // team, ("f", (math.sqrt(channels),))
-    _write("rms_norm", "norm_pixels", x, window, (team, teams), teams, pack, vectors, [root])
-    return out
+    teams, root = THREADS // team, ("f", (math.sqrt(x.shape[1]),))
+    kernel = "rms_norm", "norm_pixels", (team, teams), teams, pack
+    return _write(kernel, x, window, vectors, [root])
 
 
 def group_norm_silu(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    statistics: Tensor | None,
-    tail: Tensor | None,
-    out: Tensor,
-    codes: Tensor | None,
-    saturated: Tensor | None,
-    groups: int,
-    eps: float,
-    silu: bool,
-    border: int,
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor, statistics: Tensor | None, *ends: Any,  # noqa: ANN401
+) -> Tensor:  # fmt: skip
     """Measure the frames unless `statistics` are given, and write some pixels per block."""
-    window = tail, out, codes, saturated, border, silu
+    *window, groups, eps, silu, border = ends
     if statistics is None:
         statistics = x.new_empty(shapes.statistics(x, groups), dtype=torch.float32)
         group_norm_statistics(x, statistics, groups, eps)
     vectors, statistics = (vector(weight), vector(bias)), statistics.contiguous()
     pack = _pack(x, window, *vectors)
     threads = _threads(x.shape[1] // pack)
-    before = *vectors, pointer(statistics)
+    kernel = "group_norm", "write_pixels", threads, threads[1] * _PIXELS, pack
     after = divisor(x.shape[1] // groups), ("i", (groups,))
-    each = threads[1] * _PIXELS
-    _write("group_norm", "write_pixels", x, window, threads, each, pack, before, after)
-    return out
+    before = *vectors, pointer(statistics)
+    return _write(kernel, x, (*window, silu, border), before, after)
 
 
 def group_norm_statistics(x: Tensor, out: Tensor, groups: int, eps: float) -> Tensor:
@@ -100,9 +74,7 @@ def group_norm_statistics(x: Tensor, out: Tensor, groups: int, eps: float) -> Te
     refuse_counts(pixels)
     share = max(_SHARE, blocks(pixels, _CHUNKS))
     chunks = blocks(pixels, share)
-    partial = torch.empty(
-        (batch * frames, chunks, 2, channels), dtype=torch.float32, device=x.device
-    )
+    partial = x.new_empty((batch * frames, chunks, 2, channels), dtype=torch.float32)
     pack = pack_of(x.dtype, channels, video(x))
     work, size = items(chunks, frames, batch), channels // groups
     arguments = packed(video(x), pointer(partial), work.fields, ("III", (share, pixels, channels)))
@@ -125,7 +97,7 @@ def _threads(packs: int) -> tuple[int, int]:
     return wide, THREADS // wide
 
 
-def _pack(x: Tensor, window: _Window, *vectors: Fields) -> int:
+def _pack(x: Tensor, window: Sequence[Any], *vectors: Fields) -> int:
     """Return the numbers that a thread of a norm reads at once, or refuse the dtype of codes."""
     tail, out, codes, *_ = window
     written = video(tail), video(out)
@@ -136,18 +108,15 @@ def _pack(x: Tensor, window: _Window, *vectors: Fields) -> int:
 
 
 def _write(
-    source: str,
-    kernel: str,
+    kernel: tuple[str, str, tuple[int, int], int, int],
     x: Tensor,
-    window: _Window,
-    threads: tuple[int, int],
-    each: int,
-    pack: int,
+    window: Sequence[Any],
     before: Sequence[Fields],
     after: Sequence[Fields],
-) -> None:
+) -> Tensor:
     """Launch a norm for items of `each` pixels, with fields `before` and `after` its `Window`."""
-    tail, out, codes, saturated, border, silu = window
+    source, name, threads, each, pack = kernel
+    tail, out, codes, saturated, silu, border = window
     batch, channels, frames, height, width = x.shape
     pixels = out.shape[3] * out.shape[4]
     refuse_counts(pixels + each, channels * 2)
@@ -159,4 +128,5 @@ def _write(
         divisor(out.shape[4]), ("IIIIiiii", sizes), *after,
     )  # fmt: skip
     coded = {} if codes is None else {"CODES": 1}
-    launch(source, kernel, x, work.count, threads, arguments, PACK=pack, **coded)
+    launch(source, name, x, work.count, threads, arguments, PACK=pack, **coded)
+    return out

@@ -1,6 +1,7 @@
 """Ops on independent numbers: gates and sums."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -31,14 +32,9 @@ def silu_mul(x: Tensor, gate: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def bias_residual(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    residual_bias: Tensor | None,
-    out: Tensor,
-) -> Tensor:
+def bias_residual(x: Tensor, *terms: Any) -> Tensor:  # noqa: ANN401
     """Add the terms to two packs per thread."""
+    bias, residual, residual_bias, out = terms
     fields = video(x), video(residual), video(out), vector(bias), vector(residual_bias)
     pack = pack_of(x.dtype, x.shape[1], *fields)
     launch_packs("bias_residual", "add_terms", x, out, fields, _ITEM, pack)

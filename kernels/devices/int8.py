@@ -5,7 +5,7 @@ import importlib.util
 
 import torch
 
-from ..convolution import onednn_int8
+from ..convolution import onednn
 from . import device_kind, device_name, has_bfloat16
 
 
@@ -15,10 +15,10 @@ def int8_lacks(device: torch.device, dtype: torch.dtype) -> str:
     if kind == "cpu":
         # With VNNI or AMX four products of int8 take one instruction: bfloat16 takes 1.38 times as
         # long (`bench_int8.py`), and float32 longer.
-        written = dtype in onednn_int8.WRITES
+        written = dtype in onednn.WRITES
         name = str(dtype).removeprefix("torch.")
         reason = "" if written else f"oneDNN's int8 convolutions do not write {name}"
-        return onednn_int8.missing(device) or reason
+        return onednn.missing(device) or reason
     if kind != "nvidia":
         return f"there is no int8 convolution for {device_name(device)}"
     if importlib.util.find_spec("triton") is None:

@@ -1,6 +1,7 @@
 """Convolutions in plain PyTorch: the library's product of the joined frames, and int8."""
 
 import itertools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,25 +26,14 @@ def fuses(_: ConvWeight) -> Fused:
     return Fused()
 
 
-def conv3d(
-    x: Tensor,
-    weight: ConvWeight,
-    bias: None,
-    residual: None,
-    residual_bias: None,
-    gamma: None,
-    tail: Tensor | None,
-    out: None,
-    stride: tuple[int, int, int],
-    padding: tuple[int, int],
-    tile: int,
-) -> Tensor:
+def conv3d(x: Tensor, weight: ConvWeight, *terms: Any) -> Tensor:  # noqa: ANN401
     """Convolve the joined frames of a video, or each frame, without terms, in new memory."""
+    *_, tail, _, stride, padding, variant = terms
     taps = weight.plain()
     window = as_frames(x) if weight.ndim == 4 else x
     if tail is not None and weight.ndim == 5:
         window = torch.cat([tail, x], dim=2)
-    if tile == 1:
+    if variant == 1:
         window, taps = window.contiguous(), taps.contiguous()
     with unsearched(x.device):
         if weight.ndim == 4:
@@ -52,17 +42,9 @@ def conv3d(
         return channels_last(F.conv3d(window, taps, None, stride, (0, *padding)))
 
 
-def int8_conv3d(
-    x: Tensor,
-    weight: ConvWeight,
-    scale: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    residual_bias: Tensor | None,
-    out: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
+def int8_conv3d(x: Tensor, weight: ConvWeight, scale: Tensor | None, *terms: Any) -> Tensor:  # noqa: ANN401
     """Sum up to 512 products in float32, which is exact, and these sums in int32."""
+    bias, residual, residual_bias, out, dtype = terms
     taps = weight.plain()
     matrix = taps.flatten(1).float().T
     out = new_sums(x, taps, dtype) if out is None else out

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,18 +17,9 @@ from .memory import copies, map_blocks, widened
 _NORM_EPS = 1e-12
 
 
-def rms_norm_silu(
-    x: Tensor,
-    gamma: Tensor,
-    bias: Tensor | None,
-    tail: Tensor | None,
-    out: Tensor,
-    codes: Tensor | None,
-    saturated: Tensor | None,
-    silu: bool,
-    border: int,
-) -> Tensor:
+def rms_norm_silu(x: Tensor, gamma: Tensor, bias: Tensor | None, *window: Any) -> Tensor:  # noqa: ANN401
     """Multiply by the inverse norm of each pixel and by `sqrt(C) * gamma`."""
+    tail, out, codes, saturated, silu, border = window
     wide = widened(x)
     scale = gamma.flatten().to(wide) * math.sqrt(x.shape[1])
     bias = None if bias is None else bias.flatten().to(wide)
@@ -48,20 +40,10 @@ def rms_norm_silu(
 
 
 def group_norm_silu(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    statistics: Tensor | None,
-    tail: Tensor | None,
-    out: Tensor,
-    codes: Tensor | None,
-    saturated: Tensor | None,
-    groups: int,
-    eps: float,
-    silu: bool,
-    border: int,
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor, statistics: Tensor | None, *ends: Any,  # noqa: ANN401
+) -> Tensor:  # fmt: skip
     """Normalise each frame in three passes over cached blocks: means, squares, result."""
+    tail, out, codes, saturated, groups, eps, silu, border = ends
     wide = widened(x)
     weight, bias = weight.flatten().to(wide), bias.flatten().to(wide)
     inner, encode = _bordered(out, border), _encoder(out, codes, saturated)
@@ -69,7 +51,15 @@ def group_norm_silu(
     for b, t in product(range(x.shape[0]), range(x.shape[2])) if x.numel() else ():
         frame = x[b, :, t].movedim(0, -1)
         measured = _measure(frame, wide, groups, eps) if statistics is None else statistics[b, t]
-        _normalize(frame, new[b, :, t].movedim(0, -1), weight, bias, measured, silu, encode)
+        mean, inverse = measured.repeat_interleave(x.shape[1] // groups, dim=-1)
+
+        def norm(rows: Tensor, mean: Tensor = mean, scale: Tensor = inverse * weight) -> None:
+            rows.sub_(mean).mul_(scale).add_(bias)
+            if silu:
+                F.silu(rows, inplace=True)
+            encode(rows)
+
+        map_blocks(norm, frame, new[b, :, t].movedim(0, -1))
     _roll(tail, inner)
     return out
 
@@ -88,14 +78,9 @@ def silu_mul(x: Tensor, gate: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def bias_residual(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    residual_bias: Tensor | None,
-    out: Tensor,
-) -> Tensor:
+def bias_residual(x: Tensor, *terms: Any) -> Tensor:  # noqa: ANN401
     """Add the terms in blocks of rows."""
+    bias, residual, residual_bias, out = terms
     wide = widened(x)
     bias, residual_bias = (
         None if y is None else y.flatten().to(wide) for y in (bias, residual_bias)
@@ -172,26 +157,3 @@ def _measure(frame: Tensor, wide: torch.dtype, groups: int, eps: float) -> Tenso
     lack = means(sums)
     variance = (means(squares) - lack.square()).clamp_min(0)
     return torch.stack([mean + lack, (variance + eps).rsqrt()])
-
-
-def _normalize(
-    frame: Tensor,
-    target: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    statistics: Tensor,
-    silu: bool,
-    encode: Callable[[Tensor], object],
-) -> None:
-    """Write the group norm of one frame `[H, W, C]` into `target`."""
-    each = weight.numel() // statistics.shape[-1]
-    mean, inverse = statistics.repeat_interleave(each, dim=-1)
-    scale = inverse * weight
-
-    def norm(rows: Tensor) -> None:
-        rows.sub_(mean).mul_(scale).add_(bias)
-        if silu:
-            F.silu(rows, inplace=True)
-        encode(rows)
-
-    map_blocks(norm, frame, target)

@@ -1,12 +1,12 @@
 """The convolution in Triton: refusals and the launch."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..convolution.fused import WIDEST
-from ..convolution.terms import result_of
+from ..convolution.fused import WIDEST, result_of
 from ..convolution.weight import ConvWeight
 from ..errors import Refusal
 from .convolution_kernels import convolve
@@ -21,20 +21,9 @@ _LOAD = 8
 _MOST_TAPS = 31
 
 
-def conv3d(
-    x: Tensor,
-    weight: ConvWeight,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    residual_bias: Tensor | None,
-    gamma: Tensor | None,
-    tail: Tensor | None,
-    out: Tensor | None,
-    stride: tuple[int, int, int],
-    padding: tuple[int, int],
-    number: int,
-) -> Tensor:
+def conv3d(x: Tensor, weight: ConvWeight, *terms: Any) -> Tensor:  # noqa: ANN401
     """Convolve a video, or each of its frames, with a tile of the chip by its `number`."""
+    bias, residual, residual_bias, gamma, tail, out, stride, padding, number = terms
     if x.dtype not in (torch.float16, torch.bfloat16):
         raise Refusal(f"its convolutions are for 16 bits, x is {x.dtype}".replace("torch.", ""))
     kernel = weight.kernel

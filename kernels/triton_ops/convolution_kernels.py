@@ -11,7 +11,7 @@ of its columns from the tail or from the new frames.
 import triton
 import triton.language as tl
 
-from .scalars import INTERPRETED, narrow, silu_of
+from .scalars import INTERPRETED, narrow, silu_of, with_terms
 
 
 @triton.jit
@@ -46,21 +46,6 @@ def weight_rows(weight, at, left, SUMMED: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def with_terms(
-    total, channel, at, there, bias, residual, residual_bias, given, C_OUT: tl.constexpr
-):
-    """Add bias, residual and its bias, from left to right."""
-    wanted = channel < (given & 1) * C_OUT
-    total += tl.load(bias + channel, mask=wanted, other=0).to(tl.float32)[None, :]
-    wanted = channel < (given >> 1 & 1) * C_OUT
-    mask = there[:, None] & wanted[None, :]
-    total += tl.load(residual + at, mask=mask, other=0).to(tl.float32)
-    wanted = channel < (given >> 2) * C_OUT
-    total += tl.load(residual_bias + channel, mask=wanted, other=0).to(tl.float32)[None, :]
-    return total
-
-
-@triton.jit
 def _squares(total, channel, C_OUT: tl.constexpr):
     """Return the sum of squares of each row, without the channels of the block's end."""
     return tl.sum(tl.where((channel < C_OUT)[None, :], total * total, 0.0), 1)
@@ -82,14 +67,15 @@ def finish(
     # Each value of the residual is read before the same one of `out` is written, by one program.
     channel_0 = tl.arange(0, N0)
     at_0 = pixel[:, None] * C_OUT + channel_0[None, :]
+    rows = there[:, None]
     total_0 = with_terms(
-        total_0, channel_0, at_0, there, bias, residual, residual_bias, given, C_OUT
+        total_0, channel_0, at_0, rows, bias, residual, residual_bias, given, C_OUT
     )
     if N1 > 0:
         channel_1 = N0 + tl.arange(0, N1)
         at_1 = pixel[:, None] * C_OUT + channel_1[None, :]
         total_1 = with_terms(
-            total_1, channel_1, at_1, there, bias, residual, residual_bias, given, C_OUT
+            total_1, channel_1, at_1, rows, bias, residual, residual_bias, given, C_OUT
         )
     if NORM:
         norm = _squares(total_0, channel_0, C_OUT)
@@ -102,10 +88,10 @@ def finish(
             total_1 = _normed(total_1, channel_1, norm, gamma, ROOT, C_OUT)
     # The threads of a program may divide the values differently for loads and stores.
     tl.debug_barrier()
-    mask = there[:, None] & (channel_0 < C_OUT)[None, :]
+    mask = rows & (channel_0 < C_OUT)[None, :]
     tl.store(out + at_0, narrow(total_0, out.dtype.element_ty), mask=mask)
     if N1 > 0:
-        mask = there[:, None] & (channel_1 < C_OUT)[None, :]
+        mask = rows & (channel_1 < C_OUT)[None, :]
         tl.store(out + at_1, narrow(total_1, out.dtype.element_ty), mask=mask)
 
 

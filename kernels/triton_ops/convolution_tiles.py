@@ -11,10 +11,10 @@ of 256 pixels and 8 warps at 96 channels: tiles have this size where it does not
 """
 
 import functools
-import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,78 +54,53 @@ class ConvTile:
         }  # fmt: skip
 
 
-class _Family(NamedTuple):
-    """Tiles for some chips."""
-
-    # by channels: the first one of the dtype, of the first key that is large enough
-    tiles: dict[int, tuple[ConvTile, ...]]
-    # The tensor cores read shared memory, not registers: the larger block of channels comes first.
-    # Otherwise the smaller one does. The other order takes 5 to 40 registers more, by the cubins of
-    # Triton 3.9.
-    direct: bool = False
-
+# Tiles by channels: the first one of the dtype, of the first key that is large enough.
+_Tiles = Mapping[int, tuple[ConvTile, ...]]
 
 # GeForce and workstation cards: twice the speed with sums in float16. Two blocks give each warp
 # whole rows of a tile, so 128 pixels by 192 channels spill with them.
-_GEFORCE = _Family(
-    {
-        64: (ConvTile(256, 64, 8, 3, half=True), ConvTile(128, 32, 4, 4)),
-        96: (ConvTile(256, 64, 8, 3, half=True), ConvTile(256, 32, 8, 4)),
-        128: (ConvTile(128, 64, 8, 3, half=True), ConvTile(128, 32, 8, 4)),
-        192: (ConvTile(64, 64, 4, 3, half=True), ConvTile(128, 32, 8, 4)),
-    },
-)
-_AMPERE = _Family(
-    {
-        64: (ConvTile(128, 64, 4, 4),),
-        96: (ConvTile(128, 64, 4, 3),),
-        128: (ConvTile(128, 64, 8, 4),),
-        192: (ConvTile(128, 64, 8, 3),),
-    },
-)
-_HOPPER = _Family(
-    {
-        64: (ConvTile(128, 64, 4, 4),),
-        96: (
-            ConvTile(128, 64, 4, 4),
-            ConvTile(256, 64, 8, 4),
-            # A quarter of the products is wasted, but an iteration has one product, not two.
-            # 4 warps spill 72 bytes (Triton 3.9).
-            ConvTile(128, 64, 8, 3, outputs=(128, 0)),
-        ),
-        192: (ConvTile(128, 64, 8, 4),),
-    },
-    direct=True,
-)
-
-# The chip whose other tiles are timed by `bench_gpu.py`, for its table.
-_TIMED = (9, 0)
-
-_FAMILIES = {
-    (8, 0): _AMPERE,
-    (8, 7): _AMPERE,
-    (8, 6): _GEFORCE,
-    (8, 9): _GEFORCE,
-    (9, 0): _HOPPER,
-    (10, 0): _HOPPER,
-    (10, 3): _HOPPER,
-    (12, 0): _GEFORCE,
-    (12, 1): _GEFORCE,
+_GEFORCE: _Tiles = {
+    64: (ConvTile(256, 64, 8, 3, half=True), ConvTile(128, 32, 4, 4)),
+    96: (ConvTile(256, 64, 8, 3, half=True), ConvTile(256, 32, 8, 4)),
+    128: (ConvTile(128, 64, 8, 3, half=True), ConvTile(128, 32, 8, 4)),
+    192: (ConvTile(64, 64, 4, 3, half=True), ConvTile(128, 32, 8, 4)),
 }
+_HOPPER: _Tiles = {
+    64: (ConvTile(128, 64, 4, 4),),
+    96: (
+        ConvTile(128, 64, 4, 4),
+        ConvTile(256, 64, 8, 4),
+        # A quarter of the products is wasted, but an iteration has one product, not two.
+        # 4 warps spill 72 bytes (Triton 3.9).
+        ConvTile(128, 64, 8, 3, outputs=(128, 0)),
+    ),
+    192: (ConvTile(128, 64, 8, 4),),
+}
+
+# The chip whose tensor cores read shared memory, not registers: the larger block of channels comes
+# first. Otherwise the smaller one does. The other order takes 5 to 40 registers more, by the cubins
+# of Triton 3.9.
+_DIRECT = (9, 0)
+
+_TILES = {_DIRECT: _HOPPER, **dict.fromkeys(((8, 6), (8, 9), (12, 0), (12, 1)), _GEFORCE)}
 
 
 @functools.cache
 def tiles_of(chip: Chip, dtype: torch.dtype, outputs: int) -> tuple[ConvTile, ...]:
     """Return the tiles of a chip for some output channels, the one that serves first."""
-    family = None if isinstance(chip, str) else _FAMILIES.get(chip)
-    if family is None or dtype not in (torch.float16, torch.bfloat16) or outputs > WIDEST:
+    found = None if isinstance(chip, str) else _TILES.get(chip)
+    if found is None or dtype not in (torch.float16, torch.bfloat16) or outputs > WIDEST:
         return ()
     width = width_of(outputs)
-    tiles = next(tiles for most, tiles in family.tiles.items() if width <= most)
-    tiles = tuple(tile for tile in tiles if dtype == torch.float16 or not tile.half)
-    split = split_of(width, large_first=family.direct)
-    made = (tile if tile.width else replace(tile, outputs=split) for tile in tiles)
-    return tuple(itertools.islice(made, None if chip == _TIMED else 1))
+    split = split_of(width, large_first=chip == _DIRECT)
+    tiles = next(tiles for most, tiles in found.items() if width <= most)
+    made = [
+        tile if tile.width else replace(tile, outputs=split)
+        for tile in tiles
+        if dtype == torch.float16 or not tile.half
+    ]
+    # `bench_gpu.py` times the others of the chip with a table.
+    return tuple(made if chip == _DIRECT else made[:1])
 
 
 def grid_of(

@@ -3,7 +3,7 @@
 import functools
 import math
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,76 +28,35 @@ _MANY = 1024
 _MOST = (1 << 17) - 1
 
 
-class _Family(NamedTuple):
-    """Tiles for some chips."""
-
-    # by their output channels: the one of the first key that is large enough
-    tiles: dict[int, ConvTile]
-    # Channels of tiles for more than 96 channels; of those that waste the least, the first.
-    widths: tuple[int, ...] = (96, 160, 128)
-
-
 # Programs of 128 pixels and 4 warps: two per SM hide each other's barriers, first loads and last
 # stores. On H200 two blocks of 96 channels take 1.01 ms for 192 channels at 4 x 240 x 416, where
 # one program of 8 warps with all 192 takes 1.20 ms. At 96 channels, 480 x 832, 128 pixels take
-# 1.27 ms and 256 pixels with 8 warps 1.67 ms (Triton 3.6, 2026-11).
-#
-# Other chips were not timed. Counted in SASS, their tiles issue at most half as many
-# instructions as their products take cycles at the rate of A100, so loads are the limit:
-# - Shared memory takes 4 cycles per load and serves 4 tensor cores. Warps own rows of both blocks
-#   of channels. 32 rows by 96 channels take 8 loads for 24 products of 8 cycles on A100 and 16 on
-#   a GeForce, and 16 rows take 7 for 12, which are too many on A100.
-# - A tile of 128 x 96 has 55 products per byte of the L2 cache. `cached` makes it 88 at best,
-#   because the L1 cache has two of three pixels of a kernel row.
-# - A GeForce takes 1,500 cycles for an iteration of two programs, more than a load from memory, so
-#   two buffers suffice; the rest of the memory is the L1 cache.
-def _with_l1(stages: int, quarter: int = 128) -> _Family:
-    """Return tiles whose pixels are in the L1 cache; up to `quarter` channels take 4 warps."""
-    wide = ConvTile(128, 64, 8, stages, cached=True)
-    tiles = {32: replace(wide, pixels=256), quarter: replace(wide, warps=4), 160: wide}
-    return _Family(tiles)
-
-
-# 128 products per iteration: 384 channels at 4 x 120 x 208 take 0.81 ms, and 0.92 ms with 64; 256
-# channels at 4 x 240 x 416 take 1.20 ms, and 1.44 ms with 64. Triton 3.9 spills 8 bytes of that
-# tile of 256 channels and 320 of the one of 160, after the loop. 160 channels take 0.67 ms so; with
-# 8 warps nothing spills, and they take 0.94 ms.
-_HOPPER = _Family(
-    {
-        96: ConvTile(128, 128, 4, 4),
-        128: ConvTile(128, 128, 4, 3),
-        160: ConvTile(128, 64, 4, 4),
-    },
-)
-# Tensor cores of sm_100 have memory for the sums. With 4 warps, registers spill while it is read.
-_BLACKWELL = _Family(
-    {
-        96: ConvTile(256, 64, 8, 4),
-        192: ConvTile(128, 128, 8, 4),
-    },
-    widths=(192, 160, 128, 96),
-)
-# Not (10, 3), which multiplies int8 slowly.
-_FAMILIES = {
-    **dict.fromkeys(((8, 0), (8, 7)), _with_l1(4)),
-    **dict.fromkeys(((8, 6), (8, 9)), _with_l1(3)),
-    (9, 0): _HOPPER,
-    (10, 0): _BLACKWELL,
-    **dict.fromkeys(((12, 0), (12, 1)), _with_l1(3, 96)),
+# 1.27 ms and 256 pixels with 8 warps 1.67 ms (Triton 3.6, 2026-11). 128 products per iteration:
+# 384 channels at 4 x 120 x 208 take 0.81 ms, and 0.92 ms with 64. 160 channels take 0.67 ms with 8
+# bytes of spills after the loop, and 0.94 ms with 8 warps and none.
+_HOPPER = {
+    96: ConvTile(128, 128, 4, 4),
+    128: ConvTile(128, 128, 4, 3),
+    160: ConvTile(128, 64, 4, 4),
 }
 
+# Other chips were not timed. Counted in SASS, loads are the limit: with `cached` the L1 cache has
+# two of three pixels of a kernel row, and three buffers leave it the rest of the memory.
+_WIDE = ConvTile(128, 64, 8, 3, cached=True)
+_OTHERS = {32: replace(_WIDE, pixels=256), 96: replace(_WIDE, warps=4), 160: _WIDE}
 
-def int8_conv3d(
-    x: Tensor,
-    weight: ConvWeight,
-    scale: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    residual_bias: Tensor | None,
-    out: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
+# Tiles by their output channels: the one of the first key that is large enough. Not for (10, 3),
+# which multiplies int8 slowly.
+_CHIPS = (8, 0), (8, 6), (8, 7), (8, 9), (10, 0), (12, 0), (12, 1)
+_TILES = {(9, 0): _HOPPER, **dict.fromkeys(_CHIPS, _OTHERS)}
+
+# Channels of tiles for more than 96 channels; of those that waste the least, the first.
+_WIDTHS = (96, 160, 128)
+
+
+def int8_conv3d(x: Tensor, weight: ConvWeight, scale: Tensor | None, *terms: Any) -> Tensor:  # noqa: ANN401
     """Convolve codes in int8."""
+    bias, residual, residual_bias, out, dtype = terms
     refuse_dtype(x, (torch.int8,))
     chip, summed = chip_of(x.device), math.prod(weight.shape[1:])
     tile = tile_of(chip, weight.shape[0], weight.shape[1], summed)
@@ -117,38 +76,30 @@ def int8_conv3d(
         given(bias, residual, residual_bias),
         *(step // in_unit for step in strides(x)),
         *(step // out_unit for each in (residual, out) for step in strides(each)),
-        IN_UNIT=in_unit,
-        OUT_UNIT=out_unit,
-        ZERO=zero_of(x.dtype),
-        CACHE=".ca" if tile.cached else "",
         **dict(zip(("KT", "KH", "KW"), kernel, strict=True)),
-        **tile.constants(x.shape[1], out.shape[1]),
-        num_stages=tile.stages,
-    )
+        **tile.constants(x.shape[1], out.shape[1]), IN_UNIT=in_unit, OUT_UNIT=out_unit,
+        ZERO=zero_of(x.dtype), CACHE=".ca" if tile.cached else "", num_stages=tile.stages,
+    )  # fmt: skip
     return out
 
 
 @functools.cache
 def tile_of(chip: Chip, outputs: int, inputs: int, summed: int) -> ConvTile:
     """Return the tile for `outputs`, `inputs` and products of a sum, or refuse the chip."""
-    family = None if isinstance(chip, str) else _FAMILIES.get(chip)
-    if family is None:
+    tiles = None if isinstance(chip, str) else _TILES.get(chip)
+    if tiles is None:
         raise Refusal(f"its int8 convolutions have no tiles for the chip {chip}")
-    width = _width(outputs, family)
-    tile = next(tile for most, tile in family.tiles.items() if width <= most)
+    if outputs <= _WIDTHS[0]:
+        width = max(32, width_of(outputs))
+    else:
+        width = min(_WIDTHS, key=lambda width: blocks(outputs, width) * width)
+    tile = next(tile for most, tile in tiles.items() if width <= most)
     depth = min(tile.depth, inputs & -inputs)
     if depth < 64:
         depth = 64 if summed >= _MANY else 32
     # More stages than iterations would only take memory.
     stages = min(tile.stages, max(2, blocks(summed, depth) - 1))
     return replace(tile, depth=depth, stages=stages, outputs=_split(width))
-
-
-def _width(outputs: int, family: _Family) -> int:
-    """Return the channels of a tile for `outputs`."""
-    if outputs <= 96:
-        return max(32, width_of(outputs))
-    return min(family.widths, key=lambda width: blocks(outputs, width) * width)
 
 
 def _split(width: int) -> tuple[int, int]:
@@ -161,7 +112,7 @@ def _split(width: int) -> tuple[int, int]:
 
 def has_tiles(device: torch.device) -> bool:
     """Return whether there are tiles for `device`: not for a chip that multiplies int8 slowly."""
-    return chip_of(device) in _FAMILIES
+    return chip_of(device) in _TILES
 
 
 def _sums(weight: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ no load has a condition. The code of zero leaves the sums after the loop: `sum((
 import triton
 import triton.language as tl
 
-from .convolution_kernels import weight_offsets, weight_rows, with_terms
-from .scalars import narrow
+from .convolution_kernels import weight_offsets, weight_rows
+from .scalars import narrow, with_terms
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def _finish(
     else:
         factor = tl.load(scale + channel, mask=wanted, other=0).to(tl.float32)
         y = total.to(tl.float32) * factor[None, :]
-        y = with_terms(y, channel, at, there, bias, residual, residual_bias, given, C_OUT)
+        y = with_terms(y, channel, at, there[:, None], bias, residual, residual_bias, given, C_OUT)
         # The threads of a program may divide the values differently for loads and stores.
         tl.debug_barrier()
         tl.store(out + at, narrow(y, out.dtype.element_ty), mask=mask)

@@ -11,16 +11,8 @@ from ..constraints import DTYPES, IMAGE_DTYPES, refuse_target
 from ..errors import Refusal
 from .runtime import launch
 from .scalars import narrow
-from .tiles import (
-    ELEMENTS,
-    OFFSET_LIMIT,
-    blocks,
-    frame_grid,
-    power_of_two,
-    refuse_span,
-    strides,
-    tile,
-)
+from .tiles import ELEMENTS, OFFSET_LIMIT, blocks, frame_grid, power_of_two, refuse_span, strides
+from .tiles import tile as tile_of
 
 # Values of a row of pixels that a program writes.
 _RUN = ELEMENTS // 2
@@ -39,7 +31,7 @@ def merge_phases(
         raise Refusal("the picture is empty")
     channels, frames, height, width = out.shape[1], out.shape[2], *grid.shape[3:]
     height, width = height - 1, width - 1
-    size, block, warps = tile(channels, ELEMENTS // 2)
+    size, block, warps = tile_of(channels, ELEMENTS // 2)
     parts = blocks(width, size)
     before = 1 if source is None else source.shape[1]
     # The first frame of a video is the last frame of its latent.
@@ -89,14 +81,11 @@ def _write_blocks(
         _spread,
         frame_grid(runs * height, out),
         *(x, out, numbers, width * before, runs, *strides(x), *strides(out), row, column, channel),
-        BEFORE=before,
-        CHANNELS=channels,
         **dict(zip(("TIMES", "HIGH", "WIDE"), size, strict=True)),
         **{f"{letter.upper()}_STEP": step for letter, step in steps.items()},
         DENSE=(channels == 1 or channel == 1) and (wide * width == 1 or column == channels),
-        WHITE=white,
-        BLOCK=block,
-    )
+        BEFORE=before, CHANNELS=channels, WHITE=white, BLOCK=block,
+    )  # fmt: skip
     return out
 
 
@@ -104,22 +93,16 @@ def average_down(x: Tensor, out: Tensor, times: int, size: int) -> Tensor:
     """Average the values of a part of a row per program."""
     _, channels, frames, height, width = out.shape
     before = x.shape[1]
-    count, block, warps = tile(channels, ELEMENTS // 2)
+    count, block, warps = tile_of(channels, ELEMENTS // 2)
     parts = blocks(width, count)
     refuse_span(size * x.shape[4] * before)
     launch(
         _average_down,
         frame_grid(parts * height, out, x),
         *(x, out, width, parts, times * frames - x.shape[2], *strides(x), *strides(out)),
-        warps=warps,
-        BEFORE=before,
-        CHANNELS=channels,
-        TIMES=times,
-        SIZE=size,
-        GROUP=before * times * size * size // channels,
-        COLUMNS=count,
-        BLOCK=block,
-    )
+        warps=warps, BEFORE=before, CHANNELS=channels, TIMES=times, SIZE=size,
+        GROUP=before * times * size * size // channels, COLUMNS=count, BLOCK=block,
+    )  # fmt: skip
     return out
 
 

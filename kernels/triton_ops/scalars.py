@@ -43,13 +43,13 @@ def silu_of(y):
 
 @triton.jit
 def with_terms(
-    total, channel, at, mask, bias, residual, residual_bias, given, CHANNELS: tl.constexpr
+    total, channel, at, rows, bias, residual, residual_bias, given, CHANNELS: tl.constexpr
 ):
-    """Add bias, residual and its bias, from left to right, those that `given` has a bit for."""
+    """Add bias, residual of `rows` and its bias, in turn, those that `given` has a bit for."""
     wanted = channel < (given & 1) * CHANNELS
     total += tl.load(bias + channel, mask=wanted, other=0).to(tl.float32)[None, :]
     wanted = channel < (given >> 1 & 1) * CHANNELS
-    total += tl.load(residual + at, mask=mask & wanted[None, :], other=0).to(tl.float32)
+    total += tl.load(residual + at, mask=rows & wanted[None, :], other=0).to(tl.float32)
     wanted = channel < (given >> 2) * CHANNELS
     total += tl.load(residual_bias + channel, mask=wanted, other=0).to(tl.float32)[None, :]
     return total

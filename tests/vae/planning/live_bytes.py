@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fast_video_vae.kernels import Fused, backends, modules
-from fast_video_vae.kernels.convolution.terms import result_of
+from fast_video_vae.kernels.convolution.fused import result_of
 from fast_video_vae.tests.benchmarks import bench_memory, count_bytes
 from fast_video_vae.tests.benchmarks.bench_memory import Case
 from fast_video_vae.tests.benchmarks.weights import random_weights

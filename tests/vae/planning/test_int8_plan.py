@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fast_video_vae.kernels.convolution import onednn_int8
+from fast_video_vae.kernels.convolution import onednn
 from fast_video_vae.tests.vae.families import STATES, latent_for, prepared
 from fast_video_vae.tests.vae.planning.live_bytes import LiveBytes
 from fast_video_vae.vae import StreamOptions, load_vae
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("all_int8")
 @pytest.fixture(autouse=True)
 def products_of_onednn(monkeypatch):
     """oneDNN takes the codes, also where its sums are not exact, which changes no bytes."""
-    monkeypatch.setattr(onednn_int8, "_is_exact", lambda: True)
+    monkeypatch.setattr(onednn, "_is_exact", lambda: True)
 
 
 def measured(vae, precision):
