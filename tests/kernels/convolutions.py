@@ -32,18 +32,7 @@ CANDIDATES = ("reference", "aten", "sliced", "any")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 # Input and output channels: of a picture, of a patch, one, and of a network.
-_CHANNELS = (
-    (3, 16),
-    (16, 3),
-    (12, 12),
-    (12, 96),
-    (96, 3),
-    (96, 96),
-    (16, 1),
-    (1, 12),
-    (20, 33),
-    (16, 160),
-)
+_CHANNELS = (3, 16), (16, 3), (12, 12), (12, 96), (96, 3), (96, 96), (16, 1), (1, 12), (20, 33)
 
 # Rows and columns; few, odd and even, and whole groups of 4 columns.
 _SIZES = ((3, 3), (3, 5), (5, 7), (9, 4), (4, 12), (8, 3))
@@ -113,33 +102,14 @@ class Placed:
 
 @dataclass
 class Example:
-    """A call of a convolution, drawn from all that callers pass.
+    """A call of a convolution, drawn from all that callers pass."""
 
-    Attributes:
-        inputs: Videos by argument name.
-        weight: The weight, a tensor.
-        options: All other arguments.
-        keeps: Pass a weight that keeps its layouts.
-        out: Memory for the result; None: new memory, or the residual's.
-        in_place: The result replaces the residual.
-    """
-
-    inputs: dict[str, Placed]
+    inputs: dict[str, Placed]  # videos by argument name
     weight: torch.Tensor
-    options: dict[str, object]
-    keeps: bool
-    out: Placed | None
-    in_place: bool
-
-    def __str__(self):
-        shapes = {name: tuple(placed.view.shape) for name, placed in self.inputs.items()}
-        numbers = {k: v for k, v in self.options.items() if not torch.is_tensor(v)}
-        terms = sorted(set(self.options) - set(numbers))
-        target = "residual" if self.in_place else "out" if self.out else "new"
-        return (
-            f"{shapes} {tuple(self.weight.shape)} {self.weight.dtype} {numbers} {terms} "
-            f"keeps={self.keeps} {target}"
-        )
+    options: dict[str, object]  # all other arguments
+    keeps: bool  # whether the weight keeps its layouts
+    out: Placed | None  # memory for the result; None: new memory, or the residual's
+    in_place: bool  # whether the result replaces the residual
 
     def run(self):
         """Run the call; fail if it writes anything but its result, which is returned."""

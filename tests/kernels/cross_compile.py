@@ -1,10 +1,9 @@
 """Compile the Triton kernels for GPUs that this machine lacks, and print the resources they use.
 
 `python -m fast_video_vae.tests.kernels.cross_compile 90 bf16,96 ...`, with Triton's interpreter
-off; `bf16,384,3600` is attention with a head of 384 over 3,600 pixels. The ops run on
-meta tensors, and every kernel that they launch is compiled as Triton would on its first call.
-`conv-fp16,96,192` is all tiles of a convolution of 96 to 192 channels; `int8-fp16,96,192` is the
-one of int8 codes. The output is one line of JSON per kernel.
+off. The ops run on meta tensors, and every kernel that they launch is compiled as Triton would on
+its first call. `conv-fp16,96,192` is all tiles of a convolution of 96 to 192 channels, and
+`int8-fp16,96,192` the one of int8 codes. The output is one line of JSON per kernel.
 """
 
 import importlib
@@ -28,18 +27,9 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _NAMES |= {torch.uint8: "u8", torch.uint16: "u16", torch.int8: "i8"}
 _NAMES |= {torch.int32: "i32", torch.int64: "i64"}
 
-rows, group_norm, windows, layout, attention, convolution, int8_convolution, tiles = (
-    importlib.import_module(f"{_PACKAGE}.{name}")
-    for name in (
-        "rows",
-        "group_norm",
-        "windows",
-        "layout",
-        "attention",
-        "convolution",
-        "int8_convolution",
-        "convolution_tiles",
-    )
+_FILES = "rows", "norms", "layout", "convolution", "int8_convolution", "convolution_tiles"
+rows, norms, layout, convolution, int8_convolution, tiles = (
+    importlib.import_module(f"{_PACKAGE}.{name}") for name in _FILES
 )
 
 
@@ -68,14 +58,9 @@ def video(count, frames, dtype, height=360, width=640):
     return torch.empty(shape, dtype=dtype, device="meta").movedim(-1, 1)
 
 
-def launches(chip, dtype, channels, length=None):
-    """Return the launches of the ops, or of attention over `length` pixels."""
-    started = recording(rows, group_norm, windows, layout, attention)
-    if length:
-        attention.chip_of = lambda _: key_of(chip)
-        projection = torch.empty(1, length, 3 * channels, dtype=dtype, device="meta")
-        attention.attention(*projection.chunk(3, -1))
-        return started
+def launches(_, dtype, channels):
+    """Return the launches of the ops."""
+    started = recording(rows, norms, layout)
     x, numbers = video(channels, 4, dtype), torch.empty(channels, dtype=dtype, device="meta")
     flat = x.movedim(1, -1).flatten(0, 3)
     saturated = torch.empty(2, dtype=torch.int64, device="meta")
@@ -85,9 +70,9 @@ def launches(chip, dtype, channels, length=None):
         out = video(channels, 6, written, 360 + 2 * border, 640 + 2 * border)
         codes = (torch.empty(channels, device="meta"), saturated) if coded else (None, None)
         window = tail, out, *codes
-        rows.rms_norm_silu(x, numbers, numbers, *window, True, border)
-        group_norm.group_norm_silu(x, numbers, numbers, None, *window, 32, 1e-6, True, border)
-    rows.rms_norm_silu(x, numbers, None, None, x, None, None, True, 0)
+        norms.rms_norm_silu(x, numbers, numbers, *window, True, border)
+        norms.group_norm_silu(x, numbers, numbers, None, *window, 32, 1e-6, True, border)
+    norms.rms_norm_silu(x, numbers, None, None, x, None, None, True, 0)
     rows.silu_mul(flat, flat, flat)
     rows.bias_residual(x, numbers, x, numbers, x)
     grid, out = video(4 * channels, 4, dtype, 361, 641), video(channels, 4, dtype, 720, 1280)

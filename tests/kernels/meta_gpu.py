@@ -9,11 +9,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fast_video_vae.kernels import routes
-from fast_video_vae.kernels.cuda_ops import hopper
+from fast_video_vae.kernels.cuda_ops import attention, hopper, norms, rows, runtime
 from fast_video_vae.kernels.devices import kinds
 from fast_video_vae.kernels.ready import background, selfcheck
 from fast_video_vae.tests.benchmarks import count_bytes
-from fast_video_vae.tests.kernels import launches
 from fast_video_vae.tests.kernels.own_kernels import restart
 from fast_video_vae.tests.played_devices import functions_of
 from fast_video_vae.vae import VideoVAE, validation
@@ -21,7 +20,9 @@ from fast_video_vae.vae.streaming import session
 from fast_video_vae.vae.streaming.prepared import preparation
 
 META = torch.device("meta")
-CONVOLUTION = "fast_video_vae.kernels.triton_ops.convolution"
+TRITON = "fast_video_vae.kernels.triton_ops"
+# The function of the same name hides the module in its package.
+blocks = importlib.import_module("fast_video_vae.kernels.reference.attention")
 
 
 class ChannelsLast(TorchDispatchMode):
@@ -82,19 +83,29 @@ class Machine:
         values = (x.dtype if isinstance(x, torch.Tensor) else type(x) for x in args[2:])
         self.compiled.add((args[0].__name__, *values, constants))
 
+    def _patches(self):
+        """Return what lets a backend accept `meta` tensors, and describe its launches."""
+        if self._backend == "triton":
+            files = ("rows", "norms", "layout", "convolution", "ops")
+            *owners, ops = (importlib.import_module(f"{TRITON}.{name}") for name in files)
+            return [*((each, "launch") for each in owners), (ops, "refuse_device", lambda *_: None)]
+        address = torch.Tensor.data_ptr
+        return [
+            *((each, "launch") for each in (rows, norms, attention, runtime)),
+            (runtime, "refuse_device", lambda *_: None),
+            # A kernel takes the address 0 for a missing tensor.
+            (torch.Tensor, "data_ptr", lambda x: address(x) + (x.is_meta << 40)),
+            *((each, "multiplies_mixed", lambda *_: True) for each in (attention, blocks)),
+            (blocks, "_mixed_product", lambda a, b, _: torch.bmm(a, b, out_dtype=torch.float32)),
+            (routes, "KERNELS", self._kernels), (hopper, "tensor_map", lambda _: b""),
+            (hopper, "multiprocessors", lambda _: 9),
+        ]  # fmt: skip
+
     @contextlib.contextmanager
     def running(self):
         with contextlib.ExitStack() as stack:
-            stack.enter_context(launches.recorded(self._backend, self._launch))
-            if self._backend == "triton":
-                own = importlib.import_module(CONVOLUTION)
-                stack.enter_context(mock.patch.object(own, "launch", self._launch))
-            else:
-                for owner, name, value in (
-                    (routes, "KERNELS", self._kernels), (hopper.runtime, "launch", self._launch),
-                    (hopper, "tensor_map", lambda _: b""), (hopper, "multiprocessors", lambda _: 9),
-                ):  # fmt: skip
-                    stack.enter_context(mock.patch.object(owner, name, value))
+            for owner, name, *new in self._patches():
+                stack.enter_context(mock.patch.object(owner, name, *new or [self._launch]))
             stack.enter_context(ChannelsLast())
             yield
 

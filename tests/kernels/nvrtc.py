@@ -5,13 +5,8 @@ NVRTC needs no GPU: `pip install nvidia-cuda-nvrtc`.
 
 import functools
 import re
-import tempfile
 from itertools import product
 
-import pytest
-import torch
-
-from fast_video_vae.kernels.cuda_ops import runtime
 from fast_video_vae.kernels.cuda_ops.binaries import SOURCES, headers, options
 from fast_video_vae.kernels.cuda_ops.compiler import Compiler, opened
 
@@ -67,24 +62,6 @@ def _more(source, constants):
     return [
         kind for kind in kinds if constants["PACK"] == 1 or (kind["SAME"] and not kind["IMAGES"])
     ]
-
-
-def first_decode(family):
-    """Return the sources with the constants of the binaries that a first decode needs."""
-    from fast_video_vae.tests.kernels.meta_gpu import Machine, new_vae, stream
-
-    vae = new_vae(family, torch.bfloat16)
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        machine = Machine("cuda", patch, folder)
-        vae.prepare()
-        machine.build()
-        with machine.running():
-            stream(vae, "decode", 17, 480, 832)
-    named = [
-        (source, {"DTYPE": runtime.dtype_name(kind), **dict(constants)})
-        for source, kind, constants in machine.compiled
-    ]
-    return sorted(named, key=str)
 
 
 def compiled(source, constants, chip, *more):

@@ -1,4 +1,4 @@
-"""Attention in blocks and in Triton: the formula, bounded memory, and the supported chips."""
+"""Attention in blocks and by PyTorch: the formula, bounded memory, and which of them runs."""
 
 import importlib
 import math
@@ -9,17 +9,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fast_video_vae import kernels
-from fast_video_vae.kernels import BackendError, use_backend
-from fast_video_vae.kernels.errors import Refusal
+from fast_video_vae.kernels import use_backend
 from fast_video_vae.tests.kernels import formulas
 from fast_video_vae.tests.kernels.cases import random
 
 blocks = importlib.import_module("fast_video_vae.kernels.reference.attention")
 
 NARROW = (torch.bfloat16, torch.float16)
-
-# One pixel, and lengths around a block of keys and of queries.
-LENGTHS = (1, 33, *(pytest.param(n, marks=pytest.mark.slow) for n in (31, 32, 100)))
 
 
 @pytest.fixture
@@ -46,12 +42,9 @@ def check(actual, q, k, v):
 
 @pytest.mark.parametrize(
     ("dtype", "products"),
-    [
-        *((dtype, "plain") for dtype in (torch.float32, torch.float64, *NARROW)),
-        *((dtype, "mixed") for dtype in NARROW),
-    ],
+    [(torch.float32, "plain"), (torch.float64, "plain"), *((x, "mixed") for x in NARROW)],
 )
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("length", [1, 33])  # one pixel, and one more than 32
 def test_attention_in_blocks_equals_the_formula(dtype, products, length, monkeypatch, request):
     """Blocks hold rows of one frame, one frame, or several frames."""
     if products == "mixed":
@@ -73,16 +66,6 @@ def test_small_weights_keep_their_precision():
     assert abs(weight / expected - 1) < torch.finfo(torch.float16).eps
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="mixed products need a CUDA device")
-@pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize("length", [100, 5000])
-def test_attention_in_blocks_on_a_gpu_equals_the_formula(dtype, length):
-    q, k, v = (x.cuda() for x in projection(2, length, 384, dtype))
-    assert blocks.multiplies_mixed(q, k, v)
-    check(blocks.in_blocks(q, k, v), q, k, v)
-
-
 class Largest(TorchDispatchMode):
     """Record the bytes of the largest result of any op, views excluded."""
 
@@ -96,12 +79,11 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1, 3000, 16), (5, 600, 16), (40, 100, 16)])
-def test_the_memory_of_scores_is_bounded(dtype, shape, monkeypatch):
+@pytest.mark.parametrize("shape", [(1, 1500, 16), (40, 100, 16)])
+def test_the_memory_of_scores_is_bounded(shape, monkeypatch):
     elements = 200_000
     monkeypatch.setattr(blocks, "_SCORE_ELEMENTS", elements)
-    q, k, v = projection(*shape, dtype)
+    q, k, v = projection(*shape, torch.bfloat16)
     with Largest() as largest:
         blocks.in_blocks(q, k, v)
     assert 4 * elements // 2 < largest.nbytes <= 4 * elements
@@ -114,89 +96,7 @@ def test_the_cpu_uses_the_flash_kernel_of_pytorch(monkeypatch):
 
     monkeypatch.setattr(blocks, "in_blocks", fail)
     with use_backend("reference"):
-        kernels.attention(*projection(1, 5000, 384, torch.bfloat16))
-
-
-@pytest.fixture
-def in_triton(on_triton, monkeypatch):
-    """Return the module of Triton's attention, enabled for narrow heads too."""
-    module = importlib.import_module("fast_video_vae.kernels.triton_ops.attention")
-    monkeypatch.setattr(module, "FLASH_HEAD", 0)
-    with use_backend("triton"):
-        yield module
-
-
-@pytest.mark.usefixtures("in_triton")
-@pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("channels", [16, 48, 384])  # 1 and 2 parts
-def test_triton_equals_the_formula(dtype, length, channels):
-    q, k, v = projection(2, length, channels, dtype)
-    actual = kernels.attention(q, k, v)
-    assert actual.is_contiguous()
-    check(actual, q, k, v)
-
-
-@pytest.mark.usefixtures("in_triton")
-def test_triton_reads_rows_at_any_stride():
-    """Rows are thirds of one tensor, every second pixel, or frames in another order."""
-    whole = random(3, 40, 3 * 32, dtype=torch.bfloat16)
-    for view in (whole, whole[:, ::2], whole[::2, 3:], whole.transpose(0, 1)):
-        q, k, v = view.chunk(3, -1)
-        check(kernels.attention(q, k, v), q, k, v)
-    q, k, v = whole.chunk(3, -1)
-    same = v[:1].expand(3, -1, -1)
-    check(kernels.attention(q.contiguous(), k, same), q, k, same)
-    # Scores of some hundreds, whose exponentials overflow float32; the largest comes last.
-    q, k, v = projection(1, 70, 32, torch.float16)
-    k = k * torch.linspace(1, 60, 70).half()[:, None]
-    check(kernels.attention(q, k, v), q, k, v)
-
-
-def test_triton_refuses_with_a_reason(in_triton):
-    good = projection(1, 4, 32, torch.bfloat16)
-    for reason, call in {
-        "float32": projection(1, 4, 32, torch.float32),
-        "a head of 24": projection(1, 4, 24, torch.bfloat16),
-        "a head of 480": projection(1, 4, 480, torch.bfloat16),
-        "not dense": [x.mT.contiguous().mT for x in good],
-    }.items():
-        with pytest.raises(BackendError, match=reason):
-            kernels.attention(*call)
-    in_triton.FLASH_HEAD = 256  # put back by the fixture; flash kernels serve these heads
-    q = torch.ones(1, 4, 256, dtype=torch.bfloat16)
-    with pytest.raises(BackendError, match="256"):
-        kernels.attention(q, q, q)
-
-
-def test_a_head_is_a_sum_of_powers_of_two(in_triton):
-    for channels, parts in {
-        16: (16, 0),
-        96: (64, 32),
-        384: (256, 128),
-        512: (512, 0),
-        640: (512, 128),
-        1024: (512, 512),
-    }.items():
-        assert in_triton.head_parts(channels) == parts
-    for channels in (8, 24, 100, 240, 448, 1040, 2048):
-        with pytest.raises(Refusal, match=f"a head of {channels}"):
-            in_triton.head_parts(channels)
-
-
-def test_a_chip_refuses_heads_without_tiles(in_triton):
-    for capability in ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)):
-        assert in_triton.tile_of(capability, 384).warps == 8
-    assert in_triton.tile_of((8, 9), 272) == in_triton.tile_of((8, 9), 384)
-    with pytest.raises(Refusal, match="heads above 384"):
-        in_triton.tile_of((9, 0), 640)
-    with pytest.raises(Refusal, match=r"compute capability is 7\.5"):
-        in_triton.tile_of((7, 5), 384)
-    assert in_triton.tile_of("gfx942", 384) == in_triton.tile_of("gfx950", 640)
-    with pytest.raises(Refusal, match="heads above 512"):
-        in_triton.tile_of("gfx1100", 640)
-    with pytest.raises(Refusal, match="no tiles for gfx1030; expected gfx9, gfx11, gfx12"):
-        in_triton.tile_of("gfx1030", 384)
+        kernels.attention(*projection(1, 1000, 384, torch.bfloat16))
 
 
 def test_attention_without_a_fused_kernel_runs_in_blocks(monkeypatch):

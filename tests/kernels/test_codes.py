@@ -134,34 +134,32 @@ def compared(op, x, form, *, known=None, border=0, factor=30.0, silu=True):
 
 
 @each_op
-@pytest.mark.parametrize("rounds", [1, pytest.param(4, marks=pytest.mark.slow)])
-def test_borders_tails_and_codes_are_those_of_the_formula(backend, op, rounds):
+@pytest.mark.parametrize("number", [pytest.param(n, marks=n * [pytest.mark.slow]) for n in (0, 1)])
+def test_borders_tails_and_codes_are_those_of_the_formula(backend, op, number):
     """An emulated GPU has one input dtype by default, because each is compiled."""
-    played, draw = backend in PLAYED, Random(3)
-    for _ in range(rounds):
-        every = list(product(FORMS[backend], (None, 0, 1, 2, 4), (0, 1, 2)))
-        for form, known, border in every[:: 3 if played and rounds == 1 else 1]:
-            narrow = torch.bfloat16 if played and rounds == 1 else draw.choice(DTYPES)
-            size = draw.choice(SIZES)
-            # Every third has no border: on an emulated GPU it follows the tail.
-            border = (border + (known or 0)) % 3 if played else border
-            x = video(*size, dtype=narrow)
-            silu = draw.random() < 0.5
-            compared(op, x, form, known=known, border=border, silu=silu)
+    played, draw = backend in PLAYED, Random(3 + number)
+    every = list(product(FORMS[backend], (None, 0, 1, 2, 4), (0, 1, 2)))
+    for form, known, border in every[:: 4 if played else 1]:
+        dtype = torch.bfloat16 if played else draw.choice(DTYPES)
+        size = draw.choice(SIZES)
+        # Every fourth has few borders: on an emulated GPU it follows the tail.
+        border = (border + (known or 0)) % 3 if played else border
+        silu = draw.random() < 0.5
+        compared(op, video(*size, dtype=dtype), form, known=known, border=border, silu=silu)
 
 
 @each_op
 def test_values_beyond_both_ends_are_counted(backend, op):
     """Also those whose product with the factor is beyond the integers, or infinite."""
     x = video(1, 20, 2, 5, 3, dtype=torch.bfloat16)
-    for form, factor in product(FORMS[backend][1:], (200.0, 1e4, 1e8, 3e37)):
+    for form, factor in product(FORMS[backend][-1:], (200.0, 1e8, 3e37)):
         outside, missing = compared(op, x, form, known=1, factor=factor, silu=False)
         assert outside > x.numel() / 4
         assert missing == 0
 
 
 @each_op
-@pytest.mark.parametrize("channels", [3, 20, 96])
+@pytest.mark.parametrize("channels", [3, 20])
 def test_nan_has_the_code_of_zero_and_is_counted(backend, op, channels):
     """The counted values are those of the pixels or groups that have a NaN, not of a border."""
     x = video(2, channels, 2, 3, 5, dtype=torch.bfloat16)
@@ -206,6 +204,7 @@ def test_no_channel_or_pixel_beyond_a_frame_counts(backend):
 @pytest.mark.parametrize("backend", ["native"], indirect=True)
 @each_op
 def test_two_threads_write_the_codes_and_counts_of_one(backend, op):
+    """In new memory, of the dtype of the device."""
     x = video(1, 96, 3, 40, 33, dtype=torch.bfloat16)
     x[0, 5, 1, 7, 8] = torch.nan
     args, options = arguments(op, 96)
@@ -219,26 +218,15 @@ def test_two_threads_write_the_codes_and_counts_of_one(backend, op):
             found.append((y, tail, given["saturated"]))
     finally:
         torch.set_num_threads(before)
-    assert found[0][2][0] > 1000
-    assert found[0][2][1] > 100
+    assert y.dtype == kernels.code_dtype(x.device) == torch.uint8
+    assert min(found[0][2] - counters()) > 0
     assert all(map(torch.equal, *found))
-
-
-@pytest.mark.parametrize("backend", ["reference", "native", "triton"], indirect=True)
-@each_op
-def test_a_new_result_has_the_dtype_of_its_device(backend, op):
-    args, options = arguments(op, 12)
-    x, given = video(1, 12, 2, 3, 4), coded(12)
-    y = getattr(kernels, op)(x, *args, **options, **given)
-    assert y.dtype == kernels.code_dtype(x.device)
-    value, error = getattr(formulas, op)(x, *args, **options)
-    agrees(y, given["saturated"], value, error, given["codes"], op)
 
 
 @each_op
 @pytest.mark.parametrize(
     ("channels", "width", "border", "silu"),
-    [(16, 4, 1, True), (16, 4, 0, True), (33, 5, 0, False)],
+    [(16, 4, 1, True), (33, 5, 0, False)],
 )
 def test_a_border_and_bands_do_not_change_the_frames(backend, op, channels, width, border, silu):
     """Bit for bit: frames, tails and counts; every band has its own border.
@@ -303,11 +291,10 @@ def test_calls_that_a_backend_cannot_run_are_refused(backend, op):
         assert "saturated" not in given or given["saturated"].tolist() in ([0, 0], [1000, 100])
 
 
-@each_op
-def test_frames_without_pixels_are_all_border(op):
-    args, options = arguments(op, 12)
+def test_frames_without_pixels_are_all_border():
+    args, options = arguments(OPS[0], 12)
     with use_backend("reference"):
-        y = getattr(kernels, op)(video(1, 12, 2, 0, 4), *args, **options, border=1)
+        y = kernels.rms_norm_silu(video(1, 12, 2, 0, 4), *args, **options, border=1)
     assert y.shape == (1, 12, 2, 2, 6)
     assert not y.count_nonzero()
 

@@ -49,7 +49,7 @@ def refused(function, **call):
 @each_candidate
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(
-    "seeds", [range(2), pytest.param(range(2, 16), marks=pytest.mark.slow)], ids=["some", "more"]
+    "seeds", [range(1), pytest.param(range(1, 4), marks=pytest.mark.slow)], ids=["some", "more"]
 )
 def test_a_candidate_equals_the_formula_and_writes_nothing_else(candidate, kernel, seeds):
     for (terms, target), seed in product(CALLS, seeds):
@@ -120,34 +120,33 @@ def test_memory_that_two_storages_share_is_an_overlap():
 
 
 @each_candidate
-@pytest.mark.parametrize("shape", ["plain", "channels", "gaps", "one number"])
-def test_biases_can_have_any_shape_and_float_dtype(candidate, shape):
+def test_biases_can_have_any_shape_and_float_dtype(candidate):
+    """Plain, `[1, C, 1, 1, 1]`, with gaps, or one number that is repeated."""
     x, weight = video(1, 16, 3, 5, 5, dtype=torch.bfloat16), taps_of(8, 16, 3, 3, 3)
     weight = weight.bfloat16()
-    change = {
-        "plain": lambda values: values[:8],
-        "channels": lambda values: values[:8].view(1, 8, 1, 1, 1),
-        "gaps": lambda values: values[::2],
-        "one number": lambda values: values[:1].expand(8),
-    }[shape]
-    for dtypes in product((torch.float64, torch.bfloat16, torch.float8_e4m3fn), repeat=3):
-        numbers = zip(random(3, 16, seed=4), dtypes, strict=True)
-        vectors = [change(values.to(dtype)) for values, dtype in numbers]
+    residual = video(1, 8, 1, 3, 3, dtype=torch.bfloat16, seed=5)
+    shapes = (
+        lambda values: values[:8].view(1, 8, 1, 1, 1),
+        lambda values: values[::2],
+        lambda values: values[:1].expand(8),
+    )
+    dtypes = torch.float64, torch.bfloat16, torch.float8_e4m3fn
+    for first, more in product(range(3), ({}, {"residual": residual})):
+        numbers = [values.to(dtypes[first - n]) for n, values in enumerate(random(3, 16, seed=4))]
+        vectors = [change(values) for change, values in zip(shapes, numbers, strict=True)]
         call = dict(zip(("bias", "residual_bias", "gamma"), vectors, strict=True))
-        residual = video(1, 8, 1, 3, 3, dtype=torch.bfloat16, seed=5)
-        for more in ({}, {"residual": residual}):
-            with using(candidate):
-                actual = kernels.conv3d(x, kept(weight), **call, **more)
-            close(actual, weight, x=x, **call, **more)
+        with using(candidate):
+            actual = kernels.conv3d(x, kept(weight), **call, **more)
+        close(actual, weight, x=x, **call, **more)
 
 
 @each_candidate
-@pytest.mark.parametrize("dtype", DTYPES[:2])
-def test_a_kept_weight_serves_all_sizes_and_strides(candidate, dtype):
+def test_a_kept_weight_serves_all_sizes_and_strides(candidate):
     """The library's layout of the weight depends on the first call."""
-    derived, weight = [], taps_of(16, 12, 3, 3, 3, dtype=dtype)
+    dtype, derived = torch.bfloat16, []
+    weight = taps_of(16, 12, 3, 3, 3, dtype=dtype)
     one = kept(weight, derived)
-    sizes = [(1, 3, 4, 4), (2, 5, 9, 12), (1, 3, 33, 17), (1, 3, 4, 4)]
+    sizes = [(1, 3, 4, 4), (2, 5, 9, 12), (1, 3, 4, 4)]
     for (batch, *size), stride, padding in product(
         sizes, [(1, 1, 1), (2, 2, 2)], [(1, 1), (0, 0), (1, 0)]
     ):
@@ -161,71 +160,53 @@ def test_a_kept_weight_serves_all_sizes_and_strides(candidate, dtype):
 @each_candidate
 def test_a_weight_that_is_not_kept_is_derived_in_each_call(candidate):
     x, weight, derived = video(1, 8, 3, 4, 4), taps_of(4, 8, 3, 3, 3), []
-    kind = kept(weight, derived)
-    once = ConvWeight(kind.shape, kind.dtype, kind.device, kind.plain, keeps=False)
+
+    def derive():
+        derived.append(weight)
+        return weight.contiguous(memory_format=torch.channels_last_3d)
+
+    once = ConvWeight(weight.shape, weight.dtype, weight.device, derive, keeps=False)
     for count in (1, 2):
         with using(candidate):
             close(kernels.conv3d(x, once, **PADDED), weight, x=x, **PADDED)
         assert not once.layouts
-        assert len(derived) == 1, count
+        assert len(derived) == count
 
 
 @each_candidate
-@pytest.mark.parametrize("first", [True, False])
-def test_a_weight_serves_with_and_without_inference_mode(candidate, first):
-    with torch.inference_mode(first):
-        x, weight = video(1, 16, 3, 4, 4), taps_of(12, 16, 3, 3, 3)
+def test_a_weight_serves_with_and_without_inference_mode(candidate):
+    x, weight = video(1, 16, 3, 4, 4), taps_of(12, 16, 3, 3, 3)
+    for first in (True, False):
         one = kept(weight)
-        with using(candidate):
-            kernels.conv3d(x, one, **PADDED)
-    for mode in (not first, first, not first):
-        with torch.inference_mode(mode), using(candidate):
-            close(kernels.conv3d(x, one, **PADDED), weight, x=x, **PADDED)
-            close(kernels.conv3d(x, weight, **PADDED), weight, x=x, **PADDED)
-
-
-def call_of(*taps):
-    """Return the tensors of a call with some taps by name, and its other arguments."""
-    tensors = {
-        "x": video(1, 6, 3, 5, 4),
-        "tail": video(1, 6, 2, 5, 4, seed=1),
-        "weight": taps_of(4, 6, *taps),
-        "bias": random(4, seed=2),
-        "residual": video(1, 4, 3, 5, 4, seed=3),
-        "residual_bias": random(4, seed=4),
-        "gamma": random(4, seed=5),
-    }
-    if len(taps) == 2:
-        del tensors["tail"]
-    return tensors, PADDED
+        for mode in (first, not first, first):
+            with torch.inference_mode(mode), using(candidate):
+                close(kernels.conv3d(x, one, **PADDED), weight, x=x, **PADDED)
+                close(kernels.conv3d(x, weight, **PADDED), weight, x=x, **PADDED)
 
 
 @each_candidate
 @pytest.mark.parametrize("taps", [(3, 3, 3), (3, 3)])
 def test_what_is_fused_needs_no_other_op(candidate, taps, monkeypatch):
     seen, run = [], dispatch.run
-
-    def noted(name, *args):
-        seen.append(name)
-        return run(name, *args)
-
-    monkeypatch.setattr(dispatch, "run", noted)
+    monkeypatch.setattr(dispatch, "run", lambda op, *args: seen.append(op) or run(op, *args))
     if refuses(candidate, taps):
         return
-    tensors, options = call_of(*taps)
-    del tensors["residual"]
-    for (terms, _), dtype, keeps in product(CALLS, DTYPES, (True, False)):
-        call = {name: x.to(dtype) for name, x in tensors.items() if name in (*terms, "x", "tail")}
-        weight = tensors["weight"].to(dtype)
+    numbers = zip(("bias", "residual_bias", "gamma"), random(3, 4), strict=True)
+    given = {**dict(numbers), "residual": video(1, 4, 3, 5, 4, seed=3)}
+    frames = {"x": video(1, 6, 3, 5, 4)}
+    if len(taps) == 3:
+        frames["tail"] = video(1, 6, 2, 5, 4, seed=1)
+    for (terms, _), dtype, keeps in product(CALLS, DTYPES[:2], (True, False)):
+        call = frames | {name: given[name] for name in terms}
+        call = {name: x.to(dtype) for name, x in call.items()}
+        weight = taps_of(4, 6, *taps, dtype=dtype)
         kind = kept(weight) if keeps else weight
-        if "residual" in terms:
-            call["residual"] = random(1, 4, 3, 5, 4, dtype=dtype)
         out = Placed((1, 4, 3, 5, 4), dtype, min, None)
         seen.clear()
         with using(candidate):
             fused = kernels.conv_route(ConvWeight.of(kind), (1, 1, 1), video=True).fused
-            kernels.conv3d(weight=kind, out=out.view, **call, **options)
-        close(out.take(), weight, **call, **options)
+            kernels.conv3d(weight=kind, out=out.view, **call, **PADDED)
+        close(out.take(), weight, **call, **PADDED)
         added = {"bias", "residual", "residual_bias"} & terms
         free = {"bias", "residual_bias"} if fused.adds_bias or "gamma" in terms else set()
         expected = ["bias_residual"] * (not fused.sums and not added <= free)
@@ -233,8 +214,8 @@ def test_what_is_fused_needs_no_other_op(candidate, taps, monkeypatch):
 
 
 @each_candidate
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_networks_are_built_on_the_meta_device(candidate, dtype):
+def test_networks_are_built_on_the_meta_device(candidate):
+    dtype = torch.bfloat16
     meta, weight = torch.device("meta"), taps_of(4, 6, 3, 3, 3, dtype=dtype).to("meta")
     x = torch.empty(2, 6, 3, 5, 7, dtype=dtype, device=meta)
     added = torch.empty(2, 4, 3, 5, 7, dtype=dtype, device=meta)
@@ -258,12 +239,12 @@ def test_no_videos_and_a_tail_without_frames(candidate):
 
 
 @pytest.mark.parametrize("joined_bytes", [1, 20_000])
-@pytest.mark.parametrize("kernel", [name for name in KERNELS if len(KERNELS[name][0]) == 3])
+@pytest.mark.parametrize("kernel", ["3x3x3", "3x1x1 by 2"])
 def test_slices_of_any_size_are_the_convolution(kernel, joined_bytes, monkeypatch):
     """Groups of frames share one product as long as their joined memory is small."""
     monkeypatch.setattr(sliced, "_JOINED_BYTES", joined_bytes)
-    for (terms, target), seed in product(CALLS, range(3)):
-        call = example(kernel, terms, target, seed)
+    for terms, target in CALLS:
+        call = example(kernel, terms, target, 0)
         with use_backend("sliced"):
             call.check(call.run())
 
@@ -291,19 +272,13 @@ WRONG = {
     "a tail before frames": ((X, TAPS), {"tail": X}, "stride in time and tail are for"),
     "other channels": ((X, WEIGHT[:, 1:]), {}, r"weight is \[4, 7, 3, 3, 3\]; expected"),
     "few strides": ((X, WEIGHT), {"stride": (1, 1)}, r"stride is \(1, 1\); expected 3"),
-    "no stride": ((X, TAPS), {"stride": ()}, r"stride is \(\); expected 3 numbers"),
     "stride 0": ((X, WEIGHT), {"stride": (1, 0, 1)}, "expected 3 numbers from 1 on"),
     "padding in time": ((X, WEIGHT), {"padding": (0, 1, 1)}, "expected 2 numbers from 0"),
-    "negative padding": ((X, TAPS), {"padding": (0, -1)}, r"\(0, -1\); expected 2"),
     "no outputs": ((X, WEIGHT[:0]), {}, "expected 5 numbers from 1 on"),
-    "no inputs": ((X[:, :0], WEIGHT[:, :0]), {}, "expected 5 numbers from 1 on"),
     "no taps": ((X, WEIGHT[:, :, :0]), {}, "expected 5 numbers from 1 on"),
     "no rows": ((X[..., :0, :], WEIGHT), {"padding": (1, 1)}, "or more with its padding"),
     "a weight of six axes": ((X, WEIGHT[..., None]), {}, r"expected \[C_out, 8, kt, kh"),
-    "a weight of two axes": ((X, TAPS[..., 0, 0]), {}, r"expected \[C_out, 8, kt, kh"),
     "few frames": ((X[:, :, :2], WEIGHT), {}, r"x is \[1, 8, 2, 5, 6\]; expected \[3"),
-    "few rows": ((X[..., :2, :], TAPS), {}, "or more with its padding"),
-    "few columns": ((X[..., :2], TAPS), {"padding": (1, 0)}, "or more with its padding"),
     "out of another size": (
         (X, TAPS), {"out": X}, r"out is .*; expected \[1, 4, 3, 3, 4\]",
     ),

@@ -2,7 +2,6 @@
 
 import importlib
 import itertools
-import math
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from fast_video_vae.kernels.errors import Refusal
 from fast_video_vae.kernels.modules import ask
 from fast_video_vae.kernels.triton_ops import convolution_tiles, runtime, tiles
 from fast_video_vae.tests.kernels import formulas
-from fast_video_vae.tests.kernels.cases import arguments, random, video
+from fast_video_vae.tests.kernels.cases import arguments, video
 from fast_video_vae.tests.kernels.convolutions import CALLS, KERNELS, example, taps_of
 
 HALF = torch.float16
@@ -31,7 +30,7 @@ def test_calls_of_all_kinds_equal_the_formula(kernel):
     """Drawn calls with one to five frames, any terms, padding, alignment and target."""
     drawn = (example(kernel, *call, seed) for seed in range(2) for call in CALLS)
     narrow = (call for call in drawn if call.weight.dtype == torch.bfloat16)
-    for call in itertools.islice(narrow, 4):
+    for call in itertools.islice(narrow, 2):
         with use_backend("triton"):
             call.check(call.run())
 
@@ -55,7 +54,7 @@ def check_tile(variant, tile, inputs, outputs, kind, size):
 # Of sm_89 tiles sum in float16, and of sm_90 one has a block of channels with a mask.
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("chip", "outputs"), [*(((8, 9), width) for width in (3, 64, 96, 160, 192)), ((9, 0), 96)]
+    ("chip", "outputs"), [((8, 9), 3), ((8, 9), 96), ((8, 9), 192), ((9, 0), 96)]
 )
 def test_every_tile_equals_the_formula_at_its_edges(chip, outputs, kind, monkeypatch):
     """One pixel less than a tile, a whole one, and one more; products of an odd number."""
@@ -66,17 +65,6 @@ def test_every_tile_equals_the_formula_at_its_edges(chip, outputs, kind, monkeyp
         chip = tiles.chip_of(torch.get_default_device())
     for variant, tile in enumerate(convolution_tiles.tiles_of(chip, kind, outputs)):
         check_tile(variant, tile, 15, outputs, kind, (1, tile.pixels + variant % 3))
-
-
-@pytest.mark.parametrize("outputs", [96, 192])
-def test_norm_and_float16_sums_reach_60_db(outputs):
-    x, weight = activations(1, 96, 1, 3, 5, dtype=torch.float16), taps_of(outputs, 96, 1, 3, 3)
-    gamma = random(outputs, seed=3).abs()
-    with use_backend("triton"):
-        y = conv3d(x, weight.half(), padding=(1, 1), gamma=gamma)
-    value, _ = formulas.conv3d(x, weight.half(), padding=(1, 1), gamma=gamma)
-    error = (y.double() - value).square().sum()
-    assert 10 * math.log10(value.square().sum() / error) >= 60
 
 
 def test_float16_sums_end_after_an_iteration_of_the_kernel():
@@ -121,50 +109,18 @@ def test_offsets_beyond_32_bits_are_refused():
             convolution.conv3d(*arguments("conv3d", x=x, weight=weight, padding=(1, 1)))
 
 
-def test_a_tile_without_memory_leaves_the_others(monkeypatch):
-    """A chip with less shared memory than expected refuses a tile, and another one runs."""
-    errors = pytest.importorskip("triton.runtime.errors", reason="needs triton")
-    convolution = importlib.import_module(f"{runtime.__package__}.convolution")
-    working, weight = convolution.convolve, ConvWeight.of(taps_of(96, 8, 1, 1, 1).bfloat16())
-    monkeypatch.setattr(convolution, "chip_of", lambda _: (9, 0))
-    pixels = convolution_tiles.tiles_of((9, 0), torch.bfloat16, 96)[0].pixels
-
-    class Small:
-        __name__ = "convolve"
-
-        def __getitem__(self, grid):
-            def start(*args, **constants):
-                if constants["M"] == pixels:
-                    raise errors.OutOfResources(131072, 65536, "shared memory")
-                working[grid](*args, **constants)
-
-            return start
-
-    monkeypatch.setattr(convolution, "convolve", Small())
-    monkeypatch.setattr(runtime, "_broken", {})
-    x = video(1, 8, 1, 3, 4).bfloat16()
-    first, second = (arguments("conv3d", x=x, weight=weight, tile=tile) for tile in (0, 1))
-    with use_backend("triton"):
-        for _ in range(2):
-            with pytest.raises(Refusal, match="out of resource"):
-                ask("triton", "conv3d", *first)
-        y = ask("triton", "conv3d", *second)
-    formulas.check(y, *formulas.conv3d(x, weight.plain()))
-
-
-@pytest.mark.parametrize("chip", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
+@pytest.mark.parametrize("chip", [(8, 6), (8, 9), (9, 0), (12, 0)])
 def test_a_chip_has_tiles_for_up_to_192_channels(chip):
     tiles_of = convolution_tiles.tiles_of
     for outputs, dtype in itertools.product((3, 32, 96, 128, 160, 192), (HALF, torch.bfloat16)):
         found = tiles_of(chip, dtype, outputs)
         assert len(found) == (3 if (chip, outputs) == ((9, 0), 96) else 1)
-        for tile in found:
-            assert tile.width >= outputs
-            assert not tile.half or (dtype == HALF and tile.depth <= 64)
+        assert all(tile.width >= outputs for tile in found)
+        assert [tile.half for tile in found] == [dtype == HALF and chip != (9, 0)] * len(found)
     assert not tiles_of(chip, torch.float32, 96)
     assert not tiles_of(chip, HALF, 256)
 
 
 def test_other_chips_have_no_tiles():
-    for chip in ((7, 5), (99, 0), "gfx942", "gfx1201", tiles.chip_of(torch.device("xpu"))):
+    for chip in ((7, 5), (8, 0), (10, 0), "gfx942", tiles.chip_of(torch.device("xpu"))):
         assert not convolution_tiles.tiles_of(chip, HALF, 96)

@@ -4,8 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fast_video_vae import kernels
-from fast_video_vae.kernels import use_backend
 from fast_video_vae.kernels.convolution import cudnn
 
 CUDA = torch.device("cuda")
@@ -22,14 +20,11 @@ def forget():
     ("torch_version", "cudnn_version", "left_out"),
     [
         ("2.9.0+cu128", 91002, True),
-        ("2.9.1+cu130", 91300, True),
         ("2.10.0", 91499, True),
-        ("2.10.0a0+git1234", 91400, True),
         ("2.9.1+cu130", 91500, False),  # the first that PyTorch trusts
         ("2.9.0+cu126", 91001, False),
         ("2.8.0+cu128", 91002, False),
         ("2.11.0+cu130", 91300, False),
-        ("3.0.0", 91300, False),
         ("2.9.0+rocm6.4", None, False),
     ],
 )
@@ -37,7 +32,8 @@ def test_cudnn_is_called_directly_for_some_versions(
     torch_version, cudnn_version, left_out, monkeypatch
 ):
     monkeypatch.setattr(torch, "__version__", torch_version)
-    monkeypatch.setattr(cudnn, "_cudnn_version", lambda: cudnn_version)
+    monkeypatch.setattr(torch.version, "cuda", "12.8" if cudnn_version else None)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn_version)
     for dtype in (torch.float16, torch.bfloat16):
         assert cudnn._is_left_out(CUDA, dtype) == left_out
         assert not cudnn._is_left_out(torch.device("cpu"), dtype)
@@ -86,12 +82,8 @@ def convolution(shape, weight_shape):
 
 CASES = {
     "causal": ((1, 4, 7, 6, 5), (6, 4, 3, 3, 3), (1, 1, 1), (0, 1, 1)),
-    "several videos": ((3, 4, 4, 6, 5), (6, 4, 3, 3, 3), (1, 1, 1), (0, 1, 1)),
-    "over time alone": ((1, 4, 7, 3, 3), (8, 4, 3, 1, 1), (1, 1, 1), (0, 0, 0)),
     "every second frame": ((1, 4, 9, 3, 3), (4, 4, 3, 1, 1), (2, 1, 1), (0, 0, 0)),
     "frames": ((5, 4, 6, 5), (6, 4, 3, 3), (1, 1), (1, 1)),
-    "a single frame": ((1, 4, 11, 5), (6, 4, 3, 3), (1, 1), (1, 1)),
-    "every second row": ((1, 4, 12, 6), (6, 4, 3, 3), (2, 2), (0, 0)),
     "every second row, a pad": ((1, 4, 13, 6), (6, 4, 4, 4), (2, 2), (1, 1)),
     "every third row, wide pads": ((1, 2, 17, 6), (3, 2, 7, 3), (3, 1), (3, 1)),
     "four columns at a time": ((1, 4, 3, 9, 8), (12, 4, 3, 3, 6), (1, 1, 4), (0, 1, 1)),
@@ -99,7 +91,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("limit", [1, 60, 250, 700])
+@pytest.mark.parametrize("limit", [1, 250, 700])
 @pytest.mark.parametrize("case", CASES)
 def test_parts_give_the_whole_convolution(case, limit, monkeypatch):
     shape, weight_shape, stride, padding = CASES[case]
@@ -148,14 +140,3 @@ def test_a_huge_frame_is_cut_into_rows_and_a_long_chunk_into_frames():
     # One element short of the limit, and at it.
     assert len(cudnn.parts((1, 1, 2**16, 2**15 - 1), (1, 1, 1, 1), steps[1:], (0, 0))) == 1
     assert len(cudnn.parts((1, 1, 2**16, 2**15), (1, 1, 1, 1), steps[1:], (0, 0))) == 2
-
-
-def test_the_candidate_of_pytorch_convolves_in_parts(monkeypatch):
-    x, weight, bias = convolution((1, 4, 7, 6, 5), (6, 4, 3, 3, 3))  # oneDNN has no float64
-    sizes, call = [], F.conv3d
-    monkeypatch.setattr(cudnn, "_LIMIT", 250)
-    with monkeypatch.context() as patch, use_backend("aten"):
-        patch.setattr(F, "conv3d", lambda x, *args: sizes.append(x.numel()) or call(x, *args))
-        y = kernels.conv3d(x, weight, bias, padding=(1, 1))
-    torch.testing.assert_close(y, F.conv3d(x, weight, bias, padding=(0, 1, 1)), rtol=0, atol=1e-13)
-    assert len(sizes) > 1

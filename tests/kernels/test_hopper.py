@@ -46,28 +46,21 @@ CALLS = {
 }  # fmt: skip
 
 # The calls that run by default, each by one variant; the first is in both.
-USUAL = {
-    ("a residual block", 0),
-    ("a residual block", 1),
-    ("two tiles of channels", 0),
-    ("a picture", 1),
-}
+USUAL = {("a residual block", 0), ("a residual block", 1), ("two tiles of channels", 0)}
 RUNS = [
     pytest.param(
-        call,
-        variant,
+        *(call, variant),
         marks=() if (name, variant) in USUAL else pytest.mark.slow,
         id=f"{name}-{variant}",
     )
-    for (name, call), variant in product(CALLS.items(), (0, 1))
+    for n, (name, call) in enumerate(CALLS.items())
+    for variant in ((0, 1) if not n else (n % 2,))
 ]
 
 # Kernels of the families, of which the first is compiled by default.
 COMPILED = [
-    (CUBE, 96, 96, True), (CUBE, 96, 96, False), (CUBE, 128, 128, True), (CUBE, 160, 160, True),
-    (CUBE, 192, 192, True), (CUBE, 384, 384, False), (CUBE, 320, 320, False),
-    (CUBE, 1024, 1024, False), (FLAT, 96, 96, True), ((1, 2, 2), 384, 768, False),
-    ((3, 1, 1), 384, 768, False),
+    (CUBE, 96, 96, True), (CUBE, 160, 160, True), (CUBE, 192, 192, True), (CUBE, 384, 384, False),
+    ((1, 2, 2), 384, 768, False), ((3, 1, 1), 384, 768, False),
 ]  # fmt: skip
 
 
@@ -153,10 +146,7 @@ def test_calls_that_the_kernel_cannot_run_are_refused():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is a GPU")
-@pytest.mark.parametrize(
-    ("kind", "capability"),
-    [("cpu", (9, 0)), ("nvidia", (8, 9)), ("nvidia", (10, 0)), ("amd", (9, 0))],
-)
+@pytest.mark.parametrize(("kind", "capability"), [("nvidia", (10, 0)), ("amd", (9, 0))])
 def test_other_devices_are_refused(kind, capability, monkeypatch):
     x, weight = video(1, 32, 2, 4, 4).to(BF16), taps_of(96, 32, 1, 1, 1).to(BF16)
     monkeypatch.setattr(hopper, "device_kind", lambda _: kind)
@@ -165,16 +155,15 @@ def test_other_devices_are_refused(kind, capability, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("call", "major"),
-    [  # NVRTC 12.0 is the first with these instructions
-        pytest.param(call, major, marks=() if not n and major == 13 else pytest.mark.slow)
-        for (n, call), major in product(enumerate(COMPILED), (12, 13))
+    ("call", "copies"),
+    [
+        pytest.param(call, copies, marks=() if not n and copies else pytest.mark.slow)
+        for (n, call), copies in product(enumerate(COMPILED), (True, False))
     ],
 )
-@pytest.mark.parametrize("copies", [True, False])
-def test_binaries_have_no_spills_and_the_wanted_products(call, major, copies, tmp_path):
-    if (compiler := nvrtc.compiler(major)) is None:
-        pytest.skip(f"NVRTC {major} is not installed")
+def test_binaries_have_no_spills_and_the_wanted_products(call, copies, tmp_path):
+    if (compiler := nvrtc.compiler()) is None:
+        pytest.skip("NVRTC is not installed")
     *sizes, norm = call
     tile = tile_of(*sizes, copies=copies, norm=norm)
     assert tile.constants["SHARED"] <= MOST_SHARED

@@ -10,7 +10,7 @@ from fast_video_vae.tests.kernels.cases import each_dtype, has, random, serving,
 INF, NAN = float("inf"), float("nan")
 
 
-@pytest.mark.parametrize("channels", [1, 8, 33])
+@pytest.mark.parametrize("channels", [1, 33])
 @each_dtype
 def test_a_row_of_zeros_stays_zero(backend, dtype, channels):
     """Also one that a bias cancels."""
@@ -24,7 +24,7 @@ def test_a_row_of_zeros_stays_zero(backend, dtype, channels):
     assert not kernels.rms_norm_silu(x, scales, bias=-0.75 * scales).any()
 
 
-@pytest.mark.parametrize("number", [0.0, 3.1, -1e4])
+@pytest.mark.parametrize("number", [0.0, -1e4])
 @each_dtype
 def test_group_norm_of_a_constant_frame_is_its_bias(backend, dtype, number):
     """The mean of equal numbers may be wrong in its last bits; the divisor is only `sqrt(eps)`."""
@@ -33,10 +33,10 @@ def test_group_norm_of_a_constant_frame_is_its_bias(backend, dtype, number):
     formulas.holds("group_norm_statistics", x, 3, 1e-2)
 
 
-@pytest.mark.parametrize("channels", [3, 96])
 @each_dtype
-def test_numbers_whose_squares_leave_the_dtype_are_normalised(backend, dtype, channels):
+def test_numbers_whose_squares_leave_the_dtype_are_normalised(backend, dtype):
     """Their squares are in the range of float32: 96 of 1e36, and 1e-30."""
+    channels = 96
     x, gamma = video(2, channels, 1, 3, 5), random(channels, seed=1)
     large = (x * (1e4 if dtype == torch.float16 else 1e18)).to(dtype)
     formulas.holds("rms_norm_silu", large, gamma)
@@ -75,7 +75,7 @@ def test_silu_far_below_zero_is_zero(backend, dtype):
         assert (y.abs()[rows < -0.1] <= 1e-30).sum() > 10
 
 
-@pytest.mark.parametrize("channels", [5, 16, 33])
+@pytest.mark.parametrize("channels", [5, 16])
 @each_dtype
 def test_infinities_and_nan_stay_in_their_pixel(backend, dtype, channels):
     x = video(1, channels, 1, 2, 4, dtype=dtype)
