@@ -1,6 +1,7 @@
 """Ops that move values between channels, frames and pixels."""
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
@@ -53,34 +54,16 @@ def pixel_shuffle_3d(x: Tensor, out: Tensor, size: tuple[int, int, int], order: 
 
 
 def average_down(x: Tensor, out: Tensor, times: int, size: int) -> Tensor:
-    """Average the pixels of each block, then its frames and channels."""
-    batch, before, frames, height, width = x.shape
-    channels = out.shape[1]
-    group = before * times * size * size // channels
-    blocks = x.movedim(1, -1).unflatten(3, (width // size, size))
-    blocks = blocks.unflatten(2, (height // size, size))
-    if group % (size * size):
-        # Groups that end within a block of pixels.
-        fine = blocks.permute(0, 1, 2, 4, 6, 3, 5).flatten(4)
-    else:
-        wide = None if group == size * size else torch.promote_types(x.dtype, torch.float32)
-        fine, group = blocks.mean(dim=(3, 5), dtype=wide), group // (size * size)
-    missing = -frames % times
-    if times > 1:
-        spread = fine.new_zeros if missing else fine.new_empty
-        inner = fine.shape[4] // before
-        shape = ((frames + missing) // times, *fine.shape[2:4], before, times, inner)
-        grown = spread(batch, *shape)
-        # The phase of a frame is moved from after the channels to after the frames.
-        by_frame = grown.permute(0, 1, 5, 2, 3, 4, 6)
-        source = fine.unflatten(4, (before, inner))
-        for p in range(times):
-            late = int(p < missing)  # the first frame is missing
-            by_frame[:, late:, p].copy_(source[:, late * times + p - missing :: times])
-        fine = grown.flatten(4)
-    if group > 1:
-        fine = fine.unflatten(4, (channels, group)).mean(dim=5)
-    return out.copy_(fine.movedim(-1, 1))
+    """Average the values of each block of frames and pixels, one frame of the result at a time."""
+    channels, missing = out.shape[1], -x.shape[2] % times
+    for t in range(out.shape[2]):
+        first = t * times - missing  # negative: frames before the video
+        block = x[:, :, max(first, 0) : first + times]
+        block = F.pad(block, (0, 0, 0, 0, max(-first, 0), 0))
+        fine = block.unflatten(4, (-1, size)).unflatten(3, (-1, size))
+        fine = fine.permute(0, 3, 5, 1, 2, 4, 6).flatten(3).unflatten(3, (channels, -1))
+        out[:, :, t] = fine.mean(4, dtype=widened(x)).movedim(-1, 1)
+    return out
 
 
 def frames_to_images(frames: Tensor, out: Tensor, patch: int, order: str) -> Tensor:

@@ -44,17 +44,9 @@ def map_blocks(
     # be `x` or one of `others`; those that it overlaps otherwise are copied.
     wide = wide or widened(x)
     x, *rest = (each.clone() if overlaps(out, each, same=True) else each for each in (x, *others))
-    others = tuple(rest)
-    # The result is its own scratch if its dtype is wide enough and no other tensor reads it later.
-    if (out.dtype, out.device) == (wide, x.device) and not any(
-        _same_storage(out, other) for other in others
-    ):
-        for block, target, *rest in _blocks(x, out, *others):
-            step(target if _same_memory(target, block) else target.copy_(block), *rest)
-        return
-    parts = _blocks(out, *others, elements=_limit(x))
-    for work, (target, *rest) in zip(copies(x, wide), parts, strict=True):
-        step(work, *rest)
+    parts = _blocks(out, *rest, elements=_limit(x))
+    for work, (target, *more) in zip(copies(x, wide), parts, strict=True):
+        step(work, *more)
         # Round first, so that only the rounded values are copied to another device.
         target.copy_(work if out.device == x.device else work.to(out.dtype))
 
@@ -76,11 +68,3 @@ def _blocks(*tensors: Tensor, elements: int | None = None) -> Iterator[tuple[Ten
     rows = max(1, limit * shape[dim] // count)
     for parts in zip(*(tensor.split(rows, dim) for tensor in tensors), strict=True):
         yield from _blocks(*parts, elements=limit)
-
-
-def _same_memory(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.dtype == b.dtype
-
-
-def _same_storage(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

@@ -29,8 +29,8 @@ _STEPS = 32
 
 def rms_norm_silu(x: Tensor, gamma: Tensor, bias: Tensor | None, *window: Any) -> Tensor:  # noqa: ANN401
     """Normalise the pixels of a tile per program, each in one pass over its channels."""
-    vectors = gamma, gamma if bias is None else bias, given(bias)
-    return _write_window(_rms_norm_silu, x, window, *vectors, ROOT=math.sqrt(x.shape[1]))
+    vectors = gamma, gamma if bias is None else bias, None, given(bias)
+    return _write_window(x, window, *vectors, elements=ELEMENTS, groups=1)
 
 
 def group_norm_silu(
@@ -41,10 +41,8 @@ def group_norm_silu(
     if statistics is None:
         statistics = x.new_empty(shapes.statistics(x, groups), dtype=torch.float32)
         group_norm_statistics(x, statistics, groups, eps)
-    window, vectors = (*window, silu, border), (weight, bias, statistics.contiguous())
-    return _write_window(
-        _group_norm_silu, x, window, *vectors, elements=ELEMENTS // 2, GROUPS=groups
-    )
+    window, vectors = (*window, silu, border), (weight, bias, statistics.contiguous(), 1)
+    return _write_window(x, window, *vectors, elements=ELEMENTS // 2, groups=groups)
 
 
 def group_norm_statistics(x: Tensor, out: Tensor, groups: int, eps: float) -> Tensor:
@@ -67,12 +65,11 @@ def group_norm_statistics(x: Tensor, out: Tensor, groups: int, eps: float) -> Te
 
 
 def _write_window(
-    kernel: Any,  # noqa: ANN401, what triton.jit makes
     x: Tensor,
     window: tuple[Any, ...],
-    *args: Any,  # noqa: ANN401, those of the kernel
-    elements: int = ELEMENTS,
-    **constants: Any,  # noqa: ANN401, those of the kernel
+    *vectors: Any,  # noqa: ANN401, as those of the kernel
+    elements: int,
+    groups: int,
 ) -> Tensor:
     """Write a tile per program to a window: tail, `out`, codes, saturated, SiLU and border."""
     tail, out, codes, saturated, silu, border = window
@@ -80,39 +77,15 @@ def _write_window(
     pixels = out.shape[3] * out.shape[4]
     rows, block, warps = tile(channels, elements)
     launch(
-        kernel,
+        _norm,
         frame_grid(blocks(pixels, rows), x, out),
         *(x, out if tail is None else tail, out, codes, saturated),
         *(pixels, frames, 0 if tail is None else tail.shape[2], width),
-        *strides(x), *strides(tail), *strides(out), *args,
-        warps=warps, CHANNELS=channels, SILU=silu, BORDER=border, ZERO=zero_of(out.dtype),
-        ROWS=rows, BLOCK=block, **constants,
+        *strides(x), *strides(tail), *strides(out), *vectors,
+        warps=warps, CHANNELS=channels, GROUPS=groups, ROOT=math.sqrt(channels), SILU=silu,
+        BORDER=border, ZERO=zero_of(out.dtype), ROWS=rows, BLOCK=block,
     )  # fmt: skip
     return out
-
-
-@triton.jit(do_not_specialize=["pixels", "frames", "known", "width", "given"])
-def _rms_norm_silu(
-    x, tail, out, codes, saturated, pixels, frames, known, width,
-    x_batch, x_frame, tail_batch, tail_frame, out_batch, out_frame, gamma, bias, given,
-    CHANNELS: tl.constexpr, ROOT: tl.constexpr, SILU: tl.constexpr, BORDER: tl.constexpr,
-    ZERO: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    channel, start, at, mask, origin, source, held = _tile_at(
-        pixels, width, CHANNELS, BORDER, ROWS, BLOCK
-    )
-    x += tl.program_id(2).to(tl.int64) * x_batch + tl.program_id(1).to(tl.int64) * x_frame + origin
-    v = tl.load(x + source, mask=held, other=0).to(tl.float32)
-    wanted = channel < given * CHANNELS
-    v += tl.load(bias + channel, mask=wanted, other=0).to(tl.float32)[None, :]
-    norm = tl.sqrt_rn(tl.sum(v * v, axis=1))
-    norm = tl.where(norm < 1e-12, 1e-12, norm)  # not `maximum`, which drops NaN
-    scale = tl.load(gamma + channel, mask=channel < CHANNELS, other=0).to(tl.float32) * ROOT
-    _write_tile(
-        v * (1.0 / norm)[:, None] * scale[None, :], channel, start, at, mask, origin, source, held,
-        tail, out, codes, saturated, frames, known, tail_batch, tail_frame, out_batch, out_frame,
-        CHANNELS, SILU, BORDER, ZERO,
-    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["pixels"])
@@ -195,46 +168,20 @@ def _combine(
     tl.store(statistics + GROUPS, 1.0 / tl.sqrt_rn(variance + eps))
 
 
-@triton.jit(do_not_specialize=["pixels", "frames", "known", "width"])
-def _group_norm_silu(
+@triton.jit(do_not_specialize=["pixels", "frames", "known", "width", "given"])
+def _norm(
     x, tail, out, codes, saturated, pixels, frames, known, width,
-    x_batch, x_frame, tail_batch, tail_frame, out_batch, out_frame, weight, bias, statistics,
-    CHANNELS: tl.constexpr, GROUPS: tl.constexpr, SILU: tl.constexpr, BORDER: tl.constexpr,
-    ZERO: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x_batch, x_frame, tail_batch, tail_frame, out_batch, out_frame, scales, bias, statistics, given,
+    CHANNELS: tl.constexpr, GROUPS: tl.constexpr, ROOT: tl.constexpr, SILU: tl.constexpr,
+    BORDER: tl.constexpr, ZERO: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write some pixels of one new frame, and its share of the tail."""
-    frame, video = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    channel, start, at, mask, origin, source, held = _tile_at(
-        pixels, width, CHANNELS, BORDER, ROWS, BLOCK
-    )
-    x += video * x_batch + frame * x_frame + origin
-    v = tl.load(x + source, mask=held, other=0).to(tl.float32)
-    exists, group = channel < CHANNELS, channel // (CHANNELS // GROUPS)
-    statistics += (video * frames + frame) * (2 * GROUPS)
-    mean = tl.load(statistics + group, mask=exists, other=0)
-    scale = tl.load(statistics + GROUPS + group, mask=exists, other=0)
-    scale *= tl.load(weight + channel, mask=exists, other=0).to(tl.float32)
-    offset = tl.load(bias + channel, mask=exists, other=0).to(tl.float32)
-    _write_tile(
-        (v - mean[None, :]) * scale[None, :] + offset[None, :],
-        channel, start, at, mask, origin, source, held,
-        tail, out, codes, saturated, frames, known, tail_batch, tail_frame, out_batch, out_frame,
-        CHANNELS, SILU, BORDER, ZERO,
-    )  # fmt: skip
-
-
-@triton.jit
-def _tile_at(
-    pixels, width, CHANNELS: tl.constexpr, BORDER: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Return channels, then start, offsets and mask of a tile of `out`, and those of frames."""
+    """Write some pixels of one new frame, and move the tail at its pixels; None: an RMS norm."""
     # `pixels` are those of a frame of `out`, `width` is that of a frame without border, in which
-    # the start can lie outside.
+    # the start of the tile can lie outside.
     first = tl.program_id(0) * ROWS
     row, channel = tl.arange(0, ROWS), tl.arange(0, BLOCK)
-    exists = (channel < CHANNELS)[None, :]
-    mask = (first + row < pixels)[:, None] & exists
+    exists = channel < CHANNELS
+    mask = (first + row < pixels)[:, None] & exists[None, :]
     at = row[:, None] * CHANNELS + channel[None, :]
     start = first.to(tl.int64) * CHANNELS
     source, held, origin = at, mask, start
@@ -242,34 +189,39 @@ def _tile_at(
         wide = width + 2 * BORDER
         top, left = first // wide, first % wide
         pixel = first + row
-        y, x = pixel // wide, pixel % wide
+        j, i = pixel // wide, pixel % wide
         inside = (pixel >= BORDER * wide) & (pixel < pixels - BORDER * wide)
-        inside = inside & (x >= BORDER) & (x < wide - BORDER)
-        held = inside[:, None] & exists
-        source = ((y - top) * width + (x - left))[:, None] * CHANNELS + channel[None, :]
+        inside = inside & (i >= BORDER) & (i < wide - BORDER)
+        held = inside[:, None] & exists[None, :]
+        source = ((j - top) * width + (i - left))[:, None] * CHANNELS + channel[None, :]
         origin = ((top - BORDER).to(tl.int64) * width + (left - BORDER)) * CHANNELS
-    return channel, start, at, mask, origin, source, held
 
-
-@triton.jit
-def _write_tile(
-    y, channel, start, at, mask, origin, source, held, tail, out, codes, saturated, frames, known,
-    tail_batch, tail_frame, out_batch, out_frame,
-    CHANNELS: tl.constexpr, SILU: tl.constexpr, BORDER: tl.constexpr, ZERO: tl.constexpr,
-):  # fmt: skip
-    """Apply SiLU, round, write a tile of a new frame, and move the tail at its pixels."""
+    frame, video = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    x += video * x_batch + frame * x_frame + origin
+    v = tl.load(x + source, mask=held, other=0).to(tl.float32)
+    scale = tl.load(scales + channel, mask=exists, other=0).to(tl.float32)
+    offset = tl.load(bias + channel, mask=channel < given * CHANNELS, other=0).to(tl.float32)
+    if statistics is None:
+        v += offset[None, :]
+        norm = tl.sqrt_rn(tl.sum(v * v, axis=1))
+        norm = tl.where(norm < 1e-12, 1e-12, norm)  # not `maximum`, which drops NaN
+        y = v * (1.0 / norm)[:, None] * (scale * ROOT)[None, :]
+    else:
+        group = channel // (CHANNELS // GROUPS)
+        statistics += (video * frames + frame) * (2 * GROUPS)
+        mean = tl.load(statistics + group, mask=exists, other=0)
+        scale *= tl.load(statistics + GROUPS + group, mask=exists, other=0)
+        y = (v - mean[None, :]) * scale[None, :] + offset[None, :]
     if SILU:
         y = silu_of(y)
     if codes is not None:
-        steps = tl.load(codes + channel, mask=channel < CHANNELS, other=0)
+        steps = tl.load(codes + channel, mask=exists, other=0)
         y = encoded(y, steps, saturated, held, ZERO, out.dtype.element_ty)
     else:
         if BORDER:
             y = tl.where(held, y, 0.0)
         y = narrow(y, out.dtype.element_ty)
 
-    frame = tl.program_id(1).to(tl.int64)
-    video = tl.program_id(2).to(tl.int64)
     out += video * out_batch + start
     tail += video * tail_batch + origin
     last = frame + known - frames  # negative for all frames without a tail

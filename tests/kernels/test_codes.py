@@ -235,17 +235,17 @@ def test_a_border_and_bands_do_not_change_the_frames(backend, op, channels, widt
     """
     args, options = arguments(op, channels)
     run, more = getattr(kernels, op), {"silu": silu}
-    x = video(2, channels, 3, 8, width, dtype=torch.bfloat16).mul_(3).add_(5)
+    x = video(1, channels, 3, 6, width, dtype=torch.bfloat16).mul_(3).add_(5)
     if op == OPS[1]:  # with statistics, their eps counts
         more["statistics"] = kernels.group_norm_statistics(x, args[-1], options["eps"])
         more["eps"] = 7.0
     for form in FORMS[backend]:
-        tails = [torch.zeros(2, 2, 8, width, channels, dtype=form or x.dtype) for _ in "ab"]
+        tails = [torch.zeros(1, 2, 6, width, channels, dtype=form or x.dtype) for _ in "ab"]
         tails = [each.movedim(-1, 1) for each in tails]
         counted = [coded(channels) if form else {} for _ in tails]
-        out = torch.empty(2, 5, 8, width, channels, dtype=form or x.dtype).movedim(-1, 1)
+        out = torch.empty(1, 5, 6, width, channels, dtype=form or x.dtype).movedim(-1, 1)
         whole = run(x, *args, **options, silu=silu, tail=tails[0], out=out, **counted[0])
-        for rows in starmap(slice, pairwise((0, 1, 4, 8))):
+        for rows in starmap(slice, pairwise((0, 1, 3, 6))):
             zero = ZERO - LIFTED[form] if form else 0
             expected = F.pad(whole[..., rows, :], (border,) * 4, value=zero)
             out = torch.empty_like(expected, memory_format=torch.channels_last_3d)

@@ -34,7 +34,7 @@ FP16, BF16 = torch.float16, torch.bfloat16
 
 # Channels, taps, padding, frames of tail and x, size, terms, dtype.
 CALLS = {
-    "a residual block": ((96, 96), CUBE, (1, 1), (2, 2), (17, 18), NORM, BF16),
+    "a residual block": ((96, 96), CUBE, (1, 1), (2, 1), (17, 5), NORM, BF16),
     "a first frame": ((96, 96), CUBE, (1, 1), (0, 3), (5, 33), ALL, FP16),
     "one new frame": ((192, 192), CUBE, (1, 1), (2, 1), (3, 5), NORM, BF16),
     "an odd slab": ((160, 160), CUBE, (1, 1), (1, 2), (16, 1), NORM, BF16),

@@ -144,9 +144,7 @@ std::vector<float> padded(const Tensor& values, int64_t count, float factor = 1,
               values.numel() == count);
   std::vector<float> result(ceil_div(count * times, kPadding) * kPadding);
   const float* from = values.data_ptr<float>();
-  for (int64_t i = 0; i < count; ++i) {
-    result[i] = usual(from[i]) * factor;
-  }
+  for (int64_t i = 0; i < count; ++i) result[i] = usual(from[i]) * factor;
   for (int64_t i = count; i < count * times; ++i) result[i] = result[i - count];
   return result;
 }
@@ -476,9 +474,6 @@ template <class... Args>
 auto nothing(void (*)(Args...)) {
   return [](Args...) {};
 }
-
-#define FVV_QUOTE_(text) #text
-#define FVV_QUOTE(text) FVV_QUOTE_(text)
 
 #define FVV_EACH(DO)                                                                     \
   DO(rms_norm_silu, "(Tensor x, Tensor gamma, bool silu, Tensor? bias, "                 \

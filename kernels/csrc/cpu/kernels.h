@@ -15,11 +15,8 @@ namespace FVV_ISA {
 
 #include "pixels.h"
 
-#define FVV_STRING_(name) #name
-#define FVV_STRING(name) FVV_STRING_(name)
-
 static const Kernels kKernels = {
-    FVV_STRING(FVV_ISA),
+    FVV_QUOTE(FVV_ISA),
     rms_norm_silu,
     group_norm_sums,
     group_norm_silu,

@@ -5,6 +5,9 @@
 
 #include <stdint.h>
 
+#define FVV_QUOTE_(text) #text
+#define FVV_QUOTE(text) FVV_QUOTE_(text)
+
 namespace fast_video_vae {
 
 enum class Dtype { float32, bfloat16, float16, uint8, uint16 };

@@ -3,38 +3,24 @@
 
 // `period` is a whole number of pixels and a multiple of a vector, so that biases are whole
 // vectors.
-template <class T, bool BIAS, bool RESIDUAL, bool RESIDUAL_BIAS>
-static void add_in_turn(const BiasResidual& op, int64_t begin, int64_t end) {
+template <class T>
+static void bias_residual_of(const BiasResidual& op, int64_t begin, int64_t end) {
   const int64_t count = op.x.pixels() * op.x.channels, blocks = ceil_div(count, op.block);
   for (int64_t task = begin; task < end; ++task) {
     const int64_t frame = task / blocks, b = frame / op.x.frames, t = frame % op.x.frames;
     const int64_t first = task % blocks * op.block, stop = lesser(first + op.block, count);
     for (int64_t row = first; row < stop; row += op.period) {
       const T* x = (const T*)op.x.at(b, t, row);
-      const T* residual = RESIDUAL ? (const T*)op.residual.at(b, t, row) : nullptr;
+      const T* residual = op.residual.data ? (const T*)op.residual.at(b, t, row) : nullptr;
       T* out = (T*)op.out.at(b, t, row);
       each_vector(lesser(op.period, stop - row), [&](int64_t i, auto part) {
         Floats v = load(x + i, part);
-        if (BIAS) v += load(op.bias + i, Whole());
-        if (RESIDUAL) v += load(residual + i, part);
-        if (RESIDUAL_BIAS) v += load(op.residual_bias + i, Whole());
+        if (op.bias) v += load(op.bias + i, Whole());
+        if (residual) v += load(residual + i, part);
+        if (op.residual_bias) v += load(op.residual_bias + i, Whole());
         store(out + i, v, part);
       });
     }
-  }
-}
-
-template <class T>
-static void bias_residual_of(const BiasResidual& op, int64_t begin, int64_t end) {
-  switch ((op.bias ? 4 : 0) + (op.residual.data ? 2 : 0) + (op.residual_bias ? 1 : 0)) {
-    case 0: return add_in_turn<T, false, false, false>(op, begin, end);
-    case 1: return add_in_turn<T, false, false, true>(op, begin, end);
-    case 2: return add_in_turn<T, false, true, false>(op, begin, end);
-    case 3: return add_in_turn<T, false, true, true>(op, begin, end);
-    case 4: return add_in_turn<T, true, false, false>(op, begin, end);
-    case 5: return add_in_turn<T, true, false, true>(op, begin, end);
-    case 6: return add_in_turn<T, true, true, false>(op, begin, end);
-    default: return add_in_turn<T, true, true, true>(op, begin, end);
   }
 }
 
@@ -50,9 +36,7 @@ FVV_INLINE void copy_run(void* to, const void* from, int64_t bytes) {
     return;
   }
   int64_t i = 0;
-  for (; i + kStep <= bytes; i += kStep) {
-    write((char*)to + i, read<Words>((const char*)from + i));
-  }
+  for (; i + kStep <= bytes; i += kStep) write((char*)to + i, read<Words>((const char*)from + i));
   if (i < bytes) {
     write((char*)to + bytes - kStep, read<Words>((const char*)from + bytes - kStep));
   }
@@ -76,19 +60,20 @@ static void interleave_time(const InterleaveTime& op, int64_t begin, int64_t end
   }
 }
 
-// Transposes between every ROWS-th value and rows.
-template <int ROWS>
-FVV_INLINE void separate(const float* __restrict mixed, float* __restrict rows, int64_t count) {
+// Copies `count` times `rows` values between two orders. The loop over four rows, the usual number,
+// is unrolled.
+FVV_INLINE void transpose(const float* __restrict from, int64_t from_c, int64_t from_row,
+                          float* __restrict to, int64_t to_c, int64_t to_row, int64_t rows,
+                          int64_t count) {
+  const auto move = [&](int64_t c, int64_t row) {
+    to[c * to_c + row * to_row] = from[c * from_c + row * from_row];
+  };
   for (int64_t c = 0; c < count; ++c) {
-    for (int64_t row = 0; row < ROWS; ++row) rows[row * count + c] = mixed[c * ROWS + row];
-  }
-}
-
-template <int ROWS>
-FVV_INLINE void mix(const float* __restrict rows, int64_t distance, float* __restrict mixed,
-                    int64_t count) {
-  for (int64_t c = 0; c < count; ++c) {
-    for (int64_t row = 0; row < ROWS; ++row) mixed[c * ROWS + row] = rows[row * distance + c];
+    if (rows == 4) {
+      for (int64_t row = 0; row < 4; ++row) move(c, row);
+    } else {
+      for (int64_t row = 0; row < rows; ++row) move(c, row);
+    }
   }
 }
 
@@ -107,14 +92,8 @@ FVV_INLINE void spread_source(const T* pixel, int64_t count, int64_t rows, int64
     for (int64_t c = 0, k = 0; c < channels; ++c) {
       for (int64_t row = 0; row < rows; ++row, ++k) spread[row * channels + c] = wide[k / repeats];
     }
-  } else if (rows == 2) {
-    separate<2>(wide, spread, channels);
-  } else if (rows == 4) {
-    separate<4>(wide, spread, channels);
   } else {
-    for (int64_t row = 0; row < rows; ++row) {
-      for (int64_t c = 0; c < channels; ++c) spread[row * channels + c] = wide[c * rows + row];
-    }
+    transpose(wide, rows, 1, spread, 1, channels, rows, channels);
   }
 }
 
@@ -317,17 +296,7 @@ static void average_down_of(const AverageDown& op, int64_t begin, int64_t end) {
       }
       const float* numbers = sums.data;
       if (rows > 1) {
-        if (rows == 2) {
-          mix<2>(sums.data, distance, mixed.data, before);
-        } else if (rows == 4) {
-          mix<4>(sums.data, distance, mixed.data, before);
-        } else {
-          for (int64_t c = 0; c < before; ++c) {
-            for (int64_t row = 0; row < rows; ++row) {
-              mixed.data[c * rows + row] = sums.data[row * distance + c];
-            }
-          }
-        }
+        transpose(sums.data, 1, distance, mixed.data, rows, 1, rows, before);
         numbers = mixed.data;
       }
       if (left > 1) {
