@@ -12,16 +12,10 @@ from ..constraints import is_dense, refuse_overlap
 from ..errors import Refusal
 from ..shapes import channels_last_order, new_video
 from .fused import sum_of
-from .weight import ConvWeight, channels_last
+from .weight import ConvWeight
 
 # oneDNN's own weight layouts exist on x86 only; on Arm other libraries run under its name.
 _X86 = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
-
-# A convolution to few channels leaves most of a vector of 16 unused: 96 to 3 channels ran at a
-# seventh of the speed of 96 to 96. So 4 neighbours in a row become one pixel of four times as many
-# channels: 10.5 ms instead of 18.9 for 2 x 192 x 192 in bf16, 40 instead of 63 in fp32.
-_SPREAD = 4
-_VECTOR = 16
 
 # Dtypes that its int8 convolution writes.
 WRITES = (torch.float32, torch.bfloat16)
@@ -49,68 +43,34 @@ def convolve(
     """Convolve with kept blocked weights, and add bias and residual while writing."""
     refuse_overlap(out, x=x)
     refuse_overlap(out, residual=residual, same=True)
-    steps, ones = stride, (1,) * len(stride)
-    spreads = residual is None and _spreads(x, weight, stride, pads)
-    if spreads:
-        bias, steps = None if bias is None else bias.repeat(_SPREAD), (*stride[:-1], _SPREAD)
+    ones = (1,) * len(stride)
 
     def blocked(plain: Tensor) -> Tensor:
-        taps = _spread(plain) if spreads else plain
-        return torch.ops.mkldnn._reorder_convolution_weight(
-            taps, pads, steps, ones, 1, list(x.shape)
-        )
+        sizes = list(x.shape)
+        return torch.ops.mkldnn._reorder_convolution_weight(plain, pads, stride, ones, 1, sizes)
 
-    taps = weight.laid_out(("onednn", spreads), blocked)
+    taps = weight.laid_out("onednn", blocked)
     # It adds to dense memory only: to zeros for a result without a residual.
     if out is not None and _is_whole(out) and _is_whole(residual):
-        target = (
-            out.zero_() if residual is None else out if out is residual else out.copy_(residual)
-        )
+        target = out.zero_() if residual is None else out
+        if residual is not None and residual is not out:
+            out.copy_(residual)
     elif residual is not None:
         target = residual.clone(memory_format=channels_last_order(x.ndim))
     else:
         y = torch.ops.mkldnn._convolution_pointwise(
-            x, taps, bias, pads, steps, ones, 1, "none", [], ""
+            x, taps, bias, pads, stride, ones, 1, "none", [], ""
         )
-        y = _unfolded_columns(y) if spreads else y
         return y if out is None else out.copy_(y)
     torch.ops.mkldnn._convolution_pointwise_.binary(
-        _folded_columns(target) if spreads else target,
-        *(x, taps, bias, pads, steps, ones, 1, "add", 1.0, None, [], None),
+        target, x, taps, bias, pads, stride, ones, 1, "add", 1.0, None, [], None
     )
     return target if out is None or target is out else out.copy_(target)
-
-
-def _spreads(x: Tensor, weight: ConvWeight, stride: tuple[int, ...], pads: tuple[int, ...]) -> bool:
-    """Return whether neighbours in a row are computed as one pixel; see `_SPREAD`."""
-    outputs, *_, columns = weight.shape
-    fits = (columns, stride[-1], pads[-1]) == (3, 1, 1) and x.shape[-1] % _SPREAD == 0
-    return fits and outputs * _SPREAD <= _VECTOR
 
 
 def _is_whole(x: Tensor | None) -> bool:
     """Return whether `x` `[B, C, ...]`, if any, is one dense block in channels-last memory."""
     return x is None or is_dense(x, 0, *range(2, x.ndim), 1)
-
-
-def _spread(taps: Tensor) -> Tensor:
-    """Return the taps for `_SPREAD` neighbours in a row at once, as channels."""
-    wide = taps.new_zeros(_SPREAD, *taps.shape[:-1], taps.shape[-1] + _SPREAD - 1)
-    for at in range(_SPREAD):
-        wide[at, ..., at : at + taps.shape[-1]] = taps
-    return channels_last(wide.flatten(0, 1))
-
-
-def _unfolded_columns(spread: Tensor) -> Tensor:
-    """View `[B, 4 * C, ..., W / 4]` as `[B, C, ..., W]`; see `_SPREAD`."""
-    rows = spread.movedim(1, -1)
-    return rows.unflatten(-1, (_SPREAD, -1)).flatten(-3, -2).movedim(-1, 1)
-
-
-def _folded_columns(x: Tensor) -> Tensor:
-    """View `[B, C, ..., W]` as `[B, 4 * C, ..., W / 4]`; see `_SPREAD`."""
-    rows = x.movedim(1, -1)
-    return rows.unflatten(-2, (-1, _SPREAD)).flatten(-2, -1).movedim(-1, 1)
 
 
 def int8_conv3d(x: Tensor, weight: ConvWeight, scale: Tensor | None, *terms: Any) -> Tensor:  # noqa: ANN401

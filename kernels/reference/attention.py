@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import Refusal
 from ..ready.seen import fallback
 
 # Scores that are held at a time without a fused kernel: 256 MiB in float32, and as much for their
@@ -32,14 +31,15 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute attention by a fused kernel or in blocks of queries."""
     # The fused kernels only need memory for the result: the flash kernel on a CPU, the flash and
     # the memory-efficient kernel on CUDA.
-    if q.ndim != 3:
-        raise Refusal(f"q is {list(q.shape)}; expected [B, N, d]")
     if not q.numel():
         return torch.empty_like(q)
     # The fused kernels need dense rows; otherwise PyTorch would materialise the scores.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    plain = fallback().reference
-    if not plain and _fused_attention_takes(q, k, v) and not _blocks_are_faster(q):
+    # Not in float32: the fused kernel reads each value once, and products without tensor cores wait
+    # for arithmetic in both.
+    wide = q.device.type == "cuda" and q.shape[2] > FLASH_HEAD and q.shape[1] >= _MANY_PIXELS
+    plain = fallback().reference or (wide and multiplies_mixed(q))
+    if not plain and _fused_attention_takes(q, k, v):
         return _fused(q, k, v)
     return in_blocks(q, k, v)
 
@@ -109,15 +109,6 @@ def _has_mixed_products(device: torch.device, dtype: torch.dtype) -> bool:
     return bool((product == 8).all())
 
 
-def _blocks_are_faster(q: Tensor) -> bool:
-    """Return whether blocks of products are expected to be faster than PyTorch's fused kernel."""
-    # Not in float32: the fused kernel reads each value once, and products without tensor cores wait
-    # for arithmetic in both.
-    if q.device.type != "cuda" or q.shape[2] <= FLASH_HEAD or q.shape[1] < _MANY_PIXELS:
-        return False
-    return multiplies_mixed(q)
-
-
 def _fused_attention_takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return whether PyTorch has a kernel for these tensors without the `N x N` scores."""
     if q.device.type in ("cpu", "meta"):
@@ -127,6 +118,5 @@ def _fused_attention_takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
     params = torch.backends.cuda.SDPAParams(
         q[:, None], k[:, None], v[:, None], None, 0.0, False, False
     )
-    return torch.backends.cuda.can_use_flash_attention(
-        params
-    ) or torch.backends.cuda.can_use_efficient_attention(params)
+    can = torch.backends.cuda
+    return can.can_use_flash_attention(params) or can.can_use_efficient_attention(params)

@@ -111,6 +111,9 @@ class Example:
     out: Placed | None  # memory for the result; None: new memory, or the residual's
     in_place: bool  # whether the result replaces the residual
 
+    def __str__(self):
+        return f"{tuple(self.weight.shape)} {self.weight.dtype} {sorted(self.options)} {self.keeps}"
+
     def run(self):
         """Run the call; fail if it writes anything but its result, which is returned."""
         inputs = {name: placed.view for name, placed in self.inputs.items()}

@@ -33,6 +33,9 @@ rows, norms, layout, convolution, int8_convolution, tiles = (
 )
 
 
+of_weight = convolution.ConvWeight.of
+
+
 def key_of(chip):
     """Return the compute capability of an NVIDIA chip such as 90; an AMD architecture as it is."""
     return chip if isinstance(chip, str) else divmod(chip, 10)
@@ -97,7 +100,7 @@ def convolutions(chip, dtype, inputs, outputs):
 
     def run(kernel, stride=(1, 1, 1), padding=(0, 0), tile=0, gamma=None):
         weight = torch.empty(outputs, inputs, *kernel, dtype=dtype, device="meta")
-        kept, tail = convolution.ConvWeight.of(weight), video(inputs, 2, dtype)
+        kept, tail = of_weight(weight), video(inputs, 2, dtype)
         args = video(inputs, 4, dtype), kept, None, None, None, gamma, tail, None
         convolution.conv3d(*args, stride, padding, tile)
 
@@ -105,11 +108,8 @@ def convolutions(chip, dtype, inputs, outputs):
         run((3, 3, 3), padding=(1, 1), tile=tile)
         gamma = torch.empty(outputs, dtype=dtype, device="meta")
         run((3, 3, 3), padding=(1, 1), tile=tile, gamma=gamma)
-    run((3, 3, 3))
-    run((3, 3, 3), (2, 2, 2), (1, 1))
-    run((3, 1, 1))
-    run((1, 1, 1))
-    run((1, 2, 2), padding=(1, 1))
+    for other in (((3, 3, 3),), ((3, 3, 3), (2, 2, 2), (1, 1)), ((3, 1, 1),), ((1, 1, 1),)):
+        run(*other)
     return started
 
 
@@ -117,19 +117,15 @@ def codes(chip, dtype, inputs, outputs):
     """Return the launches of int8 convolutions with all terms, and one of the plain sums."""
     started = recording(int8_convolution)
     int8_convolution.chip_of = lambda _: key_of(chip)
-
-    def run(kernel, scale, kind):
-        times, high, wide = kernel
-        weight = torch.empty(outputs, inputs, *kernel, dtype=torch.int8, device="meta")
-        x = video(inputs, 3 + times, torch.int8, 359 + high, 639 + wide)
-        residual = None if scale is None else video(outputs, 4, kind)
-        kept, terms = convolution.ConvWeight.of(weight), (scale, residual, scale)
-        int8_convolution.int8_conv3d(x, kept, scale, *terms, residual, kind)
-
     scale = torch.empty(outputs, device="meta")
     for kernel in ((3, 3, 3), (1, 3, 3), (3, 1, 1), (1, 1, 1)):
-        run(kernel, scale, dtype)
-    run((3, 3, 3), None, torch.int32)
+        times, high, wide = kernel
+        weight = torch.empty(outputs, inputs, *kernel, dtype=torch.int8, device="meta")
+        x, kept = video(inputs, 3 + times, torch.int8, 359 + high, 639 + wide), of_weight(weight)
+        residual = video(outputs, 4, dtype)
+        int8_convolution.int8_conv3d(x, kept, scale, scale, residual, scale, residual, dtype)
+        if times * high == 9:
+            int8_convolution.int8_conv3d(x, kept, *(None,) * 5, torch.int32)
     return started
 
 

@@ -1,9 +1,8 @@
-"""The formulas of the ops in float64, and the error bounds of their results.
+"""The formulas of the ops in float64, and the error bounds of their results, to first order.
 
 A result is rounded once to its dtype: half an ulp. Before that, each step in float32 (float64 for
-float64) is rounded, with an error of at most `u` of its result, `u = 2^-24` (`2^-53`). Each formula
-derives their total to first order. A sum of `n` numbers in lanes or pairs counts as `n / 8 + 8`
-roundings.
+float64) has an error of at most `u = 2^-24` (`2^-53`) of its result. A sum of `n` numbers in lanes
+or pairs counts as `n / 8 + 8` roundings.
 """
 
 import math
@@ -24,10 +23,7 @@ def unit(dtype):
 
 
 def check(actual, value, error, where=""):
-    """Compare a result with `value` (float64) within one rounding to its dtype plus `error`.
-
-    `error` bounds the steps before the last rounding; it has the shape of `value`.
-    """
+    """Compare a result with `value` in float64, within a rounding and the `error` before it."""
     assert actual.shape == value.shape, where
     info, rounded = torch.finfo(actual.dtype), value.to(actual.dtype)
     special = ~rounded.isfinite()
@@ -66,8 +62,7 @@ def compare(result, value, error, where=""):
 def gated(y, error, u):
     """Return SiLU of `y`, `y / (1 + exp(-y))`, with its error.
 
-    The error of `y` is multiplied by the derivative. `exp` adds 4 `u` and the error of its reduced
-    argument, `|y| u`; the sum and the quotient add one rounding each.
+    `exp` adds 4 `u` and the error of its reduced argument, `|y| u`.
     """
     gate = torch.sigmoid(y)
     value = y * gate
@@ -78,9 +73,8 @@ def gated(y, error, u):
 def rms_norm_silu(x, gamma, *, bias=None, silu=True):
     """`silu(x / max(norm2(x), 1e-12) * sqrt(C) * gamma)` of `x + bias`.
 
-    The root halves the error of the sum. Root, inverse, the two factors of the scale and two
-    products add at most 8 roundings. A bias adds one rounding per number, which moves the norm by
-    at most the norm of these roundings.
+    The root halves the error of the sum, and 8 roundings follow. A bias adds one per number, which
+    moves the norm by at most the norm of these roundings.
     """
     u, wide = unit(x.dtype), x.double()
     moved = torch.zeros_like(wide)
@@ -105,10 +99,9 @@ def _normalised(wide, moved, gamma, u, *, silu=True):
 def group_norm_silu(x, weight, bias, groups, *, eps=1e-6, silu=True, statistics=None):
     """`silu((x - mean) / sqrt(var + eps) * weight + bias)` per frame and group.
 
-    The error of the mean is at most `shift`, 8 `u` of the largest number: its sum, its rounding and
-    the rounding of the difference. It shifts the result, and its square is added to the variance.
-    The sum of the squares, halved by the root, and 8 roundings of products and sums come on top.
-    With given statistics only these 8 remain, and the mean may be larger than any number.
+    The error of the mean, at most 8 `u` of the largest number, shifts the result, and its square is
+    added to the variance. The sum of the squares, halved by the root, and 8 roundings follow. With
+    given statistics only these 8 remain, and the mean may be larger than any number.
     """
     u, wide = unit(x.dtype), x.double().unflatten(1, (groups, -1))
     axes = (2, 4, 5)
@@ -133,9 +126,7 @@ def group_norm_silu(x, weight, bias, groups, *, eps=1e-6, silu=True, statistics=
 def group_norm_statistics(x, groups, eps=1e-6):
     """`mean` and `1 / sqrt(var + eps)` per frame and group, `[B, T, 2, groups]`.
 
-    The error of the mean comes from the sum of the deviations and from its own rounding, twice
-    where sums of parts are rounded too. The variance is computed from the deviations, so a large
-    mean only adds the square of its rounding.
+    The variance is one of deviations, so a large mean only adds the square of its rounding.
     """
     u, wide = unit(x.dtype), x.double().unflatten(1, (groups, -1))
     axes = (2, 4, 5)
@@ -173,8 +164,7 @@ def attention(q, k, v):
     """`softmax(q k^T / sqrt(d)) v`.
 
     Scores carry the error of their sums of `d` products, and a kernel may round a weight to the
-    dtype before it multiplies: both are relative errors of the weights. The divisor, their sum, has
-    the same error, and the products are summed over `N`.
+    dtype: both are relative errors of the weights, and of their sum.
     """
     u, wide = unit(q.dtype), [x.double() for x in (q, k, v)]
     root = math.sqrt(q.shape[-1])
@@ -186,10 +176,7 @@ def attention(q, k, v):
 
 
 def average_down(x, channels, *, times, size):
-    """Return the means of groups of each block's numbers; missing frames in front are zeros.
-
-    The roundings are those of a sum of `n` numbers and of two quotients.
-    """
+    """Return the means of groups of each block's numbers; missing frames in front are zeros."""
     batch, before, frames, height, width = x.shape
     padded = torch.cat([x.new_zeros(batch, before, -frames % times, height, width), x], dim=2)
     blocks = padded.double().unflatten(4, (-1, size)).unflatten(3, (-1, size))
@@ -204,10 +191,7 @@ def interleave_time(x, phases):
 
 
 def merge_phases(grid, source=None, times=1, *, bias=None):
-    """Place pixel `(2 i + a, 2 j + b)`: phase `2 a + b` of the window at `(i + a, j + b)`.
-
-    The bias and the repeated source are added.
-    """
+    """Place phase `2 a + b` of window `(i + a, j + b)` at `(2 i + a, 2 j + b)`, and add terms."""
     channels, height, width = grid.shape[1] // 4, grid.shape[3] - 1, grid.shape[4] - 1
     out = grid.new_empty(grid.shape[0], channels, grid.shape[2], 2 * height, 2 * width)
     for a, b in product((0, 1), (0, 1)):
@@ -246,10 +230,7 @@ def pixel_shuffle_3d(x, size, order="cthw"):
 
 
 def frames_to_images(x, *, patch=1, order="cthw", dtype=torch.float32):
-    """`clamp((x + 1) / 2, 0, 1)`, channels last, in float32.
-
-    uint8 drops the fraction; uint16 rounds the product, to nearest even.
-    """
+    """`clamp((x + 1) / 2, 0, 1)` in float32; uint8 drops the fraction, uint16 rounds to even."""
     x, _ = pixel_shuffle_3d(x, (1, patch, patch), order)
     y = ((x.float() + 1) * 0.5).clamp(0, 1).permute(0, 2, 3, 4, 1).flatten(0, 1)
     if dtype == torch.uint8:
@@ -265,8 +246,7 @@ def conv3d(
 ):  # fmt: skip
     """Return the sum of products of the joined and padded frames, and of the terms.
 
-    The products are summed in float32. Their sum is rounded to the dtype before terms or a norm
-    follow, and so is the sum of the biases.
+    The sum is rounded to the dtype before terms or a norm follow, and so is that of the biases.
     """
     u, half_ulp = unit(x.dtype), torch.finfo(x.dtype).eps / 2
     weight = weight.unsqueeze(2) if weight.ndim == 4 else weight

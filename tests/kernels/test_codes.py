@@ -13,15 +13,12 @@ import torch
 import torch.nn.functional as F
 
 from fast_video_vae import kernels
-from fast_video_vae.kernels import BackendError, modules, use_backend
-from fast_video_vae.kernels.errors import Refusal
-from fast_video_vae.kernels.ready import selfcheck, variants
+from fast_video_vae.kernels import BackendError, use_backend
 from fast_video_vae.tests.kernels import formulas
 from fast_video_vae.tests.kernels.cases import (
     DTYPES,
     PLAYED,
     Poisoned,
-    launched,
     random,
     video,
     window,
@@ -297,24 +294,3 @@ def test_frames_without_pixels_are_all_border():
         y = kernels.rms_norm_silu(video(1, 12, 2, 0, 4), *args, **options, border=1)
     assert y.shape == (1, 12, 2, 2, 6)
     assert not y.count_nonzero()
-
-
-def test_calls_with_a_border_have_a_check_of_their_own(monkeypatch):
-    """A backend that forgets a part of the border serves only calls without one."""
-    x, gamma = video(1, 16, 2, 4, 4), random(16)
-
-    def asked(name, op, *args):
-        if name == "cuda":
-            raise Refusal("no")
-        y = modules.ask("reference", op, *args)
-        if args[-1]:
-            y[..., -1, -1] = 1 if name == "triton" else y[..., -1, -1]
-        return y
-
-    monkeypatch.setattr(selfcheck, "ask", asked)
-    for border, given in product((0, 1), ({}, coded(16))):
-        args = launched("rms_norm_silu", x, gamma, border=border, **given)
-        key = variants.key_of("rms_norm_silu", args, x.device)
-        sample = variants.samples_of("rms_norm_silu", args, key)
-        found = selfcheck.checked(["triton"], "rms_norm_silu", sample)
-        assert found == (() if border else ("triton",))

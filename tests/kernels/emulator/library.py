@@ -28,10 +28,8 @@ FOLDER = Path(__file__).parent
 # The function of the same name hides the module in its package.
 blocks = importlib.import_module("fast_video_vae.kernels.reference.attention")
 
-# -O1: tests wait for the compiler, and switches between threads take most of the time afterwards.
-# No fused multiply-adds: they would hide sums that a GPU rounds twice.
-# Each library has its own variables, whose sizes depend on macros.
-# Memory that is not aligned ends the process: a GPU does not read it, and x86 does.
+# No fused multiply-adds: they would hide sums that a GPU rounds twice. Memory that is not aligned
+# ends the process: a GPU does not read it, and x86 does.
 FLAGS = (
     "-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-Wno-unknown-pragmas",
     "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", "-fno-gnu-unique",
