@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..convolution.fused import WIDEST
 from ..errors import Refusal
+from ..tables import SUMS_IN_HALF
 from .runtime import GRID_LIMIT
 from .tiles import Chip, blocks, refuse_span
 
@@ -58,8 +59,8 @@ class ConvTile:
 _Tiles = Mapping[int, tuple[ConvTile, ...]]
 
 # GeForce and workstation cards: twice the speed with sums in float16. Two blocks give each warp
-# whole rows of a tile, so 128 pixels by 192 channels spill with them.
-_GEFORCE: _Tiles = {
+# whole rows of a tile, so 128 pixels by 192 channels spill with them. A100 runs those without.
+_AMPERE: _Tiles = {
     64: (ConvTile(256, 64, 8, 3, half=True), ConvTile(128, 32, 4, 4)),
     96: (ConvTile(256, 64, 8, 3, half=True), ConvTile(256, 32, 8, 4)),
     128: (ConvTile(128, 64, 8, 3, half=True), ConvTile(128, 32, 8, 4)),
@@ -77,12 +78,18 @@ _HOPPER: _Tiles = {
     192: (ConvTile(128, 64, 8, 4),),
 }
 
-# The chip whose tensor cores read shared memory, not registers: the larger block of channels comes
+# Chips whose tensor cores read shared memory, not registers: the larger block of channels comes
 # first. Otherwise the smaller one does. The other order takes 5 to 40 registers more, by the cubins
 # of Triton 3.9.
-_DIRECT = (9, 0)
+_DIRECT = frozenset(((9, 0), (10, 0), (10, 3)))
 
-_TILES = {_DIRECT: _HOPPER, **dict.fromkeys(((8, 6), (8, 9), (12, 0), (12, 1)), _GEFORCE)}
+_TILES = {
+    **dict.fromkeys(_DIRECT, _HOPPER),
+    **dict.fromkeys((*SUMS_IN_HALF, (8, 0), (8, 7)), _AMPERE),
+}
+
+# The chip whose other tiles are timed by `bench_gpu.py`, for its table.
+_TIMED = (9, 0)
 
 
 @functools.cache
@@ -92,15 +99,15 @@ def tiles_of(chip: Chip, dtype: torch.dtype, outputs: int) -> tuple[ConvTile, ..
     if found is None or dtype not in (torch.float16, torch.bfloat16) or outputs > WIDEST:
         return ()
     width = width_of(outputs)
-    split = split_of(width, large_first=chip == _DIRECT)
+    split = split_of(width, large_first=chip in _DIRECT)
+    halves = dtype == torch.float16 and chip in SUMS_IN_HALF
     tiles = next(tiles for most, tiles in found.items() if width <= most)
     made = [
         tile if tile.width else replace(tile, outputs=split)
         for tile in tiles
-        if dtype == torch.float16 or not tile.half
+        if halves or not tile.half
     ]
-    # `bench_gpu.py` times the others of the chip with a table.
-    return tuple(made if chip == _DIRECT else made[:1])
+    return tuple(made if chip == _TIMED else made[:1])
 
 
 def grid_of(
