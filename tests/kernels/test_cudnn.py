@@ -91,7 +91,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("limit", [1, 250, 700])
+@pytest.mark.parametrize("limit", [1, 700])
 @pytest.mark.parametrize("case", CASES)
 def test_parts_give_the_whole_convolution(case, limit, monkeypatch):
     shape, weight_shape, stride, padding = CASES[case]

@@ -36,9 +36,7 @@ FP16, BF16 = torch.float16, torch.bfloat16
 CALLS = {
     "a residual block": ((96, 96), CUBE, (1, 1), (2, 1), (17, 5), NORM, BF16),
     "a first frame": ((96, 96), CUBE, (1, 1), (0, 3), (5, 33), ALL, FP16),
-    "one new frame": ((192, 192), CUBE, (1, 1), (2, 1), (3, 5), NORM, BF16),
     "an odd slab": ((160, 160), CUBE, (1, 1), (1, 2), (16, 1), NORM, BF16),
-    "a border": ((64, 128), CUBE, (0, 0), (2, 3), (6, 19), ALL, FP16),
     "two tiles of channels": ((32, 384), FLAT, (1, 0), (0, 2), (1, 17), ALL, BF16),
     "folded phases": ((64, 512), (2, 2), (1, 1), (0, 3), (16, 7), ("bias",), BF16),
     "up in time": ((64, 320), (3, 1, 1), (0, 0), (2, 2), (4, 18), ("bias",), BF16),
@@ -127,18 +125,13 @@ def test_calls_that_the_kernel_cannot_run_are_refused():
         ("no kernel for float32", x.float(), weight.float(), {}),
         ("stride 1, not 0 at [1, 2, 2]", x, weight, {"stride": (1, 2, 2)}),
         ("multiples of 192, 160, 128, 96, not 32 to 48", x, weight[:48], {}),
-        ("it takes multiples of 32 channels", video(1, 16, 2, 4, 4).to(BF16), weight[:, :16], {}),
         ("1 x 4 x 1; expected 3 taps at most", x, high, {"padding": (2, 0)}),
         ("out overlaps the memory of x", three, square, {"out": frames[:, :, 2:]}),
         ("overlaps the memory of tail", after, square, {"tail": frames[:, :, :1], "out": three}),
-        ("overlaps the memory of residual", three.clone(), square,
-         {"residual": three, "out": frames[:, :, 1:4]}),
         ("x is not channels-last", x.contiguous(), weight, {}),
-        ("residual is not channels-last", three, square, {"residual": three.contiguous()}),
         (aligned, odd, weight, {}),
         (aligned, x, weight, random(97)[1:], {}),
         (aligned, x[:, :, :1].expand(-1, -1, 2, -1, -1), weight, {}),
-        (aligned, three, square, {"out": apart}),
         (aligned, three, square, {"residual": apart}),
     ):  # fmt: skip
         refused(reason, args, keywords)
@@ -256,17 +249,14 @@ def test_all_calls_of_the_driver_have_the_documented_arguments(driver):
     assert root == pytest.approx(192**0.5)
 
 
-@pytest.mark.parametrize("fault", ["a map", "no function for maps", "the launch"])
+@pytest.mark.parametrize("fault", ["a map", "the launch"])
 def test_a_driver_that_refuses_leaves_the_call_to_the_library_in_one_line(
     fault, driver, monkeypatch, caplog
 ):
     if fault == "a map":
         driver.status, reason = 1, "the driver returned 1 (an error)"
-    elif fault == "the launch":
-        driver.statuses, reason = [701, 701], "the kernel convolve_boxes did not start: the driver"
     else:
-        monkeypatch.setattr(hopper, "driver", object)
-        reason = "'object' object has no attribute 'tensor_map'"
+        driver.statuses, reason = [701, 701], "the kernel convolve_boxes did not start: the driver"
     x, weight = video(1, 32, 2, 4, 4).to(BF16), ConvWeight.of(taps_of(96, 32, 1, 1, 1).to(BF16))
     monkeypatch.setattr(serving, "serves", lambda *_: True)
     own = Candidate(Kernel("hopper", 1), of_ours(96), is_built=True)

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fast_video_vae.kernels import BackendError, ConvWeight, int8_conv3d, use_backend
+from fast_video_vae.kernels import BackendError, int8_conv3d, use_backend
 from fast_video_vae.kernels.codes import zero_of
+from fast_video_vae.kernels.convolution import onednn
 from fast_video_vae.kernels.errors import Refusal
 from fast_video_vae.kernels.triton_ops import runtime
 from fast_video_vae.tests.kernels import convolutions, formulas
@@ -29,6 +30,8 @@ CASES = {
     "more pixels than a tile": ((1, 16, 1, 18, 21), 40, (1, 3, 3)),
     "even taps": ((1, 24, 3, 4, 5), 20, (2, 2, 2)),
 }
+# A processor without VNNI sums by the reference.
+ONEDNN = onednn.missing(torch.device("cpu"))
 KINDS = [("reference", torch.int8), ("reference", torch.uint8), ("triton", torch.int8)]
 each_kind = pytest.mark.parametrize(("candidate", "kind"), KINDS, indirect=["candidate"])
 each_candidate = pytest.mark.parametrize("candidate", ["reference", "triton"], indirect=True)
@@ -160,6 +163,20 @@ def test_memory_around_the_videos_is_neither_read_nor_written(offset, spare, can
         formulas.check(target.take(), *expected)
 
 
+@pytest.mark.skipif(bool(ONEDNN), reason=ONEDNN)
+def test_onednn_sums_exactly_and_adds_the_residual_after_a_rounding():
+    x, weight = codes_of(2, 24, 3, 4, 5, kind=torch.uint8), taps_of(33, 24, 3, 3, 3)
+    scale, terms = terms_of(33, (2, 33, 1, 2, 3), torch.bfloat16)
+    out, residual = torch.zeros_like(terms["residual"]), terms.pop("residual")
+    with use_backend("aten"):
+        assert torch.equal(int8_conv3d(x, weight, torch.ones(33)), sums_of(x, weight).float())
+        plain = int8_conv3d(x, weight, scale, **terms, dtype=torch.bfloat16)
+        call = {**terms, "residual": residual, "dtype": torch.bfloat16, "out": out}
+        assert int8_conv3d(x, weight, scale, **call) is out
+    formulas.check(plain, *formula(x, weight, scale, **terms))
+    assert torch.equal(out, plain + residual)
+
+
 def test_calls_that_the_kernel_cannot_run_are_refused(triton):
     x, weight = codes_of(1, 16, 2, 4, 4), taps_of(16, 16, 1, 1, 1)
     with pytest.raises(BackendError, match="there is no kernel for uint8"):
@@ -173,17 +190,6 @@ def test_calls_that_the_kernel_cannot_run_are_refused(triton):
     long = taps_of(16, 2048, 1, 9, 9)
     with pytest.raises(BackendError, match="saturate sums of more than 131071 products"):
         int8_conv3d(codes_of(1, 2048, 1, 9, 9), long, None, dtype=torch.int32)
-
-
-def test_offsets_beyond_32_bits_are_refused():
-    pytest.importorskip("triton", reason="needs triton")
-    int8 = importlib.import_module(f"{runtime.__package__}.int8_convolution")
-    weight = ConvWeight.of(torch.empty(16, 64, 1, 3, 3, dtype=torch.int8, device="meta"))
-    for height, width in ((4, 20_000_000), (70_000, 70_000)):
-        shape = (1, 1, height, width, 64)
-        x = torch.empty(shape, dtype=torch.int8, device="meta").movedim(-1, 1)
-        with pytest.raises(Refusal, match="too far apart for 32-bit offsets"):
-            int8.int8_conv3d(x, weight, *(None,) * 5, torch.int32)
 
 
 def test_no_channel_of_the_networks_is_padded_and_other_chips_have_no_tiles():
