@@ -63,17 +63,6 @@ def missing(backend):
             kernels.silu_mul(torch.ones(4, 16), torch.ones(4, 16))
         except kernels.BackendError as error:
             return str(error)
-    return _too_new_numpy() if backend == "triton" else None
-
-
-def _too_new_numpy():
-    """Return why Triton's interpreter (3.2 with NumPy 2.5) cannot run loops; None: it can."""
-    with use_backend("triton"), place("triton"):
-        try:
-            kernels.group_norm_statistics(video(1, 4, 1, 2, 2), 2)
-        except kernels.BackendError as error:
-            if "only 0-dimensional arrays" in str(error):
-                return f"Triton's interpreter does not work with NumPy {np.__version__}"
     return None
 
 

@@ -1,14 +1,11 @@
 """The convolution for Hopper: its source in the emulator, its binaries, its calls of the driver."""
 
 import ctypes
-import importlib.util
 import logging
 import re
 import struct
-import subprocess
 from contextlib import nullcontext
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -154,7 +151,7 @@ def test_other_devices_are_refused(kind, capability, monkeypatch):
         for (n, call), copies in product(enumerate(COMPILED), (True, False))
     ],
 )
-def test_binaries_have_no_spills_and_the_wanted_products(call, copies, tmp_path):
+def test_binaries_have_no_spills(call, copies):
     if (compiler := nvrtc.compiler()) is None:
         pytest.skip("NVRTC is not installed")
     *sizes, norm = call
@@ -168,26 +165,6 @@ def test_binaries_have_no_spills_and_the_wanted_products(call, copies, tmp_path)
     assert re.search(r" 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", made.log)
     assert "Used 168 registers" in made.log
     assert "Potential Performance Loss" not in made.log
-    code = _disassembled(made.code, tmp_path)
-    assert {*re.findall(r"USETMAXREG\S+ (?:UP\d, )?(\w+)", code)} == {"0x28", "0xe8"}
-    products = re.findall(r"HGMMA\.(\S+)", code)
-    shape = f"64x{tile.width}x16.F32" + (".BF16" if kind == "bf16" else "")
-    taps = tile.constants["BOX_TAPS"]
-    assert products == [shape] * (2 * taps * tile.box[2] // 16)
-    assert not re.search(r"\b(LDL|STL)\b", code)
-    # Descriptors are in uniform registers from the start: no product waits for one.
-    groups = re.findall(r"WARPGROUP\.ARRIVE.*?WARPGROUP\.DEPBAR", code, re.DOTALL)
-    assert {"R2UR" in each for each in groups} == {False}
-
-
-def _disassembled(binary, folder):
-    triton = importlib.util.find_spec("triton")
-    if triton is None:
-        pytest.skip("the disassembler comes with triton")
-    path = folder / "kernel.cubin"
-    path.write_bytes(binary)
-    tool = Path(triton.origin).parent / "backends/nvidia/bin/nvdisasm"
-    return subprocess.run([tool, "-c", path], capture_output=True, text=True, check=True).stdout
 
 
 @pytest.fixture
@@ -233,8 +210,6 @@ def test_all_calls_of_the_driver_have_the_documented_arguments(driver):
     ]
     rest = (27 * 96, 192), (27 * 192,), (32, 192), (1, 1), *last
     assert [each[:2] + each[3:] for each in driver.maps[2:]] == [(9, 2, *rest)]
-    attributes = [given[1:] for name, given in driver.calls if name == "cuFuncSetAttribute"]
-    assert attributes == [(8, 200_000)]
     launched = [given[1:-2] for name, given in driver.calls if name == "cuLaunchKernel"]
     assert launched == [(16, 1, 1, 384, 1, 1, 200_000, 5)] * 2
     arguments, same = driver.arguments
