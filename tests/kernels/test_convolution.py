@@ -9,7 +9,7 @@ import torch
 from fast_video_vae import kernels
 from fast_video_vae.kernels import BackendError, ConvWeight, dispatch, use_backend
 from fast_video_vae.kernels.constraints import overlaps
-from fast_video_vae.kernels.convolution import sliced
+from fast_video_vae.kernels.convolution import aten, cudnn, sliced
 from fast_video_vae.tests.kernels import formulas
 from fast_video_vae.tests.kernels.cases import LAYOUTS, random, video
 from fast_video_vae.tests.kernels.convolutions import (
@@ -247,6 +247,44 @@ def test_slices_of_any_size_are_the_convolution(kernel, joined_bytes, monkeypatc
         call = example(kernel, terms, target, 0)
         with use_backend("sliced"):
             call.check(call.run())
+
+
+def test_channels_are_filled_up_for_tensor_cores(monkeypatch):
+    """On a GPU, in 16 bits, to multiples of 8."""
+    seen, call = [], cudnn.convolve
+
+    def noted(x, taps, *rest):
+        seen.append((x.shape[1], len(taps)))
+        return call(x, taps, *rest)
+
+    monkeypatch.setattr(aten, "device_kind", lambda _: "nvidia")
+    monkeypatch.setattr(cudnn, "convolve", noted)
+    for (inputs, outputs), taps in product([(3, 16), (16, 3), (16, 8)], [(3, 3, 3), (3, 3)]):
+        x, bias = video(1, inputs, 3, 4, 5, dtype=torch.bfloat16), random(outputs)
+        weight = taps_of(outputs, inputs, *taps, dtype=torch.bfloat16)
+        with use_backend("aten"):
+            close(kernels.conv3d(x, weight, bias, **PADDED), weight, x=x, bias=bias, **PADDED)
+    assert seen == [(8, 16), (8, 16), (16, 8), (16, 8), (16, 8), (16, 8)]
+
+
+def test_slices_replace_a_convolution_that_the_library_lacks(monkeypatch):
+    """On a GPU, where the library is not asked again."""
+    tried = []
+
+    def lacks(*_):
+        tried.append(1)
+        raise RuntimeError("not implemented")
+
+    monkeypatch.setattr(aten, "device_kind", lambda _: "nvidia")
+    monkeypatch.setattr(aten, "_missing", set())
+    monkeypatch.setattr(torch.nn.functional, "conv3d", lacks)
+    x, tail, weight = video(1, 8, 2, 4, 5), video(1, 8, 2, 4, 5, seed=1), taps_of(8, 8, 3, 3, 3)
+    with use_backend("aten"):
+        found = [kernels.conv3d(x, weight, tail=tail, **PADDED) for _ in range(2)]
+    monkeypatch.undo()
+    for each in found:
+        close(each, weight, x=x, tail=tail, **PADDED)
+    assert len(tried) == 1
 
 
 def test_a_backend_without_convolutions_leaves_the_choice_open():

@@ -138,3 +138,14 @@ def test_a_tile_holds_a_power_of_two_of_rows_and_channels(on_triton):
         assert tiles.tile(channels) == expected
     with use_backend("triton"), pytest.raises(BackendError, match="more than 8192 channels"):
         kernels.bias_residual(video(1, 8193, 1, 1, 1))
+
+
+def test_more_frames_or_pixels_than_a_grid_counts_are_refused():
+    for reason, shape in (
+        ("more than 65535 frames or videos", (1, 1, 65536, 1, 1)),
+        ("more than 65535 frames or videos", (65536, 1, 1, 1, 1)),
+        ("more pixels per frame than 31 bits count", (1, 1, 1, 1 << 16, 1 << 15)),
+    ):
+        with pytest.raises(Refusal, match=reason):
+            tiles.frame_grid(7, video(1, 1, 1, 1, 1), torch.empty(shape, device="meta"))
+    assert tiles.frame_grid(7, video(3, 1, 2, 1, 1)) == (7, 2, 3)
