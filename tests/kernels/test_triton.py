@@ -133,6 +133,18 @@ def test_the_stride_of_a_single_frame_is_ignored():
     assert tiles.strides(video(2, 8, 3, 2, 3)) == (3 * 48, 48)
 
 
+def test_a_load_has_as_many_values_as_all_memory_is_aligned_to():
+    x = torch.zeros(2 * 2 * 3 * 16 + 8)
+    aligned = x[: 2 * 2 * 3 * 16].view(2, 2, 1, 3, 16).movedim(-1, 1)
+    shifted = x[4 : 4 + 2 * 2 * 3 * 16].view(2, 2, 1, 3, 16).movedim(-1, 1)
+    skipping = x[: 2 * 98].as_strided((2, 16, 1, 1, 3), (98, 1, 98, 48, 16))
+    for unit, channels, tensors in (
+        (8, 16, [aligned]), (4, 12, [aligned]), (4, 16, [aligned, shifted]), (2, 16, [skipping]),
+    ):  # fmt: skip
+        assert tiles.unit_of(8, channels, *tensors) == unit
+    assert tiles.given(None, x, x) == 6
+
+
 def test_a_tile_holds_a_power_of_two_of_rows_and_channels(on_triton):
     for channels, expected in ((1, (4096, 1, 4)), (96, (32, 128, 4)), (8192, (1, 8192, 8))):
         assert tiles.tile(channels) == expected
