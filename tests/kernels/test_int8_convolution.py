@@ -199,6 +199,7 @@ def test_no_channel_of_the_networks_is_padded_and_other_chips_have_no_tiles():
         for channels in (32, 64, 96, 128, 160, 192, 256, 320, 384, 512, 640, 1024):
             tile = int8.tile_of(chip, channels, channels, 27 * channels)
             assert channels % tile.width == 0, (chip, channels)
+            assert min(tile.outputs) >= 16  # a product of one block is taken apart into bytes
             assert tile.depth in (32, 64, 128)
             assert tile.stages >= 2
         assert int8.tile_of(chip, 33, 20, 540).width <= 64

@@ -294,6 +294,11 @@ def test_moved_numbers_of_another_dtype_are_correct_or_refused(ask, to):
         actual = ask(kernels.frames_to_images, x, dtype=to, patch=patch)
         images, _ = formulas.frames_to_images(x, dtype=to, patch=patch)
         assert actual is None or torch.equal(actual, images)
+        size, high, wide, channels = images.shape
+        buffer = Poisoned(size, high, wide + 2, channels, dtype=to)  # of wider images
+        out = buffer.memory[:, :, 1:-1]
+        actual = ask(kernels.frames_to_images, x, patch=patch, out=out)
+        assert actual is None or torch.equal(buffer.take(out), images)
 
 
 def around(steps):
