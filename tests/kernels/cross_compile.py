@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 import triton
-from triton.backends import compiler
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -150,7 +149,7 @@ def compiled(kernel, args, constants, options, chip):
             if value % 16 == 0 and not plain:
                 sixteens.append(at)
     return triton.compile(
-        ASTSource(kernel, signature, known, _divisible(sixteens)),
+        ASTSource(kernel, signature, known, {(at,): [["tt.divisibility", 16]] for at in sixteens}),
         target=_target(chip),
         options=options | {"enable_fp_fusion": True},
     )
@@ -160,13 +159,6 @@ def _target(chip):
     if isinstance(chip, str):
         return GPUTarget("hip", chip, 64 if chip.startswith("gfx9") else 32)
     return GPUTarget("cuda", chip, 32)
-
-
-def _divisible(numbers):
-    """Return Triton's attribute for arguments that are multiples of 16."""
-    if hasattr(compiler, "AttrsDescriptor"):  # Triton before 3.3
-        return compiler.AttrsDescriptor.from_hints(dict.fromkeys(numbers, 16))
-    return {(number,): [["tt.divisibility", 16]] for number in numbers}
 
 
 def stack_bytes(result):

@@ -142,16 +142,17 @@ def test_other_devices_are_refused(kind, capability, monkeypatch):
     refused("hopper: it needs an NVIDIA GPU of compute capability 9.0", (x, weight), {})
 
 
+# NVRTC 12.0 is the first with these instructions.
 @pytest.mark.parametrize(
-    ("call", "copies"),
+    ("call", "copies", "major"),
     [
-        pytest.param(call, copies, marks=() if not n and copies else pytest.mark.slow)
-        for (n, call), copies in product(enumerate(COMPILED), (True, False))
+        pytest.param(*each, marks=pytest.mark.slow if n else ())
+        for n, each in enumerate([*product(COMPILED, (True, False), [13]), (COMPILED[0], True, 12)])
     ],
 )
-def test_binaries_have_no_spills(call, copies):
-    if (compiler := nvrtc.compiler()) is None:
-        pytest.skip("NVRTC is not installed")
+def test_binaries_have_no_spills(call, copies, major):
+    if (compiler := nvrtc.compiler(major)) is None:
+        pytest.skip(f"NVRTC {major} is not installed")
     *sizes, norm = call
     tile = tile_of(*sizes, copies=copies, norm=norm)
     assert tile.constants["SHARED"] <= MOST_SHARED
