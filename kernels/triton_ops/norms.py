@@ -175,7 +175,7 @@ def _norm(
     CHANNELS: tl.constexpr, GROUPS: tl.constexpr, ROOT: tl.constexpr, SILU: tl.constexpr,
     BORDER: tl.constexpr, ZERO: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write some pixels of one new frame, and move the tail at its pixels; None: an RMS norm."""
+    """Write some pixels of one new frame and its share of the tail; no statistics: an RMS norm."""
     # `pixels` are those of a frame of `out`, `width` is that of a frame without border, in which
     # the start of the tile can lie outside.
     first = tl.program_id(0) * ROWS
