@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import importlib.util
 from collections.abc import Mapping
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from ..backends import SIGNATURES, Launch
 from ..constraints import DTYPES, refuse_dtype, refuse_subclass
-from ..errors import Refusal, log_once
+from ..errors import Refusal, first_line, log_once
 from .runtime import refuse_device
 
 # The files with launches.
@@ -29,11 +28,17 @@ def refuse(x: Tensor) -> None:
 @functools.cache
 def launches() -> Mapping[str, Launch]:
     """Return the launches by op, or refuse without Triton."""
-    if importlib.util.find_spec("triton") is None:
-        log_once(
-            "Triton is not installed, so other kernels are used; its own can be faster: "
-            "pip install triton (on Windows: triton-windows)"
-        )
-        raise Refusal("triton is not installed")
-    modules = [importlib.import_module(f".{file}", __package__) for file in _FILES]
+    try:
+        modules = [importlib.import_module(f".{file}", __package__) for file in _FILES]
+    except Exception as error:  # whatever a broken installation raises
+        if isinstance(error, ModuleNotFoundError) and error.name == "triton":
+            reason, advice = (
+                "triton is not installed",
+                "pip install triton; on Windows: triton-windows",
+            )
+        else:
+            reason = f"triton does not load ({type(error).__name__}: {first_line(error)})"
+            advice = "install a Triton that matches PyTorch"
+        log_once(f"{reason}, so other kernels are used; its own can be faster: {advice}")
+        raise Refusal(reason) from error
     return {op: getattr(each, op) for each in modules for op in SIGNATURES if hasattr(each, op)}

@@ -1,8 +1,8 @@
 """The Triton backend without a GPU: refusals and failures."""
 
 import importlib
-import importlib.util
 import logging
+import re
 
 import pytest
 import torch
@@ -64,18 +64,36 @@ def lines(caplog, monkeypatch):
         yield lambda: caplog.messages
 
 
-def test_a_missing_triton_is_logged_once(monkeypatch, lines):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+@pytest.mark.parametrize(
+    ("error", "reason", "advice"),
+    [
+        (ModuleNotFoundError("no", name="triton"), "triton is not installed", "pip install triton"),
+        (
+            OSError("bad\nDLL"),
+            "triton does not load (OSError: bad)",
+            "install a Triton that matches",
+        ),
+    ],
+)
+def test_a_triton_that_does_not_load_is_logged_once(error, reason, advice, monkeypatch, lines):
+    real = importlib.import_module
+
+    def lacking(name, package=None):
+        if package == ops.__package__:
+            raise error
+        return real(name, package)
+
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    ops.launches.cache_clear()
     x = torch.ones(2, 8)
-    with use_backend("triton"):
+    with monkeypatch.context() as patch, use_backend("triton"):
+        patch.setattr(importlib, "import_module", lacking)
+        ops.launches.cache_clear()
         for _ in range(2):
-            with pytest.raises(BackendError, match=r"\(triton: triton is not installed\)"):
+            with pytest.raises(BackendError, match=re.escape(f"(triton: {reason})")):
                 kernels.silu_mul(x, x)
     (line,) = lines()
-    assert "so other kernels are used" in line
-    assert "pip install triton" in line
+    assert f"{reason}, so other kernels are used" in line
+    assert advice in line
 
 
 def test_another_backend_runs_after_a_failed_launch(on_triton, monkeypatch, lines):
