@@ -75,12 +75,12 @@ def limits(bench: Bench) -> Cases:
 def attention(bench: Bench) -> Cases:
     """Yield each implementation of one head of 384 over the pixels of 480p, 720p and 4K."""
     module = importlib.import_module("fast_video_vae.kernels.reference.attention")
-    ways = {name: functools.partial(ask, name, "attention") for name in ("triton", "cuda")}
+    ways = {"cuda": functools.partial(ask, "cuda", "attention")}
     ways |= {"blocks": module.in_blocks, "fused": module._fused}
 
     def run(name: str, tokens: int, dtype: torch.dtype) -> Values:
         q, k, v = bench.normal(1, tokens, 3 * 384, dtype=dtype).chunk(3, dim=-1)
-        route = name if name in ("triton", "cuda") else "reference"
+        route = "cuda" if name == "cuda" else "reference"
         with use_backend(route), torch.no_grad():
             result, ms = ways[name](q, k, v)[:, :64], bench.ms(lambda: ways[name](q, k, v))
         weights = (q[:, :64].double() @ k.double().mT / 384**0.5).softmax(-1)
