@@ -17,7 +17,6 @@ from fast_video_vae.kernels.cuda_ops import hopper, runtime
 from fast_video_vae.kernels.cuda_ops.binaries import SOURCES, headers, options
 from fast_video_vae.kernels.cuda_ops.driver import Driver
 from fast_video_vae.kernels.cuda_ops.hopper_tile import MOST_SHARED, tile_of
-from fast_video_vae.kernels.ready import serving
 from fast_video_vae.kernels.routes import Candidate
 from fast_video_vae.tests.kernels import formulas, nvrtc
 from fast_video_vae.tests.kernels.cases import missing, place, random, video
@@ -224,16 +223,13 @@ def test_all_calls_of_the_driver_have_the_documented_arguments(driver):
 
 
 @pytest.mark.parametrize("fault", ["a map", "the launch"])
-def test_a_driver_that_refuses_leaves_the_call_to_the_library_in_one_line(
-    fault, driver, monkeypatch, caplog
-):
+def test_a_driver_that_refuses_leaves_the_call_to_the_library_in_one_line(fault, driver, caplog):
     if fault == "a map":
         driver.status, reason = 1, "the driver returned 1 (an error)"
     else:
         driver.statuses, reason = [701, 701], "the kernel convolve_boxes did not start: the driver"
     x, weight = video(1, 32, 2, 4, 4).to(BF16), ConvWeight.of(taps_of(96, 32, 1, 1, 1).to(BF16))
-    monkeypatch.setattr(serving, "serves", lambda *_: True)
-    own = Candidate(Kernel("hopper", 1), of_ours(96), is_built=True)
+    own = Candidate(Kernel("hopper", 1), of_ours(96))
     route = Route(ONE, (own, Candidate(Kernel("reference", 0), Fused())), joined=False)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):

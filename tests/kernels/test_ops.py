@@ -132,7 +132,7 @@ TABLE = {
     ),
     "interleave_time": (
         lambda c: product(SIZES[1:5], (1, 2, 3)),
-        lambda c, dtype, size, count: ((clip(count * min(c, 160), size, dtype), count), {}),
+        lambda c, dtype, size, count: ((clip(count * min(c, 64), size, dtype), count), {}),
     ),
     "merge_phases": (
         lambda c: [
@@ -143,8 +143,8 @@ TABLE = {
             phases(c, dtype, case, size, biased)
             if case
             else (
-                (video(2, 4 * min(c, 160), size[1], size[2] + 1, size[3] + 1, dtype=dtype),),
-                {"bias": random(min(c, 160), seed=3) if biased else None},
+                (video(2, 4 * min(c, 64), size[1], size[2] + 1, size[3] + 1, dtype=dtype),),
+                {"bias": random(min(c, 64), seed=3) if biased else None},
             )
         ),
     ),
