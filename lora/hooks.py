@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from .apply import ApplyMode, JoinedPairs, ScaledFunction, break_even
-from .precision import is_weak, rms_of
-from .substitution import Changes, is_plain, substitution_of
+from .deltas import ApplyMode, JoinedPairs, ScaledFunction, break_even
+from .precision import is_plain, is_weak, rms_of
+from .substitution import Changes, substitution_of
 
 
 @dataclass
@@ -30,6 +30,7 @@ class Counts:
     bypass: int = 0
     formula: int = 0
     unserved: set[str] = field(default_factory=set)  # modules whose weights could not be reached
+    fetched_bytes: int = 0  # of pairs, which are on the host
     timed: Callable[[str, torch.device], AbstractContextManager[None]] | None = None
 
     def add(self, delta: JoinedPairs | ScaledFunction, way: str) -> None:
@@ -40,7 +41,7 @@ class Counts:
 
     def clear(self) -> None:
         """Reset the counts."""
-        self.stream = self.bypass = self.formula = 0
+        self.stream = self.bypass = self.formula = self.fetched_bytes = 0
 
 
 Deltas = Sequence[JoinedPairs | ScaledFunction]
@@ -136,8 +137,8 @@ class LayerHook:
         if self._linear and isinstance(y, Tensor) and args:
             if not weight_changed:
                 y = self._bypassed(work, y, args[0])
-            if not bias_changed:
-                y = self._biased(work, y)
+            for change in () if bias_changed else work.bias:
+                y = self._added(work, y, change.into_output(y))
         elif not (weight_changed and bias_changed):
             work.counts.unserved.add(self.name)
         self._start(work)
@@ -146,23 +147,17 @@ class LayerHook:
     def _bypassed(self, work: LayerWork, y: Tensor, x: Tensor) -> Tensor:
         with self._timed(work, "bypass", y):
             for delta in work.now():
-                added = delta.bypass(y, x)
-                if added is None:
-                    work.counts.unserved.add(self.name)
-                else:
+                y = self._added(work, y, added := delta.bypass(y, x))
+                if added is not None:
                     work.counts.add(delta, "bypass")
-                    y = added
         return y
 
-    def _biased(self, work: LayerWork, y: Tensor) -> Tensor:
-        """Return the output `y` with the changes of the bias, written into it if possible."""
-        for change in work.bias:
-            added = change.into_output(y)
-            if added is None:
-                work.counts.unserved.add(self.name)
-            else:
-                y = added
-        return y
+    def _added(self, work: LayerWork, y: Tensor, added: Tensor | None) -> Tensor:
+        """Return an output with a delta, or if there is none (None) without it."""
+        if added is None:
+            work.counts.unserved.add(self.name)
+            return y
+        return added
 
     def _streams(self, work: LayerWork, x: Tensor) -> bool:
         """Return whether a call uses a changed weight."""
@@ -216,7 +211,7 @@ class LayerHook:
             return bias
         self._bias_changed = True
         for change in self.work.bias:
-            bias = change.into_weight(bias, owned=False)
+            bias = change.into_weight(bias)
         return bias
 
     def _is_own(self, weight: Tensor) -> bool:

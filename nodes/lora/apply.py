@@ -36,14 +36,13 @@ from ...lora import (
 from ..host import run_phase, timing
 from .holder import KEY, follow, give_back, holder_of, holders
 from .kinds import function_of, targets_of
-from .merged import merge
-from .saving import save_with_loras, without_loras
+from .merged import merge, save_with_loras, without_loras
 
 _logger = logging.getLogger(__name__)
 
 LoraMode = ApplyMode | Literal["merged"]
 
-# Largest share of a device's memory for a bank. Blocks of a larger one are fetched one ahead.
+# Largest share of a device's memory for a bank. The pairs of a larger one are fetched by layer.
 _MOST_OF_DEVICE = 1 / 8
 
 
@@ -168,12 +167,11 @@ class AttachedLoras:
 
     def _counted(self, session: Session) -> str:
         """Return the counts and bytes of a run."""
-        counts, loader = session.counts, session.loader
+        counts = session.counts
         parts = [f"{kind} {getattr(counts, kind)}" for kind in ("stream", "bypass", "formula")]
         parts.append(f"held {self.bank.nbytes / 2**20:.1f} MiB")
-        if loader is not None and loader.fetched_bytes:
-            parts.append(f"fetched {loader.fetched_bytes / 2**20:.1f} MiB")
-            parts.append(f"{loader.hits} of {loader.hits + loader.misses} blocks in time")
+        if counts.fetched_bytes:
+            parts.append(f"fetched {counts.fetched_bytes / 2**20:.1f} MiB")
         return ", ".join(parts)
 
     def _session_for(self, base: nn.Module, device: torch.device) -> Session:

@@ -40,7 +40,7 @@ def _patcher(
 
 
 def holders(patcher: Any) -> list[ModelPatcher]:  # noqa: ANN401 - a patcher, or None
-    """Return the patchers of a model's banks; none if the bank is fetched block by block."""
+    """Return the patchers of a model's banks; none if the bank stays on the host."""
     return [] if patcher is None else patcher.get_additional_models_with_key(KEY)
 
 
