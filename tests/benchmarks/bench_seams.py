@@ -7,23 +7,19 @@ the largest step of brightness between two frames. Rows are appended to `results
 
 import logging
 import math
-import runpy
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import bind  # noqa: F401
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-_HERE = Path(__file__).resolve().parent
-runpy.run_path(str(_HERE.parent / "conftest.py"))  # binds the checkout to its import name
-
-from fast_video_vae.tests.benchmarks import record  # noqa: E402
-from fast_video_vae.tests.nodes.checkout import import_comfyui, why_unavailable  # noqa: E402
-from fast_video_vae.tests.nodes.vae.pairs import fast_vae, node, stock_vae  # noqa: E402
-from fast_video_vae.vae.demo import VAE_PATH  # noqa: E402
+from fast_video_vae.tests.benchmarks import record
+from fast_video_vae.tests.nodes.checkout import import_comfyui, why_unavailable
+from fast_video_vae.tests.nodes.vae.pairs import fast_vae, node, stock_vae
+from fast_video_vae.vae.demo import VAE_PATH
 
 
 @dataclass(frozen=True)
@@ -113,17 +109,18 @@ def main() -> None:
     parser = record.parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=_SETTINGS, default=[*_SETTINGS])
     args = parser.parse_args()
-    reason = why_unavailable()
-    if reason is not None:
+    if reason := why_unavailable():
         parser.error(reason)
     with tempfile.TemporaryDirectory() as folder:
         import_comfyui(Path(folder))
-        logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
+        logging.basicConfig(**record.LOOK)
         for name in args.only:
             _report(_SETTINGS[name], decoded(_SETTINGS[name], Path(folder)), args.out)
 
 
 def _report(setting: Setting, found: dict[str, tuple[Tensor, Tensor]], out: Path) -> None:
+    from comfyui_version import __version__
+
     errors = {name: error(*images) for name, images in found.items()}
     apart = 255 * (found["ours"][0] - found["comfyui"][0]).abs().max().item()
     logging.info("%s; without tiles the two are %.4f levels apart", setting, apart)
@@ -135,17 +132,10 @@ def _report(setting: Setting, found: dict[str, tuple[Tensor, Tensor]], out: Path
             "bench_seams",
             str(setting),
             implementation=name,
-            version=record.commit() if name == "ours" else _version(),
+            version=record.commit() if name == "ours" else __version__,
             untiled_apart_levels=round(apart, 6),
             **values,
         )
-
-
-def _version() -> str:
-    """Return ComfyUI's version, whose modules are importable after `import_comfyui`."""
-    from comfyui_version import __version__
-
-    return __version__
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from fast_video_vae.kernels import synchronize, use_backend
@@ -27,7 +27,6 @@ from fast_video_vae.kernels.backends import SIGNATURES
 from fast_video_vae.kernels.modules import ask
 from fast_video_vae.kernels.ready import sample_inputs
 from fast_video_vae.kernels.triton_ops.convolution_tiles import ConvTile, tiles_of
-from fast_video_vae.tests.benchmarks import timing
 from fast_video_vae.tests.benchmarks.gpu_bench import (
     CONVS,
     NARROW,
@@ -41,12 +40,13 @@ from fast_video_vae.tests.benchmarks.gpu_bench import (
     error_of,
     timed_case,
 )
-from fast_video_vae.tests.benchmarks.gpu_check import check
 from fast_video_vae.tests.benchmarks.gpu_hopper import WAYS, hopper, ways_of
 from fast_video_vae.tests.benchmarks.routed import routed
 from fast_video_vae.tests.benchmarks.weights import random_input, random_weights
+from fast_video_vae.tests.faults import FAULTS, Planted
 from fast_video_vae.vae import load_vae
 from fast_video_vae.vae.streaming import resume
+from fast_video_vae.vae.streaming.prepared import device_check
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,7 +54,7 @@ _CLIPS = (
     ("decode", 81, 720, 1280), ("decode", 81, 480, 832), ("encode", 81, 480, 832),
     ("encode", 81, 720, 1280), ("decode", 1, 2160, 3840),
 )  # fmt: skip
-_SMALL_CLIPS = (("decode", 5, 32, 48), ("decode", 9, 16, 16), ("encode", 5, 32, 48))
+_SMALL_CLIPS = (("encode", 5, 32, 48), ("decode", 5, 16, 16))
 
 # What `ncu` collects, and of that what is shown.
 _NCU = "--csv --page raw --profile-from-start off --section SpeedOfLight --section LaunchStats "
@@ -165,7 +165,7 @@ def ops(bench: Bench) -> Cases:
             apart = error_of(ask(backend, op, *make()), expected.double())
             ms = bench.ms(lambda: ask(backend, op, *given))
         named = dict(zip(SIGNATURES[op], given, strict=True))
-        rate = 1e-6 * timing.moved_bytes(named, expected) / ms
+        rate = 1e-6 * _moved_bytes(named, expected) / ms
         copy = next((row["GB/s"] for row in bench.found("limits") if "GB/s" in row), math.inf)
         more = {"% of copy": 100 * rate / copy, "apart": apart, "op": op, "route": backend}
         return {"ms": ms, "GB/s": rate, **more}
@@ -182,9 +182,6 @@ def clips(*ways: str, only: int | None = None) -> Callable[[Bench], Cases]:
 
     def run(bench: Bench, way: str, clip: tuple[str, int, int, int]) -> Values:
         vae = bench.vae(way if way in ("comfyui", "diffusers") else "ours")
-        tile = ConvTile(64, 32, 4, 2, outputs=(32, 0))  # of no table, so that no cache has it
-        small = functools.partial(Call, bench, *SMALL_CONVS[0], "bare")
-        thread = threading.Thread(target=lambda: small().run(tile)) if "compiles" in way else None
         direction, frames, height, width = clip
         shape = (1, 16, frames // 4 + 1, height // 8, width // 8)
         x = bench.normal(*shape if direction == "decode" else (1, 3, *clip[1:])).clamp_(-1, 1)
@@ -195,9 +192,7 @@ def clips(*ways: str, only: int | None = None) -> Callable[[Bench], Cases]:
             elif way not in ("ours", "comfyui", "diffusers"):
                 modes.enter_context(routed(bench.found("attention", "ops", "convolutions")))
                 modes.enter_context(mock.patch.object(vae, "graphs", way == "with graphs"))
-            values = _timed(bench, call_vae, thread)
-        if thread is not None:
-            thread.join()  # Triton's interpreter serves one thread at a time
+            values = _timed(bench, call_vae)
         if hasattr(vae, "plan"):
             plan = vae.plan(height, width, encode=direction == "encode", single_frame=frames == 1)
             values["planned_gib"] = plan.peak_bytes / 2**30
@@ -243,7 +238,7 @@ def memory(bench: Bench) -> Cases:
         last = lines[-1].partition("with ")[2] if lines else None
         return {**values, "error": error_of(result, whole), "peak_gib": peak, "last": last}
 
-    for gib in (40, 24, 16, 12, 8, 5):
+    for gib in bench.pick((40, 24, 16, 12, 8, 5), (5,)):
         yield f"decode in {gib} GiB", functools.partial(run, gib)
 
 
@@ -303,8 +298,8 @@ def float32(bench: Bench) -> Cases:
         run, exact = (getattr(vae, direction)(x.to(vae.device, vae.dtype)).cpu() for vae in vaes)
         return {"error": float((run - exact).abs().max() / exact.abs().max())}
 
-    families = ("wan2.1", "wan2.2", "seedvr2")
-    for work in itertools.product(families, ("decode", "encode"), (1, 9)):
+    families = bench.pick(("wan2.1", "wan2.2", "seedvr2"), ("wan2.1",))
+    for work in itertools.product(families, ("decode", "encode"), bench.pick((1, 9), (1,))):
         yield "{} {}, frames: {}".format(*work), functools.partial(run, *work)
 
 
@@ -322,8 +317,43 @@ def tests(bench: Bench) -> Cases:
     yield "pytest -m gpu", run
 
 
-def _timed(bench: Bench, call: Callable[[], Any], thread: threading.Thread | None) -> Values:
-    """Return the seconds of three runs, and what those of the third were, while `thread` runs."""
+def check(bench: Bench) -> Cases:
+    """Yield the check of the device in each dtype, and in float32 and bfloat16 with faults."""
+
+    def run(dtype: torch.dtype, name: str = "") -> Values:
+        planted = Planted(FAULTS[name]) if name else contextlib.nullcontext()
+        start = time.perf_counter()
+        with planted:
+            rows = list(device_check.rows(bench.device, dtype))
+            check_s = time.perf_counter() - start
+            verdict = device_check.judged(rows, bench.device, dtype)
+        worst = max(rows, key=lambda row: row.error / row.bound)
+        return {
+            "check s": check_s,
+            "search s": time.perf_counter() - start - check_s,
+            "wrong": sum(not row.is_right for row in rows),
+            "worst": f"{worst.case.name} {worst.error:.1e} of {worst.bound:.0e}",
+            "instead": " ".join(verdict.fallback.names),
+            "expected": " ".join(FAULTS[name].instead) if name else "",
+        }
+
+    for dtype in bench.pick((torch.float32, *NARROW), (torch.float32,)):
+        yield f"right in {dtype}", functools.partial(run, dtype)
+    for name, fault in bench.pick([*FAULTS.items()], [*FAULTS.items()][:1]):
+        yield name, functools.partial(run, fault.dtype, name)
+
+
+def _moved_bytes(arguments: Values, result: Tensor) -> int:
+    """Return the bytes that a call must move: each argument read once, the result written once."""
+    # A tail is read and written. The second read of `x` for the statistics of a norm over frames is
+    # not counted.
+    tail = arguments.get("tail")
+    tensors = [x for name, x in arguments.items() if name != "out" and isinstance(x, Tensor)]
+    return sum(x.nbytes for x in (*tensors, result, *([] if tail is None else [tail])))
+
+
+def _timed(bench: Bench, call: Callable[[], Any]) -> Values:
+    """Return the seconds of three runs, and what those of the third were."""
     first, second = bench.seconds(call), bench.seconds(call)
     cpu, kind = ProfilerActivity.CPU, ProfilerActivity.CUDA if bench.cuda else ProfilerActivity.CPU
     memory = torch.cuda.memory_stats if bench.cuda else dict
@@ -332,8 +362,6 @@ def _timed(bench: Bench, call: Callable[[], Any], thread: threading.Thread | Non
     for kinds in ({kind}, {cpu, kind}):  # recorded ops slow the launches down, so they come second
         old = memory()
         with profile(activities=kinds) as profiler:
-            if thread is not None and thread.ident is None:
-                thread.start()
             seconds = bench.seconds(call)
         new, held = memory(), old.get("allocated_bytes.all.current", 0)
         spans = [e.time_range for e in profiler.events() if e.device_type.name == kind.name]
@@ -370,7 +398,6 @@ PARTS = {
     "cases": (102, clips("ours", "library alone", "best per layer"), "whole clips"),
     "comfyui": (40, clips("comfyui"), "the same clips"),
     "graphs": (10, clips("without graphs", "with graphs", only=1), "CUDA graphs"),
-    "cold": (8, clips("a thread compiles", only=1), "next to best per layer"),
     "memory": (18, memory, "720 x 1280 x 81 with less memory than the plan knows of"),
     "counters": (24, counters, "by ncu"),
     "float32": (18, float32, "all families, against float64 on a CPU"),
