@@ -148,9 +148,6 @@ def load_bank(
         dtype: Dtype of the pairs, which are not cast again: use that of the computation.
         others: As in `LoraFile`.
 
-    Returns:
-        The bank, on the host.
-
     Raises:
         ValueError: A file cannot be used; nothing that was read is kept.
     """

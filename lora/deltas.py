@@ -83,19 +83,7 @@ OtherKinds = Callable[[Mapping[str, Tensor], tuple[int, ...]], WeightFunction]
 def make_function(
     parts: Mapping[str, Tensor], shape: tuple[int, ...], others: OtherKinds | None = None
 ) -> WeightFunction:
-    """Build what the parts of one module do to its weight.
-
-    Args:
-        parts: Tensors by canonical name, with finite values, which fit the weight.
-        shape: `[out, in, ...]` of the weight.
-        others: Makes all kinds but pairs, whole weights and PEFT's DoRA.
-
-    Returns:
-        The function, for a plain pair a `Pair`.
-
-    Raises:
-        ValueError: No kind has these parts for this weight.
-    """
+    """Return what valid parts do to a weight of `shape`; a ValueError if no kind has them."""
     named = parts.keys() - {"alpha"}
     if named == {"diff"}:
         return WeightFunction((parts["diff"],), _add, adds=True)

@@ -81,11 +81,10 @@ class LayerHook:
         self._weight_changed = self._bias_changed = False
         self._substitution = substitution_of(module)
         # The same objects in each call, because compiled code refers to them.
-        weight_change, self._bias_change = {"weight": self._weight}, {"bias": self._bias}
         self._changes: dict[tuple[bool, bool], Changes] = {
-            (True, True): {**weight_change, **self._bias_change},
-            (True, False): weight_change,
-            (False, True): self._bias_change,
+            (True, True): {"weight": self._weight, "bias": self._bias},
+            (True, False): {"weight": self._weight},
+            (False, True): {"bias": self._bias},
         }
         self._size: float | None = None  # of the weight
         weight = _parameter(module, "weight")
@@ -124,7 +123,7 @@ class LayerHook:
         elif is_lazy:
             self._substitution.detach()
             if work.bias and not self._has_own_product:
-                self._substitution.attach(self._bias_change)
+                self._substitution.attach(self._changes[False, True])
 
     def _after(self, module: nn.Module, args: tuple, y: Tensor) -> Tensor | None:
         work = self.work
@@ -198,7 +197,7 @@ class LayerHook:
         if work is None:
             return weight
         self._weight_changed = True
-        owned = not self._is_own(weight)
+        owned = False  # memory of the module, or of another pack's function
         with self._timed(work, "formula" if work.needs_weight else "stream", weight):
             for delta in work.now():
                 work.counts.add(delta, "stream")
@@ -213,23 +212,6 @@ class LayerHook:
         for change in self.work.bias:
             bias = change.into_weight(bias)
         return bias
-
-    def _is_own(self, weight: Tensor) -> bool:
-        """Return whether some memory may belong to the module, or to another pack's function."""
-        if hasattr(self.module, "_v") or torch.compiler.is_compiling():
-            # It may be memory that is kept for the next call, or unknown; and compiled code needs
-            # no memory for the copy.
-            return True
-        is_first = len(getattr(self.module, "weight_function", ())) == 1
-        if not is_first or not type(self.module).__module__.startswith("comfy."):
-            return True
-        parameter = _parameter(self.module, "weight")
-        if parameter is None or parameter.is_meta:
-            return True
-        try:
-            return parameter.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
-        except (RuntimeError, NotImplementedError):
-            return False  # another kind of tensor, which was converted to this one
 
     def _timed(self, work: LayerWork, kind: str, like: Tensor) -> AbstractContextManager[None]:
         timed = work.counts.timed

@@ -26,8 +26,9 @@ from ...lora import (
     rms_of_pair,
     small_deltas,
 )
-from .holder import KEY
 from .kinds import function_of, targets_of
+
+KEY = "fast_video_vae.lora"
 
 _SAVES = "state_dict_for_saving"
 
