@@ -11,11 +11,9 @@ import argparse
 import contextlib
 import logging
 import statistics
-import time
 from collections.abc import Iterator
 
 import bind  # noqa: F401
-import psutil
 import torch
 from torch import Tensor
 
@@ -25,18 +23,13 @@ from fast_video_vae.tests.vae.streaming.processes import Processes
 from fast_video_vae.vae import VideoVAE
 from fast_video_vae.vae.streaming.bands.team import Team
 
-# Cores that other processes may take in a round, and tries for each round.
-_MOST_OTHERS = 0.1
-_TRIES = 4
 
-
-def in_pairs(
+def in_turn(
     vae: VideoVAE, direction: str, x: Tensor, rounds: int, cores: int
 ) -> dict[str, list[float]]:
     """Return the seconds of rounds of the VAE's own device and its team, in turn: "one", "all".
 
-    On a CPU the former has one core, and the devices of this process have `cores`. A round in which
-    other processes took more than a tenth of a core is repeated.
+    On a CPU the former has one core, and the devices of this process have `cores`.
     """
     before, run = torch.get_num_threads(), getattr(vae, direction)
     own, team = Team(vae.replicas), vae.team
@@ -49,32 +42,16 @@ def in_pairs(
         return run(x)
 
     runs = {"one": lambda: by(own, 1), "all": lambda: by(team, cores)}
-    pairs: list[dict[str, float]] = []
     try:
         with torch.inference_mode():
-            for tries in range(_TRIES * rounds):
-                others, start = _others_s(), time.perf_counter()
-                pair = record.in_turn(runs, int(tries == 0), look=results.__setitem__)
-                share = (_others_s() - others) / (time.perf_counter() - start)
-                if share < _MOST_OTHERS or tries + rounds >= _TRIES * rounds + len(pairs):
-                    pairs.append({name: each[-1] for name, each in pair.items()})
-                if len(pairs) == rounds:
-                    break
+            seconds = record.in_turn(runs, rounds, look=results.__setitem__)
     finally:
         vae.team = team
         torch.set_num_threads(before)
     error = (results["one"].double() - results["all"].double()).abs().max().item()
     if error > 1e-4 * results["one"].double().abs().max().item() and vae.dtype == torch.float32:
         raise ValueError(f"the results differ by {error}; expected rounding")
-    return {name: [pair[name] for pair in pairs] for name in runs}
-
-
-def _others_s() -> float:
-    """Return the seconds of processors that other processes than ours took so far."""
-    this = psutil.Process()
-    spent = [psutil.cpu_times(), *(each.cpu_times() for each in (this, *this.children()))]
-    seconds = [each.user + each.system for each in spent]
-    return seconds[0] + getattr(spent[0], "nice", 0.0) - sum(seconds[1:])
+    return record.after_first(seconds)
 
 
 def main() -> None:
@@ -87,7 +64,7 @@ def main() -> None:
         for direction in args.direction:
             x = random_input(direction, "wan2.1", *record.size_of(args.size))
             cores = 1 if args.ranks else len(args.devices)
-            seconds = in_pairs(vae, direction, x.to(vae.device, vae.dtype), args.rounds, cores)
+            seconds = in_turn(vae, direction, x.to(vae.device, vae.dtype), args.rounds, cores)
             case = f"{direction} {args.size} {args.dtype}, {where}"
             faster = record.ratio(seconds, "one", "all")
             fields = {
