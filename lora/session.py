@@ -117,7 +117,7 @@ class Session:
             self._flat.copy_(self.amounts.flat)
         self._works, self._values = {}, {}
         for key, layers in self._layers.items():
-            if parts := [part for each in layers for part in self._parts(each, device)]:
+            if parts := [part for each in layers for part in self._parts(each, device, self._flat)]:
                 self._assign(key, parts, layers, is_here=self.bank.flat.device == device)
         self._known = known
 
@@ -140,14 +140,14 @@ class Session:
             rms = self.amounts.rms  # without this session, which has the work
             work.rms = lambda: min(filter(None, map(rms, layers)), default=0.0)
 
-    def _parts(self, layer: BankLayer, device: torch.device) -> list[_Part]:
+    def _parts(self, layer: BankLayer, device: torch.device, amounts: Tensor) -> list[_Part]:
         """Return the active parts of a layer, in the order of the files where it matters."""
         others = [
             (file, ScaledFunction(function, strength, layer.target.offset))
             for file, function in self.bank.functions(layer)
             if (strength := self.amounts.of(layer, file))
         ]
-        joined = functools.partial(_pairs, self.bank, layer, self._flat, self.counts, device)
+        joined = functools.partial(_pairs, self.bank, layer, amounts, self.counts, device)
         if not others:
             first, last = self.amounts.rows(layer)
             return [functools.partial(joined, first, last)] if last > first else []

@@ -228,13 +228,3 @@ def test_a_model_that_is_moved_has_its_lora(two, dynamic, expected):
         (model,) = v3_node("nodes_multigpu", "SelectModelDeviceNode", model=model, device="cpu")
     assert relative_error(sample(model), expected) < loras.ROUNDING
     assert parts(model)[1][0].load_device == model.load_device != two.devices[0]
-
-
-@pytest.mark.parametrize("dynamic", [True])
-def test_wan_sampler_runs_both_experts_on_two_cards(two):
-    expected = two_experts("Wan Sampler", [load(0), load(1)], 0.8)
-    models = [split(load(0)), split(load(1))]
-    for _ in range(2):
-        with a_prompt(*models):
-            result = two_experts("Wan Sampler", models, 0.8)
-            assert relative_error(result, expected) < loras.ROUNDING
