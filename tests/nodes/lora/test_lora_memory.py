@@ -121,6 +121,11 @@ def test_comfyui_loads_and_unloads_the_bank(expected, inference, monkeypatch, dy
         assert not [each for each in management.current_loaded_models if each.model is bank]
         assert bank.loaded_size() == 0
         assert cards.free(device) == 24 * GB
+    with monkeypatch.context() as patch:
+        patch.setattr("fast_video_vae.nodes.lora.apply._MOST_OF_DEVICE", 1e-9)
+        model = fast(load(), lora(0), 0.8)
+    assert not model.get_additional_models()  # a large bank stays on the host
+    assert relative_error(sample(model), expected) < loras.ROUNDING
     small = load()
     before, without, patched = loras.bits(small), sample(small), fast(small, lora(0), 0.8)
     for each in (patched, patched.clone(disable_dynamic=True), patched):

@@ -101,9 +101,12 @@ def test_a_chain_of_loaders_equals_the_sum_of_deltas(seed):
     assert torch.equal(sample(plain()[0]), without)
 
 
+VARIABLES = ("", "WAN_LORA_STREAMING", "WAN_LORA_ONTHEFLY")
+
+
 @pytest.mark.parametrize(
     ("mode", "variable"),
-    [("auto", ""), ("auto", "WAN_LORA_STREAMING"), ("stream", "WAN_LORA_ONTHEFLY")],
+    [*zip(["auto"] * 3, VARIABLES, strict=True), ("stream", "WAN_LORA_ONTHEFLY")],
 )
 def test_the_mode_or_for_auto_the_environment_chooses_the_method(
     mode, variable, monkeypatch, caplog
@@ -134,14 +137,14 @@ def test_the_mode_or_for_auto_the_environment_chooses_the_method(
 
 
 @pytest.mark.parametrize(
-    ("mode", "strength", "steps"),
+    ("mode", "phase", "strength", "steps"),
     [
-        ("auto", "1;0.9,0,-0.4", (0.9, 0.0, -0.4)),
-        ("bypass", "0.8,0.5@0.3-0.6", (0.0, 0.8, 0.0)),  # from 1/3 to 2/3
-        ("stream", "0.8@sigma:0.98-0.1", (0.0, 0.8, 0.8)),
+        ("auto", "low", "1;0.9,0,-0.4", (0.9, 0.0, -0.4)),
+        ("bypass", "high", "0.8,0.5;3@0.3-0.6", (0.0, 0.8, 0.0)),  # from 1/3 to 2/3
+        ("stream", "auto", "0.8;3@sigma:0.98-0.1", (0.0, 0.8, 0.8)),
     ],
 )
-def test_a_schedule_has_a_strength_for_each_step(mode, strength, steps):
+def test_a_schedule_has_a_strength_for_each_step(mode, phase, strength, steps):
     """The run of three steps is those steps taken one by one, with loaders of ComfyUI's."""
     model, latent = plain()[0], empty()
     known = {"known": prompts(), "steps": 3, "cfg": 4.0, "sampler": "euler"}
@@ -150,7 +153,7 @@ def test_a_schedule_has_a_strength_for_each_step(mode, strength, steps):
         end = start + 1 if start < 2 else 10000
         with torch.inference_mode():
             latent = advanced(first, model=one, latent=latent, start=start, end=end, **known)
-    patched = apply(model, stack(lora(0), strength), mode, "low")[0]
+    patched = apply(model, stack(lora(0), strength), mode, phase)[0]
     result = ksampler(patched, cfg=4.0, steps=3)
     assert relative_error(result, latent["samples"]) < loras.ROUNDING
 
@@ -193,6 +196,7 @@ BF16 = torch.bfloat16
     [
         (BF16, 0.001, "1", "", True),
         ("int8", 0.001, "1", "", True),
+        ("int8", 0.1, "1", "", False),
         (BF16, 0.1, "1", "", False),
         (torch.float32, 0.001, "1", "", False),
         (BF16, 0.001, "1,100", "", False),  # the largest strength of a run counts
