@@ -56,7 +56,7 @@ def merge(
             if change is None or not factor:
                 continue
             if isinstance(change, Pair):
-                rms = abs(amount * change.scale) * rms_of_pair(change.down, change.up)
+                rms = abs(amount * change.scale) * rms_of_pair(*change.tensors)
                 weight = model.get_model_object(part.target.key)
                 deltas.append((rms, rms_of(weight), weight.dtype))
             _patch(clone, part.target, change, amount)
