@@ -1,14 +1,12 @@
 """The parts of `bench_gpu.py`: what is measured on a GPU, what decides most first."""
 
 import contextlib
-import csv
 import functools
 import importlib
 import itertools
 import logging
 import math
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -22,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from fast_video_vae.kernels import synchronize, use_backend
+from fast_video_vae.kernels import use_backend
 from fast_video_vae.kernels.backends import SIGNATURES
 from fast_video_vae.kernels.modules import ask
 from fast_video_vae.kernels.ready import sample_inputs
@@ -55,11 +53,6 @@ _CLIPS = (
     ("encode", 81, 720, 1280), ("decode", 1, 2160, 3840),
 )  # fmt: skip
 _SMALL_CLIPS = (("encode", 5, 32, 48), ("decode", 5, 16, 16))
-
-# What `ncu` collects, and of that what is shown.
-_NCU = "--csv --page raw --profile-from-start off --section SpeedOfLight --section LaunchStats "
-_NCU += "--section ComputeWorkloadAnalysis --section MemoryWorkloadAnalysis"
-_SHOWN = "time_duration.sum|pipe_tensor.*pct|lts__t_bytes.*second|wavefronts_mem_shared.sum|regis"
 
 
 def limits(bench: Bench) -> Cases:
@@ -242,52 +235,6 @@ def memory(bench: Bench) -> Cases:
         yield f"decode in {gib} GiB", functools.partial(run, gib)
 
 
-def counters(bench: Bench) -> Cases:
-    """Yield what `ncu` counts at 96 channels, of our kernels, of cuDNN's, and of a norm."""
-
-    def count() -> Values:
-        marked_kernels(bench, way)  # here too, so that no error in it looks like one of the tool
-        if (tool := shutil.which("ncu")) is None:
-            raise FileNotFoundError("ncu is not on the PATH")
-        code = "import runpy; runpy.run_path('tests/conftest.py'); from fast_video_vae.tests."
-        code += f"benchmarks import gpu_parts as p; p.marked_kernels(p.Bench(), {way!r})"
-        lines = _output([tool, *_NCU.split(), sys.executable, "-c", code])
-        found = [line for line in lines if line.startswith('"')]
-        if len(found) < 5 + (way is not None):  # names, units and the kernels
-            raise RuntimeError(f"ncu counts nothing: {' '.join(lines[-2:])}")
-        table.extend(csv.DictReader([found[0], *found[2:]]))
-        return {"kernels": len(table)}
-
-    def longest(part: slice) -> Values:
-        duration = "gpu__time_duration.sum"
-        row = max(table[part], key=lambda row: float(row[duration].replace(",", "")))
-        return {key: row[key] for key in row if key == "Kernel Name" or re.search(_SHOWN, key)}
-
-    table: list[dict[str, str]] = []
-    taps, _ = bench.pick(CONVS, SMALL_CONVS)[0]
-    rows = [row for row in bench.found("hopper", "convolutions") if row.get("taps") == taps]
-    rows = [row for row in rows if row["by"] in ways_of(bench, taps, row["terms"])]
-    way = min(rows, key=lambda row: row["ms"])["route"] if rows else None  # of those that are right
-    yield "ncu", count
-    parts = {"tile": slice(1), "library": slice(1 + bool(way), -1), "norm": slice(-1, None)}
-    parts |= {"hopper": slice(1, 2)} if way else {}
-    yield from ((name, functools.partial(longest, parts[name])) for name in parts if table)
-
-
-def marked_kernels(bench: Bench, way: str | None) -> None:
-    """Run a tile, a `way`, the library and a norm, between the marks of the profiler."""
-    taps, size = bench.pick(CONVS, SMALL_CONVS)[0]
-    call, tile = Call(bench, taps, size, "bare"), _tiles(bench, taps, "bare")[0][1]
-    norm = sample_inputs.call("rms_norm_silu", (4, *size[1:]), torch.bfloat16, bench.device)
-    for marked in (False, bench.cuda):
-        marks = torch.cuda.profiler.profile() if marked else contextlib.nullcontext()
-        with routed(), use_backend("triton"), torch.no_grad(), marks:
-            for each in (tile, way, None) if way else (tile, None):
-                call.run(each)
-            ask("triton", "rms_norm_silu", *norm)
-            synchronize(bench.device)
-
-
 def float32(bench: Bench) -> Cases:
     """Yield the largest error of float32 on this device against float64 on a CPU, all families."""
 
@@ -399,7 +346,6 @@ PARTS = {
     "comfyui": (40, clips("comfyui"), "the same clips"),
     "graphs": (10, clips("without graphs", "with graphs", only=1), "CUDA graphs"),
     "memory": (18, memory, "720 x 1280 x 81 with less memory than the plan knows of"),
-    "counters": (24, counters, "by ncu"),
     "float32": (18, float32, "all families, against float64 on a CPU"),
     "check": (12, check, "of the device; --patience 6 has time for all planted faults"),
     "tests": (33, tests, "pytest -m gpu"),
