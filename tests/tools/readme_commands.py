@@ -92,7 +92,8 @@ def _try(line: str, python: str, av: str, base: Path | None) -> str:
     """Run a command in a clone; return the versions that it installed."""
     with tempfile.TemporaryDirectory(prefix="readme-") as folder:
         clone, venv = Path(folder) / "clone", Path(folder) / "venv"
-        run("git", "clone", "--quiet", ROOT, clone)
+        ignored = shutil.ignore_patterns(".*", "venv", "build", "__pycache__", "*.egg-info")
+        shutil.copytree(ROOT, clone, ignore=ignored)
         inside = new_environment(venv, python)
         if base is not None:
             link_torch(venv, base)
