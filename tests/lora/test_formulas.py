@@ -41,7 +41,7 @@ def assert_within(result, expected, roundings):
 
 
 @pytest.mark.parametrize("same", [True, False])
-@pytest.mark.parametrize(("part", "dtype"), zip(PARTS, DTYPES * 2, strict=True))
+@pytest.mark.parametrize(("part", "dtype"), [*zip(PARTS, DTYPES * 2, strict=True)])
 def test_a_delta_is_rounded_once_in_a_weight_and_in_an_output(part, dtype, same):
     """Written in place only where it may be; without `same`, pairs of outputs are in float32."""
     low, weight = made(part, dtype), torch.randn(OUT, INNER).to(dtype)

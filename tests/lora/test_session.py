@@ -18,7 +18,7 @@ from fast_video_vae.lora.keys import Targets
 from fast_video_vae.tests.lora import loading, nets
 from fast_video_vae.tests.lora.nets import LINEARS, MODES, Model, Q, assert_close, called, video
 
-each_way = pytest.mark.parametrize(("linear", "mode"), itertools.product(LINEARS, MODES))
+each_way = pytest.mark.parametrize(("linear", "mode"), [*itertools.product(LINEARS, MODES)])
 
 
 @pytest.fixture

@@ -79,7 +79,7 @@ UNUSABLE = {
 }
 
 
-@pytest.mark.parametrize(("said", "mode"), zip(UNUSABLE, ["auto", "merged"] * 2, strict=True))
+@pytest.mark.parametrize(("said", "mode"), [*zip(UNUSABLE, ["auto", "merged"] * 2, strict=True)])
 def test_an_unusable_file_is_a_one_line_error_of_the_node(expert_server, said, mode):
     path = expert_server.models("loras") / "bad.safetensors"
     path.write_bytes(UNUSABLE[said](random_weights(KIND)))

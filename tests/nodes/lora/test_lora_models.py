@@ -34,7 +34,7 @@ def plain(kind=KIND):
     return model, state, sample(model, kind)
 
 
-@pytest.mark.parametrize(("kind", "mode"), zip(diffusion.KINDS, loras.MODES * 2, strict=False))
+@pytest.mark.parametrize(("kind", "mode"), [*zip(diffusion.KINDS, loras.MODES * 2, strict=False)])
 def test_a_run_of_every_kind_equals_that_of_comfyuis_loader(kind, mode):
     model, _, without = plain(kind)
     expected = sample(core(model, lora(0, kind), 0.8), kind)
@@ -159,7 +159,7 @@ def test_a_schedule_has_a_strength_for_each_step(mode, phase, strength, steps):
 
 
 @pytest.mark.parametrize(
-    ("mode", "second"), zip(loras.UNMERGED, ["another", "none", "the same"], strict=True)
+    ("mode", "second"), [*zip(loras.UNMERGED, ["another", "none", "the same"], strict=True)]
 )
 def test_a_guider_of_two_models_applies_the_loras_of_each(mode, second, inference):
     """It calls the second model with the options of the first; their LoRAs differ."""
