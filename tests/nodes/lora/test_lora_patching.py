@@ -167,7 +167,10 @@ def test_a_lora_on_a_compiled_model_recompiles_nothing(monkeypatch):
     for _ in range(2):
         assert relative_error(sample(before), without) < loras.ROUNDING
         assert made() == (2, 2, 0)  # the model without a LoRA
-        assert relative_error(sample(fast(before, lora, 0.8, "stream")), expected[0.8]) < loras.ROUNDING
+        assert (
+            relative_error(sample(fast(before, lora, 0.8, "stream")), expected[0.8])
+            < loras.ROUNDING
+        )
     monkeypatch.setattr(torch.compiler, "reset", lambda: pytest.fail("everything is discarded"))
     model = diffusion.load_model(KIND)
     first = compiled(model)
