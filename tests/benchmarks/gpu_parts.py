@@ -52,7 +52,7 @@ _CLIPS = (
     ("decode", 81, 720, 1280), ("decode", 81, 480, 832), ("encode", 81, 480, 832),
     ("encode", 81, 720, 1280), ("decode", 1, 2160, 3840),
 )  # fmt: skip
-_SMALL_CLIPS = (("encode", 5, 32, 48), ("decode", 5, 16, 16))
+_SMALL_CLIPS = (("encode", 5, 16, 16), ("decode", 5, 16, 16))
 
 
 def limits(bench: Bench) -> Cases:
@@ -255,7 +255,7 @@ def tests(bench: Bench) -> Cases:
 
     def run() -> Values:
         options = "-q -W default -p no:cacheprovider -o addopts=--import-mode=importlib "
-        options += bench.pick("tests -m gpu -n 8", "tests/kernels/test_messages.py")
+        options += bench.pick("tests -m gpu -n 8", "tests/lora/test_texts.py")
         lines = _output([sys.executable, "-m", "pytest", *options.split()])
         failed = [line.split()[1] for line in lines if line.startswith(("FAILED", "ERROR"))]
         result = [line for line in lines if re.search(r"\d (passed|failed|error|deselected)", line)]
