@@ -4,18 +4,14 @@ Needs torch and safetensors. A `Bank` holds the LoRAs of a stack, `Amounts` hold
 and a `Session` applies them while a model runs; the weights of the model are never written.
 """
 
-from .adapters import OtherKinds, Pair, WeightFunction, describe, spell
-from .apply import ApplyMode, ScaledFunction
-from .bank import Bank, load_bank
+from .bank import Amounts, Bank, StackEntry, layer_name, load_bank
 from .blocks import Blocks, parse_blocks
-from .file import Identity, LoraFile, identity
-from .key_report import KeyReport
+from .deltas import ApplyMode, OtherKinds, Pair, ScaledFunction, WeightFunction, describe, spell
+from .file import Identity, KeyReport, LoraFile, identity
 from .keys import NETWORK, Target, Targets
-from .precision import rms_of, rms_of_pair, small_deltas
+from .precision import is_plain, rms_of, rms_of_pair, small_deltas
 from .schedule import SIGMA_TOLERANCE, Schedule, parse_number, parse_schedule, step_of
 from .session import Session
-from .strengths import Amounts, StackEntry, layer_name
-from .substitution import is_plain
 
 __all__ = [
     "NETWORK", "SIGMA_TOLERANCE", "Amounts", "ApplyMode", "Bank", "Blocks", "Identity", "KeyReport",

@@ -6,22 +6,23 @@ changes `amounts` (vllm-omni #6017 joins adapters in the same way). Files are re
 into their place.
 """
 
-import re
+import contextlib
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .adapters import OtherKinds, Pair, WeightFunction, as_matrix
+from .blocks import Blocks
+from .deltas import OtherKinds, Pair, WeightFunction, as_matrix
 from .file import FileEntry, Identity, KeyReport, LoraFile, identity
-from .keys import Target, Targets
+from .keys import NETWORK, Target, Targets
 from .precision import rms_of_pair
+from .schedule import Schedule
 
 # Ranks are padded with zeros to a multiple of this, for matrix units.
 _RANK_STEP = 8
@@ -33,13 +34,6 @@ class StoredFunction(NamedTuple):
     file: int
     form: WeightFunction
     names: tuple[str, ...]  # of its tensors in the bank
-
-
-class BankBlock(NamedTuple):
-    """A block of the model: its layers, and the place of their pairs (first, last + 1)."""
-
-    layers: tuple["BankLayer", ...]
-    pairs: tuple[int, int]
 
 
 @dataclass
@@ -58,22 +52,15 @@ class BankLayer:
     row: int = 0
 
     @property
-    def size(self) -> tuple[int, int]:
-        """Outputs and inputs of the layer."""
-        return as_matrix(self.shape)
-
-    @property
     def numel(self) -> int:
         """Elements of the joined pairs."""
-        return self.rank * sum(self.size) if self.rank else 0
+        return self.rank * sum(as_matrix(self.shape)) if self.rank else 0
 
-    def pairs(self, flat: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
-        """Return `down` `[rank, in]` and `up` `[out, rank]`, views of `flat` from place `start`."""
-        out, inner = self.size
-        at = self.at - start
-        down = flat[at : at + self.rank * inner].view(self.rank, inner)
-        up = flat[at + self.rank * inner : at + self.numel].view(out, self.rank)
-        return down, up
+    def pairs(self, flat: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return `down` `[rank, in]` and `up` `[out, rank]`, views of a bank's `flat` or copies."""
+        down = self.rank * as_matrix(self.shape)[1]
+        own = flat[self.at : self.at + self.numel].to(device, non_blocking=device.type == "cuda")
+        return own[:down].view(self.rank, -1), own[down:].view(-1, self.rank)
 
 
 class Bank(nn.Module):
@@ -115,6 +102,13 @@ class Bank(nn.Module):
             other.register_parameter(name, _parameter(value.detach().cpu()))
         return other
 
+    def pin(self) -> None:
+        """Pin what is on the host, in place, so that copies to a GPU do not wait."""
+        for value in self.parameters() if torch.cuda.is_available() else ():
+            if value.device.type == "cpu" and not value.is_pinned():
+                with contextlib.suppress(RuntimeError):
+                    value.data = value.data.pin_memory()
+
     def store(self, layer: BankLayer, file: int, function: WeightFunction) -> None:
         """Add a function of the weight of `layer`, from a file number."""
         # Parameters of this module: ComfyUI moves nothing of a module with submodules.
@@ -124,22 +118,12 @@ class Bank(nn.Module):
             self.register_parameter(name, _parameter(tensor))
         layer.others.append(StoredFunction(file, function.with_tensors(()), names))
 
-    def functions(self, layer: BankLayer) -> list[WeightFunction]:
-        """Return the functions of `layer` with their tensors."""
+    def functions(self, layer: BankLayer) -> list[tuple[int, WeightFunction]]:
+        """Return the file number of each function of `layer`, and the function."""
         return [
-            form.with_tensors([self.get_parameter(name).detach() for name in names])
-            for _, form, names in layer.others
+            (file, form.with_tensors([self.get_parameter(name).detach() for name in names]))
+            for file, form, names in layer.others
         ]
-
-    def blocks(self) -> list[BankBlock]:
-        """Return the blocks with pairs in the bank; layers outside are blocks of their own."""
-        blocks: list[BankBlock] = []
-        for _, found in groupby(self.layers.values(), lambda layer: block_of(layer.target.key)):
-            layers = tuple(found)
-            first, last = layers[0], layers[-1]
-            if first.at < (end := last.at + last.numel):
-                blocks.append(BankBlock(layers, (first.at, end)))
-        return blocks
 
 
 def _parameter(value: Tensor) -> nn.Parameter:
@@ -164,9 +148,6 @@ def load_bank(
         dtype: Dtype of the pairs, which are not cast again: use that of the computation.
         others: As in `LoraFile`.
 
-    Returns:
-        The bank, on the host.
-
     Raises:
         ValueError: A file cannot be used; nothing that was read is kept.
     """
@@ -176,57 +157,115 @@ def load_bank(
         if bank is None:
             files = [LoraFile(path, targets, others) for path in paths]
             bank = Bank(files, _layers(files, targets), dtype)
-            for number, entry in _entries(files):
-                _place(bank, number, files[number], entry)
+            for number, file in enumerate(files):
+                for entry in file.entries:
+                    _place(bank, number, file, entry)
             _banks[bank.files, dtype, targets.fingerprint] = bank
         return bank
 
 
-def block_of(key: str) -> str:
-    """Return the block of a model that the parameter `key` is in; "": none."""
-    match = re.search(r"(?:^|\.)(\w*(?:blocks|layers)\.\d+)\.", key)
-    return match[1] if match else ""
-
-
 def _place(bank: Bank, number: int, file: LoraFile, entry: FileEntry) -> None:
-    function = file.read(entry)
-    layer = bank.layers[entry.target]
-    if function is None:
-        return
+    function, layer = file.read(entry), bank.layers[entry.target]
     if isinstance(function, Pair):
         first, last = layer.rows[number]
-        down, up = layer.pairs(bank.flat)
+        down, up = layer.pairs(bank.flat, bank.flat.device)
         down, up = down[first:last], up[:, first:last]
-        down.copy_(function.down)
-        up.copy_(function.up)
+        down.copy_(function.tensors[0])
+        up.copy_(function.tensors[1])
         bank.scales[layer.row + first : layer.row + last] = function.scale
         if bank.flat.dtype.itemsize == 2:
             layer.sizes[number] = abs(function.scale) * rms_of_pair(down, up)
-        return
-    bank.store(layer, number, function)
+    elif function is not None:
+        bank.store(layer, number, function)
 
 
 def _layers(files: Sequence[LoraFile], targets: Targets) -> list[BankLayer]:
     layers: dict[Target, BankLayer] = {}
-    for number, entry in _entries(files):
-        layer = layers.setdefault(
-            entry.target, BankLayer(entry.target, targets.shape(entry.target))
-        )
-        if rank := entry.plain_rank:
-            layer.rows[number] = layer.rank, layer.rank + rank
-            layer.rank += rank
-    for layer in layers.values():
-        layer.rank = -(-layer.rank // _RANK_STEP) * _RANK_STEP
-    return sorted(layers.values(), key=lambda layer: _natural(layer.target))
-
-
-def _entries(files: Sequence[LoraFile]) -> Iterator[tuple[int, FileEntry]]:
     for number, file in enumerate(files):
         for entry in file.entries:
-            yield number, entry
+            made = BankLayer(entry.target, targets.shape(entry.target))
+            layer = layers.setdefault(entry.target, made)
+            if rank := entry.plain_rank:
+                layer.rows[number] = layer.rank, layer.rank + rank
+                layer.rank += rank
+    for layer in layers.values():
+        layer.rank = -(-layer.rank // _RANK_STEP) * _RANK_STEP
+    return [*layers.values()]
 
 
-def _natural(target: Target) -> tuple:
-    """Return a sort key that puts block 10 after block 9."""
-    words = re.split(r"(\d+)", target.key)
-    return tuple(int(word) if word.isdigit() else word for word in words), target.offset or ()
+@dataclass(frozen=True)
+class StackEntry:
+    """One LoRA of a stack."""
+
+    path: str | Path
+    schedule: Schedule
+    blocks: Blocks
+
+
+class Amounts:
+    """The factors of all rows of a bank, for the current strengths of a stack.
+
+    Args:
+        bank: A bank with the files of all entries.
+        stack: The entries.
+
+    Attributes:
+        flat: `[rows]` in float32: alpha / rank, times strength, times the factor of the block.
+        version: Increases with every change.
+    """
+
+    def __init__(self, bank: Bank, stack: Sequence[StackEntry]) -> None:
+        self._bank = bank
+        numbers = {file.path: number for number, file in enumerate(bank.files)}
+        self._files = [numbers[str(Path(entry.path).absolute())] for entry in stack]
+        self._factors = torch.zeros(len(stack), bank.scales.numel())
+        keys = {layer.target.key for layer in bank.layers.values()}
+        self._blocks = [
+            {key: entry.blocks.factor(layer_name(key)) for key in keys} for entry in stack
+        ]
+        entries = zip(self._factors, self._files, self._blocks, strict=True)
+        for factors, file, blocks in entries:
+            for layer in bank.layers.values():
+                first, last = layer.rows.get(file, (0, 0))
+                factors[layer.row + first : layer.row + last] = blocks[layer.target.key]
+        self._lock = threading.Lock()  # a model on several GPUs has a thread for each
+        self._strengths: tuple[float, ...] = ()
+        self.flat = torch.zeros_like(bank.scales)
+        self.version = 0
+        self.set((0.0,) * len(stack))
+
+    def set(self, strengths: Sequence[float]) -> None:
+        """Set `strengths`, one per entry."""
+        strengths = tuple(strengths)
+        with self._lock:
+            if strengths == self._strengths:
+                return
+            self._strengths = strengths
+            values = torch.tensor(strengths, dtype=torch.float64)
+            self.flat = (values @ self._factors.double() * self._bank.scales.double()).float()
+            self.version += 1
+
+    def rows(self, layer: BankLayer) -> tuple[int, int]:
+        """Return the active rows of `layer`: first, last + 1; equal: none."""
+        at_work = [rows for file, rows in layer.rows.items() if self.of(layer, file)]
+        if not at_work:
+            return 0, 0
+        return min(first for first, _ in at_work), max(last for _, last in at_work)
+
+    def of(self, layer: BankLayer, file: int) -> float:
+        """Return the strength of `file`, a file number of the bank, in `layer`."""
+        entries = zip(self._files, self._strengths, self._blocks, strict=True)
+        return sum(
+            strength * blocks[layer.target.key]
+            for number, strength, blocks in entries
+            if number == file
+        )
+
+    def rms(self, layer: BankLayer) -> float:
+        """Return the root mean square of the delta of the pairs of `layer`, as if independent."""
+        return sum((self.of(layer, file) * size) ** 2 for file, size in layer.sizes.items()) ** 0.5
+
+
+def layer_name(key: str) -> str:
+    """Return the layer's name of a parameter `key`, for block filters."""
+    return key.removeprefix(NETWORK).removesuffix(".weight").removesuffix(".bias")

@@ -33,9 +33,9 @@ _RANGE = re.compile(r"([0-9]{1,6})(?:\s*(-)\s*([0-9]{0,6}))?")
 _NAME = re.compile(r"(?=.*(?:[^\W\d]|[*?]))[^\s!=]+")  # with a letter, `_` or wildcard
 
 
-# Blocks from the first to the last, or layers by patterns for consecutive segments of their name;
+# Blocks from the first to the last, and patterns for consecutive segments of a layer's name, each
 # with a factor, or None for an exclusion.
-_Numbers = tuple[int, float, float | None]
+_Numbers = tuple[tuple[int, float], float | None]
 _Names = tuple[tuple[str, ...], float | None]
 
 
@@ -53,13 +53,13 @@ class Blocks:
         `blocks.12.self_attn.q`, `diffusion_model.blocks.12.self_attn.q`.
         """
         segments = module_name.split(".")
-        names = [factor for _, factor in self.names]
-        numbers = [factor for *_, factor in self.numbers]
+        numbers, names = ([factor for _, factor in each] for each in (self.numbers, self.names))
         by_name = _factor([factor for item, factor in self.names if _fit(item, segments)], names)
-        block = _block_number(segments)
-        if block is None:
+        # The last segment is the place of a layer in a list of layers, as in `text_embedding.0`.
+        blocks = [int(part) for part in segments[:-1] if part.isascii() and part.isdigit()]
+        if not blocks:
             return 0.0 if _choose(numbers) and not _choose(names) else by_name
-        fitting = [factor for first, last, factor in self.numbers if first <= block <= last]
+        fitting = [factor for (first, last), factor in self.numbers if first <= blocks[0] <= last]
         return by_name * _factor(fitting, numbers)
 
 
@@ -83,7 +83,7 @@ def parse_blocks(text: str) -> Blocks:
             )
         which, factor = which.removeprefix("!").strip(), None if excluded else factor
         if match := _RANGE.fullmatch(which):
-            numbers.append((*_range(match, text), factor))
+            numbers.append((_range(match, text), factor))
         elif _NAME.fullmatch(which) and all(segments := tuple(which.split("."))):
             names.append((segments, factor))
         else:
@@ -109,11 +109,6 @@ def _fit(patterns: Sequence[str], segments: Sequence[str]) -> bool:
         all(map(fnmatchcase, segments[start : start + len(patterns)], patterns))
         for start in range(len(segments) - len(patterns) + 1)
     )
-
-
-def _block_number(segments: Sequence[str]) -> int | None:
-    # The last segment is the place of a layer in a list of layers, as in `text_embedding.0`.
-    return next((int(part) for part in segments[:-1] if part.isascii() and part.isdigit()), None)
 
 
 def _factor(fitting: Sequence[float | None], all_items: Sequence[float | None]) -> float:

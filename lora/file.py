@@ -5,15 +5,13 @@ most one or two modules of the file are in memory. The file is read, not memory-
 pages of a mapping stay in memory, and touching a page that the file has lost kills the process.
 """
 
-import json
 import os
 import re
 import stat
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,9 +19,12 @@ import torch
 from torch import Tensor
 
 from ..kernels import LINE, PICKLE, ZIP, Header, guarded, kind_of, line, read_header, shown
-from .adapters import OtherKinds, WeightFunction, check_values, make_function, misfit, spell
-from .key_report import KeyReport
+from .deltas import OtherKinds, WeightFunction, make_function, spell
 from .keys import Target, Targets, is_of_text_encoder, scales_of, split_key, unsupported_kinds
+from .parts import Scales, check_pair, check_values, misfit
+
+# Most lines about pairs that do not fit, which can have any number of shapes.
+_MISFITS = 5
 
 # Differences by the parameter that they are of: a weight, a bias, a modulation.
 _DIFFERENCES = ("w_norm", "diff_b", "b_norm", "diff_m")
@@ -58,6 +59,48 @@ class FileEntry:
         return self.shapes["down"][0] if plain else 0
 
 
+@dataclass
+class KeyReport:
+    """Report on the keys of a file, by the reason why they are not applied."""
+
+    name: str
+    used: int = 0
+    absent: Counter[str] = field(default_factory=Counter)  # by last name
+    unfit: Counter[str] = field(default_factory=Counter)  # by reason
+    unsupported: Counter[str] = field(default_factory=Counter)  # by kind
+    unknown: list[str] = field(default_factory=list)
+    text_encoder: int = 0
+    repeated: int = 0  # in another dialect, or of another adapter
+    notes: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """Return a line for the applied keys, and one for each group of other keys."""
+        groups: dict[int, list[str]] = defaultdict(list)
+        for leaf, count in self.absent.items():
+            groups[count].append(leaf)
+        lines = []
+        for count, leaves in sorted(groups.items(), reverse=True):
+            names = "/".join(map(shown, leaves[:4])) + ("/..." if len(leaves) > 4 else "")
+            lines.append(f"{count * len(leaves)} keys for {names}: not in this model")
+        misfits = list(self.unfit.items())
+        lines += [f"{count} keys do not fit: {why}" for why, count in misfits[:_MISFITS]]
+        if rest := sum(count for _, count in misfits[_MISFITS:]):
+            lines.append(f"{rest} more keys do not fit")
+        kinds = self.unsupported.items()
+        lines += [f"{count} keys of an unsupported kind ({kind})" for kind, count in kinds]
+        if self.unknown:
+            some = ", ".join(map(shown, self.unknown[:3]))
+            some += ", ..." if len(self.unknown) > 3 else ""
+            lines.append(f"{len(self.unknown)} keys of an unknown form: {some}")
+        if self.text_encoder:
+            lines.append(f"{self.text_encoder} keys for a text encoder: not applied to a model")
+        if self.repeated:
+            why = "earlier keys or adapters have their weights"
+            lines.append(f"{self.repeated} keys are ignored: {why}")
+        first = f"{self.name}: {self.used} keys applied"
+        return [first, *(f"  {each}" for each in (*lines, *self.notes))]
+
+
 class LoraFile:
     """One LoRA file for a model.
 
@@ -85,7 +128,7 @@ class LoraFile:
             header = self._header()
             self._start, self._places = header.start, header.places
             self._scales_of = scales_of(header.places)
-            self._scales = _Scales(header.metadata)
+            self._scales = Scales(header.metadata)
             self._sort(targets)
         if not self.entries:
             raise ValueError(self._no_match(targets))
@@ -106,7 +149,8 @@ class LoraFile:
             for name, tensor in parts.items():
                 check_values(name, tensor, where)
             if parts.keys() & {"up", "down"}:
-                self._scales.complete(parts, where)
+                check_pair(parts, where)
+                self._scales.complete(parts)
             try:
                 return make_function(parts, entry.shape, self._others)
             except ValueError as error:
@@ -266,50 +310,3 @@ def _leaf(stem: str, part: str) -> str:
     names = [name for name in stem.split(".") if not name.isdigit()]
     leaf = names[-1] if names else stem
     return re.sub(r".*blocks_\d+_(?=.)", "", leaf)
-
-
-class _Scales:
-    """Scales in the metadata of a file: PEFT's configuration, as diffusers writes it."""
-
-    def __init__(self, metadata: Mapping[str, str]) -> None:
-        known: dict[str, object] = dict(metadata)
-        for name in ("lora_adapter_metadata", "adapter_config", "peft_config", "ss_network_args"):
-            try:
-                value = json.loads(metadata.get(name, "{}"), parse_int=_whole)
-            except (ValueError, RecursionError):
-                value = {}
-            if isinstance(value, dict):
-                known |= {str(key).rpartition(".")[2]: each for key, each in value.items()}
-        self.stabilised = str(known.get("use_rslora", "")).lower() in ("true", "1")
-        self.given_alpha = _number(known.get("lora_alpha"))
-
-    def complete(self, parts: dict[str, Tensor], where: str) -> None:
-        """Give a pair its alpha, for the scale alpha / rank, after a check of its ranks."""
-        for name in ("up", "down"):
-            if name not in parts:
-                raise ValueError(
-                    f"{where}: {', '.join(parts)} without {name}; expected all of them"
-                )
-            if parts[name].ndim < 2:
-                shape = f"{where}: {name} has the shape {list(parts[name].shape)}"
-                raise ValueError(f"{shape}; expected two dimensions")
-        up, down = parts["up"], parts["down"]
-        if (width := prod(up.shape[1:])) != len(down):
-            ranks = f"up has rank {width}, down has rank {len(down)}"
-            raise ValueError(f"{where}: {ranks}; expected the same rank")
-        alpha = parts.get("alpha", self.given_alpha)
-        if alpha is not None:
-            factor = len(down) ** 0.5 if self.stabilised else 1.0
-            parts["alpha"] = torch.as_tensor(alpha).float() * factor
-
-
-def _whole(digits: str) -> int | float:
-    """Parse an integer; a long one becomes a float: Python takes minutes for a million digits."""
-    return int(digits) if len(digits) < 20 else float(digits)
-
-
-def _number(value: object) -> float | None:
-    try:
-        return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        return None

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from .apply import ApplyMode, JoinedPairs, ScaledFunction, break_even
-from .precision import is_weak, rms_of
-from .substitution import Changes, is_plain, substitution_of
+from .deltas import ApplyMode, JoinedPairs, ScaledFunction, break_even
+from .precision import is_plain, is_weak, rms_of
+from .substitution import Changes, substitution_of
 
 
 @dataclass
@@ -30,6 +30,7 @@ class Counts:
     bypass: int = 0
     formula: int = 0
     unserved: set[str] = field(default_factory=set)  # modules whose weights could not be reached
+    fetched_bytes: int = 0  # of pairs, which are on the host
     timed: Callable[[str, torch.device], AbstractContextManager[None]] | None = None
 
     def add(self, delta: JoinedPairs | ScaledFunction, way: str) -> None:
@@ -40,7 +41,7 @@ class Counts:
 
     def clear(self) -> None:
         """Reset the counts."""
-        self.stream = self.bypass = self.formula = 0
+        self.stream = self.bypass = self.formula = self.fetched_bytes = 0
 
 
 Deltas = Sequence[JoinedPairs | ScaledFunction]
@@ -80,11 +81,10 @@ class LayerHook:
         self._weight_changed = self._bias_changed = False
         self._substitution = substitution_of(module)
         # The same objects in each call, because compiled code refers to them.
-        weight_change, self._bias_change = {"weight": self._weight}, {"bias": self._bias}
         self._changes: dict[tuple[bool, bool], Changes] = {
-            (True, True): {**weight_change, **self._bias_change},
-            (True, False): weight_change,
-            (False, True): self._bias_change,
+            (True, True): {"weight": self._weight, "bias": self._bias},
+            (True, False): {"weight": self._weight},
+            (False, True): {"bias": self._bias},
         }
         self._size: float | None = None  # of the weight
         weight = _parameter(module, "weight")
@@ -123,7 +123,7 @@ class LayerHook:
         elif is_lazy:
             self._substitution.detach()
             if work.bias and not self._has_own_product:
-                self._substitution.attach(self._bias_change)
+                self._substitution.attach(self._changes[False, True])
 
     def _after(self, module: nn.Module, args: tuple, y: Tensor) -> Tensor | None:
         work = self.work
@@ -136,8 +136,8 @@ class LayerHook:
         if self._linear and isinstance(y, Tensor) and args:
             if not weight_changed:
                 y = self._bypassed(work, y, args[0])
-            if not bias_changed:
-                y = self._biased(work, y)
+            for change in () if bias_changed else work.bias:
+                y = self._added(work, y, change.into_output(y))
         elif not (weight_changed and bias_changed):
             work.counts.unserved.add(self.name)
         self._start(work)
@@ -146,23 +146,17 @@ class LayerHook:
     def _bypassed(self, work: LayerWork, y: Tensor, x: Tensor) -> Tensor:
         with self._timed(work, "bypass", y):
             for delta in work.now():
-                added = delta.bypass(y, x)
-                if added is None:
-                    work.counts.unserved.add(self.name)
-                else:
+                y = self._added(work, y, added := delta.bypass(y, x))
+                if added is not None:
                     work.counts.add(delta, "bypass")
-                    y = added
         return y
 
-    def _biased(self, work: LayerWork, y: Tensor) -> Tensor:
-        """Return the output `y` with the changes of the bias, written into it if possible."""
-        for change in work.bias:
-            added = change.into_output(y)
-            if added is None:
-                work.counts.unserved.add(self.name)
-            else:
-                y = added
-        return y
+    def _added(self, work: LayerWork, y: Tensor, added: Tensor | None) -> Tensor:
+        """Return an output with a delta, or if there is none (None) without it."""
+        if added is None:
+            work.counts.unserved.add(self.name)
+            return y
+        return added
 
     def _streams(self, work: LayerWork, x: Tensor) -> bool:
         """Return whether a call uses a changed weight."""
@@ -203,7 +197,7 @@ class LayerHook:
         if work is None:
             return weight
         self._weight_changed = True
-        owned = not self._is_own(weight)
+        owned = False  # memory of the module, or of another pack's function
         with self._timed(work, "formula" if work.needs_weight else "stream", weight):
             for delta in work.now():
                 work.counts.add(delta, "stream")
@@ -216,25 +210,8 @@ class LayerHook:
             return bias
         self._bias_changed = True
         for change in self.work.bias:
-            bias = change.into_weight(bias, owned=False)
+            bias = change.into_weight(bias)
         return bias
-
-    def _is_own(self, weight: Tensor) -> bool:
-        """Return whether some memory may belong to the module, or to another pack's function."""
-        if hasattr(self.module, "_v") or torch.compiler.is_compiling():
-            # It may be memory that is kept for the next call, or unknown; and compiled code needs
-            # no memory for the copy.
-            return True
-        is_first = len(getattr(self.module, "weight_function", ())) == 1
-        if not is_first or not type(self.module).__module__.startswith("comfy."):
-            return True
-        parameter = _parameter(self.module, "weight")
-        if parameter is None or parameter.is_meta:
-            return True
-        try:
-            return parameter.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
-        except (RuntimeError, NotImplementedError):
-            return False  # another kind of tensor, which was converted to this one
 
     def _timed(self, work: LayerWork, kind: str, like: Tensor) -> AbstractContextManager[None]:
         timed = work.counts.timed

@@ -9,9 +9,7 @@ distributed weights and deltas half an eps of the dtype between their sizes keep
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
-
-from .substitution import is_plain
+from torch import Tensor, nn
 
 # Smallest size of a delta that is added to a weight, in units of the weight's size and the eps.
 _LEAST = 0.5
@@ -22,15 +20,10 @@ _ROWS, _SOME = 32, 128
 
 
 def is_weak(rms: float, size: float | None, dtype: torch.dtype) -> bool:
-    """Return whether rounding takes more than about 3 % of the effect of a delta.
+    """Return whether rounding to `dtype` takes more than about 3 % of the effect of a delta.
 
-    Args:
-        rms: Root mean square of the delta.
-        size: That of the weight, from `rms_of`; None: unknown.
-        dtype: Dtype of the sum.
-
-    Returns:
-        Whether a bypass is better; also for an unknown weight. False for float32 and wider.
+    `rms` and `size` are the root mean squares of the delta and of the weight; for an unknown size
+    (None) a bypass is better, too.
     """
     if torch.finfo(dtype).bits > 16 or not rms:
         return False
@@ -39,8 +32,7 @@ def is_weak(rms: float, size: float | None, dtype: torch.dtype) -> bool:
 
 def small_deltas(deltas: Iterable[tuple[float, float | None, torch.dtype]], mode: str) -> list[str]:
     """Return a line about the deltas that are weak for weights of known size, or none."""
-    known = [each for each in deltas if each[1] is not None]
-    weak = [dtype for rms, size, dtype in known if is_weak(rms, size, dtype)]
+    weak = [each[2] for each in deltas if each[1] is not None and is_weak(*each)]
     if not weak:
         return []
     name = str(weak[0]).removeprefix("torch.")
@@ -72,9 +64,13 @@ def rms_of(weight: Tensor) -> float | None:
         return None
     if data.is_meta:
         return None
-    rows = data.detach()[:: _step(len(data), _ROWS)].float()
-    size = float(rows.square().mean()) ** 0.5
+    size = float(data.detach()[:: _step(len(data), _ROWS)].float().square().mean()) ** 0.5
     return size if scale is None else size * float(scale.float().square().mean()) ** 0.5
+
+
+def is_plain(weight: Tensor) -> bool:
+    """Return whether a weight is PyTorch's own kind of tensor, not a quantised or packed one."""
+    return type(weight) in (Tensor, nn.Parameter)
 
 
 def _step(length: int, count: int) -> int:

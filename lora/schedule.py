@@ -87,12 +87,10 @@ class Schedule:
             phase: The expert that is called, from 0, the one for high noise.
             phases: Number of phases of the run. 1: unknown, and `phase` is used as it is.
             phase_step: Step within the phase, from 0.
-            phase_steps: Steps of the phase. None (or no `phase_step`): unknown, and a list is
-                spread over the steps of the run, as in a sampler for one expert.
+            phase_steps: Steps of the phase; None: unknown, a list is spread over the whole run.
 
         Raises:
-            ValueError: A step is out of range, or the schedule has another number of phases than
-                the run, or none for this phase.
+            ValueError: A step is out of range, or the schedule does not have the phases.
         """
         _check_step(step, steps)
         values = self._of_phase(phase, phases)
@@ -162,23 +160,13 @@ def parse_number(text: str) -> float | None:
 
 
 def step_of(sigma: float, sigmas: Sequence[float]) -> int:
-    """Return the step of a run that a model call belongs to.
+    """Return the step of a run that a model call at `sigma` belongs to.
 
-    A step lasts from one sigma of the list to the next. Solvers with several stages also call the
-    model between the two; at the next sigma the next step has started.
-
-    Args:
-        sigma: Sigma of the call.
-        sigmas: Sigmas of the run, one more than it has steps, falling; repetitions and a 0 at the
-            end are allowed. Rising sigmas, of a run that adds noise, are read in their own
-            direction.
-
-    Returns:
-        The last step that starts at `sigma` or before it, within `SIGMA_TOLERANCE`; 0 for a call
-        before the first, the last step for a call at the end of the list.
-
-    Raises:
-        ValueError: There are no sigmas.
+    A step lasts from one sigma of the list to the next; solvers with several stages also call the
+    model between the two. `sigmas` are one more than the steps, falling, with repetitions and a 0
+    at the end allowed; rising ones, of a run that adds noise, are read in their own direction. A
+    call before the first belongs to step 0, one at the end of the list to the last step. A
+    ValueError: there are no sigmas.
     """
     if len(sigmas) == 0:
         raise ValueError("the list of sigmas is empty; expected one more sigma than steps")

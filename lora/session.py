@@ -10,11 +10,9 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from .apply import ApplyMode, JoinedPairs, ScaledFunction
-from .bank import Bank, BankLayer
+from .bank import Amounts, Bank, BankLayer
+from .deltas import ApplyMode, JoinedPairs, ScaledFunction
 from .hooks import Counts, Deltas, LayerHook, LayerWork, replace_parameter
-from .offload import BankLoader
-from .strengths import Amounts
 from .substitution import is_seen_by_compiled_code
 
 # A delta, or what gives it in the call.
@@ -30,31 +28,22 @@ class Session:
     """Applies a bank during the calls of models.
 
     A model is unchanged between calls. A session can be used with several copies of a model, one
-    after the other, and a model with several sessions.
+    after the other, and a model with several sessions. If the bank is not on the device of the
+    computation, a layer's pairs are copied there when it needs them: they are about a hundredth of
+    a model.
 
     Args:
         bank: The bank.
         amounts: The strengths.
         mode: How deltas are applied.
-        staged: As in `BankLoader`.
 
     Attributes:
         counts: The applied deltas so far.
-        loader: The source of the pairs; None: not needed yet.
     """
 
-    def __init__(
-        self,
-        bank: Bank,
-        amounts: Amounts,
-        mode: ApplyMode = "auto",
-        *,
-        staged: bool = False,
-    ) -> None:
+    def __init__(self, bank: Bank, amounts: Amounts, mode: ApplyMode = "auto") -> None:
         self.bank, self.amounts, self.counts = bank, amounts, Counts()
-        self.loader: BankLoader | None = None
         self._mode: ApplyMode = mode
-        self._staged = staged
         self._flat: Tensor | None = None
         self._layers: dict[str, list[BankLayer]] = {}  # by key of the parameter
         for layer in bank.layers.values():
@@ -103,8 +92,7 @@ class Session:
 
     def release(self) -> None:
         """Release the memory of the bank after a run, until the next run."""
-        self._works, self._values, self.loader, self._known = {}, {}, None, ()
-        self._is_new = True
+        self._works, self._values, self._known, self._is_new = {}, {}, (), True
 
     def _module(
         self, model: nn.Module, modules: dict[str, nn.Module], name: str, key: str
@@ -116,8 +104,8 @@ class Session:
 
     def _prepare(self, device: torch.device) -> None:
         """Prepare the work of the layers, unless it is unchanged."""
-        if self.loader is None or self._known[:-1] != (*self.bank.place, device):
-            self.loader = BankLoader(self.bank, device, staged=self._staged)  # may move the bank
+        if self.bank.flat.device != device:
+            self.bank.pin()
         known = *self.bank.place, device, self.amounts.version
         if known == self._known:
             return
@@ -128,14 +116,13 @@ class Session:
         else:
             self._flat.copy_(self.amounts.flat)
         self._works, self._values = {}, {}
-        for key, some in self._layers.items():
-            parts = [part for each in some for part in self._parts(each, self.loader, self._flat)]
-            if parts:
-                self._assign(key, parts, some, self.loader)
+        for key, layers in self._layers.items():
+            if parts := [part for each in layers for part in self._parts(each, device, self._flat)]:
+                self._assign(key, parts, layers, is_here=self.bank.flat.device == device)
         self._known = known
 
     def _assign(
-        self, key: str, parts: list[_Part], layers: list[BankLayer], loader: BankLoader
+        self, key: str, parts: list[_Part], layers: list[BankLayer], *, is_here: bool
     ) -> None:
         """Give the module of the parameter `key` its work."""
         name, _, leaf = key.rpartition(".")
@@ -143,41 +130,48 @@ class Session:
             self._values[key] = parts
             return
         work = self._works.setdefault(name, LayerWork(self.counts, self._mode))
-        if leaf == "bias":
-            # There are no pairs of a bias.
-            work.bias = [part for part in parts if isinstance(part, ScaledFunction)]
+        functions = [part for part in parts if isinstance(part, ScaledFunction)]
+        if leaf == "bias":  # of which there are no pairs
+            work.bias = functions
             return
-        work.deltas = _deltas(parts) if loader.is_here else functools.partial(_deltas, parts)
-        work.needs_weight = any(isinstance(part, ScaledFunction) for part in parts)
+        work.deltas = _deltas(parts) if is_here else functools.partial(_deltas, parts)
+        work.needs_weight = bool(functions)
         if self._mode == "auto":
             rms = self.amounts.rms  # without this session, which has the work
             work.rms = lambda: min(filter(None, map(rms, layers)), default=0.0)
 
-    def _parts(self, layer: BankLayer, loader: BankLoader, flat: Tensor) -> list[_Part]:
+    def _parts(self, layer: BankLayer, device: torch.device, amounts: Tensor) -> list[_Part]:
         """Return the active parts of a layer, in the order of the files where it matters."""
-        functions = self.bank.functions(layer) if layer.others else []
         others = [
-            (stored.file, ScaledFunction(function, strength, layer.target.offset))
-            for stored, function in zip(layer.others, functions, strict=True)
-            if (strength := self.amounts.of(layer, stored.file))
+            (file, ScaledFunction(function, strength, layer.target.offset))
+            for file, function in self.bank.functions(layer)
+            if (strength := self.amounts.of(layer, file))
         ]
+        joined = functools.partial(_pairs, self.bank, layer, amounts, self.counts, device)
         if not others:
             first, last = self.amounts.rows(layer)
-            joined = functools.partial(_pairs, loader, layer, flat, first, last)
-            return [joined] if last > first else []
+            return [functools.partial(joined, first, last)] if last > first else []
         parts: list[_Part] = []
         for file in sorted({file for file, _ in others} | layer.rows.keys()):
             if file in layer.rows and self.amounts.of(layer, file):
-                parts.append(functools.partial(_pairs, loader, layer, flat, *layer.rows[file]))
+                parts.append(functools.partial(joined, *layer.rows[file]))
             parts += [other for number, other in others if number == file]
         return parts
 
 
 def _pairs(
-    loader: BankLoader, layer: BankLayer, amounts: Tensor, first: int, last: int
+    bank: Bank,
+    layer: BankLayer,
+    amounts: Tensor,
+    counts: Counts,
+    device: torch.device,
+    first: int,
+    last: int,
 ) -> JoinedPairs:
-    """Return the rows `first` to `last` of the joined pairs of a layer."""
-    down, up = loader.pairs(layer)
+    """Return the rows `first` to `last` of the joined pairs of a layer, on a device."""
+    down, up = layer.pairs(bank.flat, device)
+    if bank.flat.device != device:
+        counts.fetched_bytes += down.nbytes + up.nbytes
     rows = amounts[layer.row + first : layer.row + last]
     return JoinedPairs(down[first:last], up[:, first:last], rows, layer.target.offset)
 

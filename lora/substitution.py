@@ -1,11 +1,16 @@
-"""Ways to give a module other parameters for some time, by its kind."""
+"""Ways to give a module other parameters for some time, by its kind.
 
-from abc import ABC, abstractmethod
+Each has `attach`, which applies functions of parameters until `detach`. A lazy one computes them
+when the module reads a parameter, so they cost nothing if it does not.
+"""
+
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+
+from .precision import is_plain
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -19,29 +24,13 @@ _set = object.__setattr__
 Changes = Mapping[str, Callable[[Tensor], Tensor]]
 
 
-class Substitution(ABC):
-    """Gives a module other parameters between `attach` and `detach`."""
+class FunctionLists:
+    """For modules that apply the functions of a list to a parameter that they have cast."""
 
-    # Changes are computed when the module reads a parameter, so they cost nothing if it does not.
     is_lazy: ClassVar[bool] = True
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-
-    @abstractmethod
-    def attach(self, changes: Changes) -> None:
-        """Apply `changes` until `detach`; nothing is attached."""
-
-    @abstractmethod
-    def detach(self) -> None:
-        """Restore the parameters, if others are attached."""
-
-
-class FunctionLists(Substitution):
-    """For modules that apply the functions of a list to a parameter that they have cast."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
         # The lists of the module and ours in their place, by attribute.
         self._lists: dict[str, tuple[list, list]] = {}
 
@@ -79,8 +68,7 @@ class Unpacking(FunctionLists):
         """Change what the method returns, and append `changes` to the lists."""
         super().attach(changes)
         unpack, module = getattr(self._module, self.METHOD), self._module
-        own = module.__dict__.get(self.METHOD)
-        self._others = {} if own is None else {self.METHOD: own}
+        self._others = {k: each for k, each in module.__dict__.items() if k == self.METHOD}
 
         def unpacked(packed: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:  # noqa: ANN401
             value = unpack(packed, *args, **kwargs)
@@ -99,24 +87,23 @@ class Unpacking(FunctionLists):
         super().detach()
 
 
-class Parameters(Substitution):
+class Parameters:
     """For all other modules; parameters that are not plain floating point stay."""
 
-    is_lazy = False
+    is_lazy: ClassVar[bool] = False
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
+        self._module = module
         self._own: dict[str, nn.Parameter | None] = {}
 
     def attach(self, changes: Changes) -> None:
         """Replace parameters by the results of `changes`."""
         self.detach()  # a forward that failed has left them
-        parameters = self._module._parameters
         for name, change in changes.items():
-            own = parameters.get(name)
+            own = self._module._parameters.get(name)
             if own is not None and own.dtype in _FLOATS:
                 self._own[name] = own
-                parameters[name] = nn.Parameter(change(own.detach()), requires_grad=False)
+                self._module._parameters[name] = nn.Parameter(change(own.detach()), False)
 
     def detach(self) -> None:
         """Restore the parameters."""
@@ -124,11 +111,11 @@ class Parameters(Substitution):
         self._own = {}
 
 
-def substitution_of(module: nn.Module) -> Substitution:
+def substitution_of(module: nn.Module) -> FunctionLists | Parameters:
     """Return the way to give `module` other parameters."""
-    weight = getattr(module, "weight", None)
     if not isinstance(getattr(module, "weight_function", None), list):
         return Parameters(module)
+    weight = getattr(module, "weight", None)
     is_packed = isinstance(weight, Tensor) and not is_plain(weight)
     if is_packed and callable(getattr(type(module), Unpacking.METHOD, None)):
         return Unpacking(module)
@@ -145,11 +132,6 @@ def is_seen_by_compiled_code(module: nn.Module) -> bool:
     forward = getattr(module.forward, "__func__", module.forward)
     names = getattr(getattr(forward, "__code__", None), "co_names", ())
     return "weight_function" in names and (is_float or type(weight).__module__.startswith("comfy"))
-
-
-def is_plain(weight: Tensor) -> bool:
-    """Return whether a weight is PyTorch's own kind of tensor, not a quantised or packed one."""
-    return type(weight) in (Tensor, nn.Parameter)
 
 
 def _name_of(module: nn.Module, packed: Tensor) -> str | None:

@@ -3,9 +3,7 @@
 import re
 from urllib.parse import unquote
 
-import pytest
-
-from fast_video_vae.tests.tools import figures, joins_chart
+from fast_video_vae.tests.tools import figures
 
 ROOT = figures.ROOT
 README = ROOT / "README.md"
@@ -21,6 +19,7 @@ PICTURE_BYTES = 3_000_000
 FIRST_SCREEN = 40
 
 NAMED_TEST = re.compile(r"\[(test_\w+)\]\(((?:\.\./)?tests/[^)]+)\)")
+SCRIPT = re.compile(r"python (tests/\w+/\w+\.py)")
 TARGET = re.compile(r'\]\(([^)]+)\)|(?:href|src)="([^"]+)"')
 
 
@@ -45,23 +44,21 @@ def anchors(path):
     return {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}
 
 
-pages = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_link_leads_to_a_file_and_a_heading():
+    for path in PAGES:
+        for target in targets(path):
+            name, _, anchor = target.partition("#")
+            file = path.parent / name if name else path
+            assert file.exists(), (path, target)
+            assert not anchor or anchor in anchors(file), (path, target)
 
 
-@pages
-def test_every_link_leads_to_a_file_and_a_heading(path):
-    for target in targets(path):
-        name, _, anchor = target.partition("#")
-        file = path.parent / name if name else path
-        assert file.exists(), target
-        if anchor:
-            assert anchor in anchors(file), target
-
-
-@pages
-def test_every_test_that_a_page_names_exists(path):
-    for name, target in NAMED_TEST.findall(text_of(path)):
-        assert f"def {name}(" in text_of(path.parent / unquote(target)), name
+def test_every_test_and_script_that_a_page_names_exists():
+    for path in PAGES:
+        for name, target in NAMED_TEST.findall(text_of(path)):
+            assert f"def {name}(" in text_of(path.parent / unquote(target)), (path, name)
+        scripts = () if path.name == "LOG.md" else SCRIPT.findall(text_of(path))
+        assert [each for each in scripts if not (ROOT / each).is_file()] == [], path
 
 
 def test_every_unique_ability_names_its_test():
@@ -71,15 +68,10 @@ def test_every_unique_ability_names_its_test():
     assert [claim for claim in claims if len(NAMED_TEST.findall(claim)) != 1] == []
 
 
-@pages
-def test_the_tables_have_the_figures_of_the_rows(path):
-    page = text_of(path)
-    assert page == figures.filled(page), "stale: python tests/tools/figures.py"
-
-
-def test_the_chart_of_joins_has_the_figures_of_the_rows():
-    stale = "stale: python tests/tools/joins_chart.py"
-    assert text_of(joins_chart.CHART) == joins_chart.drawn(), stale
+def test_the_tables_have_the_figures_of_the_rows():
+    for path in figures.PAGES:
+        page = text_of(path)
+        assert page == figures.filled(page), f"stale: {path}: python tests/tools/figures.py"
 
 
 def test_every_page_is_linked():

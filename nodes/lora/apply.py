@@ -4,6 +4,10 @@ A clone carries its stack, one wrapper around its calls, and the bank as an addi
 ComfyUI loads, counts and frees together with the model. The model's patches and `patches_uuid`, by
 which ComfyUI decides whether to reload weights, are the input's. Hooks on the modules are shared by
 all clones and do the work of the clone that is called (`lora.session`).
+
+The holder of a bank, the patcher by which ComfyUI loads it, is of the kind of the model: for a
+dynamic model (DynamicVRAM) a dynamic one. One other patcher in a list of models to load makes
+ComfyUI free memory by estimates, and unload dynamic models that it leaves alone otherwise.
 """
 
 import logging
@@ -17,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import comfy.model_management
+import comfy.model_patcher
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
@@ -34,16 +39,14 @@ from ...lora import (
     step_of,
 )
 from ..host import run_phase, timing
-from .holder import KEY, follow, give_back, holder_of, holders
 from .kinds import function_of, targets_of
-from .merged import merge
-from .saving import save_with_loras, without_loras
+from .merged import KEY, merge, save_with_loras, without_loras
 
 _logger = logging.getLogger(__name__)
 
 LoraMode = ApplyMode | Literal["merged"]
 
-# Largest share of a device's memory for a bank. Blocks of a larger one are fetched one ahead.
+# Largest share of a device's memory for a bank. The pairs of a larger one are fetched by layer.
 _MOST_OF_DEVICE = 1 / 8
 
 
@@ -73,7 +76,7 @@ def apply_lora(
     save_with_loras(clone)
     room = comfy.model_management.get_total_memory(model.load_device) * _MOST_OF_DEVICE
     if 0 < bank.nbytes <= room:
-        clone.set_additional_models(KEY, [holder_of(bank, model)])
+        clone.set_additional_models(KEY, [_holder_of(bank, model)])
     return clone, report
 
 
@@ -150,7 +153,7 @@ class AttachedLoras:
 
     def around(self, executor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """Run a sampler; if requested, log counts, and add the times to the prompt's table."""
-        follow(getattr(executor.class_obj, "model_patcher", None))  # type: ignore[attr-defined]
+        _follow(getattr(executor.class_obj, "model_patcher", None))  # type: ignore[attr-defined]
         self._timed = partial(timing.span, "LoRA") if _is_set("WAN_LORA_TIMING") else None
         for session in self.sessions.values():
             session.counts.clear()
@@ -162,23 +165,22 @@ class AttachedLoras:
                     _logger.info("Fast Video VAE: LoRA: %s", self._counted(session))
                 session.release()
             for holder in self._holders:
-                give_back(holder)
+                _give_back(holder)
             # The banks of further GPUs go with their models.
             self.sessions = {key: one for key, one in self.sessions.items() if key[0] is self.bank}
 
     def _counted(self, session: Session) -> str:
         """Return the counts and bytes of a run."""
-        counts, loader = session.counts, session.loader
+        counts = session.counts
         parts = [f"{kind} {getattr(counts, kind)}" for kind in ("stream", "bypass", "formula")]
         parts.append(f"held {self.bank.nbytes / 2**20:.1f} MiB")
-        if loader is not None and loader.fetched_bytes:
-            parts.append(f"fetched {loader.fetched_bytes / 2**20:.1f} MiB")
-            parts.append(f"{loader.hits} of {loader.hits + loader.misses} blocks in time")
+        if counts.fetched_bytes:
+            parts.append(f"fetched {counts.fetched_bytes / 2**20:.1f} MiB")
         return ", ".join(parts)
 
     def _session_for(self, base: nn.Module, device: torch.device) -> Session:
         bank = self.bank
-        for holder in holders(getattr(base, "current_patcher", None)):
+        for holder in _holders_of(getattr(base, "current_patcher", None)):
             if holder.model.layers is bank.layers:  # not of another clone of the same model
                 self._holders.add(holder)
                 bank = holder.model
@@ -223,3 +225,44 @@ def _mode_of(mode: ApplyMode) -> ApplyMode:
 
 def _is_set(name: str) -> bool:
     return os.environ.get(name, "").strip().lower() not in ("", "0", "false", "no", "off")
+
+
+def _holder_of(bank: Bank, model: ModelPatcher) -> ModelPatcher:
+    """Return a patcher that loads a bank with a model; those of one bank have a common parent."""
+    # ComfyUI warns of loaded models without a live patcher.
+    known = model.load_device, model.offload_device, not model.is_dynamic()
+    if known not in bank.companions:
+        holder = _patcher(lambda: bank, *known)
+        # ComfyUI makes the additional models of another GPU by this call.
+        holder.cached_patcher_init = _patcher, (bank.copy, *known[:-1])
+        bank.companions[known] = holder
+    return bank.companions[known].clone()  # type: ignore[attr-defined]
+
+
+def _patcher(
+    bank: Callable[[], Bank],
+    load_device: torch.device,
+    offload_device: torch.device,
+    disable_dynamic: bool = False,  # the name of ComfyUI
+) -> ModelPatcher:
+    kind = ModelPatcher if disable_dynamic else comfy.model_patcher.CoreModelPatcher
+    return kind(bank(), load_device=load_device, offload_device=offload_device)
+
+
+def _holders_of(patcher: Any) -> list[ModelPatcher]:  # noqa: ANN401 - a patcher, or None
+    """Return the patchers of a model's banks; none if the bank stays on the host."""
+    return [] if patcher is None else patcher.get_additional_models_with_key(KEY)
+
+
+def _follow(patcher: Any) -> None:  # noqa: ANN401 - a patcher, or None
+    """Give a model that was moved to another device, or made static, a holder of its kind."""
+    for holder in _holders_of(patcher):
+        theirs = patcher.load_device, patcher.is_dynamic()
+        if (holder.load_device, holder.is_dynamic()) != theirs:
+            patcher.set_additional_models(KEY, [_holder_of(holder.model, patcher)])
+
+
+def _give_back(holder: ModelPatcher) -> None:
+    """Free the device memory of a dynamic bank: ComfyUI expects to take it at any time."""
+    if holder.is_dynamic():
+        holder.partially_unload(holder.offload_device, 1e32)

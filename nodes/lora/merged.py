@@ -1,10 +1,15 @@
-"""LoRAs that ComfyUI merges into the weights of a MODEL when it loads it."""
+"""LoRAs that ComfyUI merges into the weights of a MODEL when it loads or saves it."""
 
+import functools
 import uuid
+import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import comfy.model_management
 import torch
 from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import CallbacksMP, WrappersMP
 from comfy.weight_adapter.base import WeightAdapterBase
 from torch import Tensor, nn
 
@@ -22,6 +27,10 @@ from ...lora import (
     small_deltas,
 )
 from .kinds import function_of, targets_of
+
+KEY = "fast_video_vae.lora"
+
+_SAVES = "state_dict_for_saving"
 
 
 def merge(
@@ -47,7 +56,7 @@ def merge(
             if change is None or not factor:
                 continue
             if isinstance(change, Pair):
-                rms = abs(amount * change.scale) * rms_of_pair(change.down, change.up)
+                rms = abs(amount * change.scale) * rms_of_pair(*change.tensors)
                 weight = model.get_model_object(part.target.key)
                 deltas.append((rms, rms_of(weight), weight.dtype))
             _patch(clone, part.target, change, amount)
@@ -66,7 +75,7 @@ def _patch(model: ModelPatcher, target: Target, change: WeightFunction, strength
     # ComfyUI ignores patches of parameters of modules that have submodules.
     value = model.get_model_object(target.key)
     scaled = ScaledFunction(change, strength, target.offset)
-    changed = scaled.into_weight(value.detach(), owned=False)
+    changed = scaled.into_weight(value.detach())
     model.add_object_patch(target.key, nn.Parameter(changed, requires_grad=False))
 
 
@@ -111,3 +120,54 @@ class MergedFunction(WeightAdapterBase):
         """Apply the function in the memory of `weight`, unless its shape changes."""
         changed = self.weights[0].apply(weight, strength)
         return weight.copy_(changed) if changed.shape == weight.shape else changed
+
+
+def save_with_loras(model: ModelPatcher) -> None:
+    """Make ComfyUI's nodes save `model` and its clones with their LoRAs."""
+    _override(model)
+    model.add_callback_with_key(CallbacksMP.ON_CLONE, KEY, lambda _, clone: _override(clone))
+
+
+def without_loras(model: ModelPatcher) -> ModelPatcher:
+    """Return a clone without the LoRAs of this pack; clones of `model` keep theirs."""
+    clone = model.clone()
+    clone.remove_attachments(KEY)
+    clone.remove_additional_models(KEY)
+    for kind in (WrappersMP.APPLY_MODEL, WrappersMP.OUTER_SAMPLE):
+        clone.remove_wrappers_with_key(kind, KEY)
+    clone.__dict__.pop(_SAVES, None)
+    clone.remove_callbacks_with_key(CallbacksMP.ON_CLONE, KEY)
+    return clone
+
+
+def _override(model: ModelPatcher) -> None:
+    # A reference to the model itself would keep it until the next garbage collection.
+    model.__dict__[_SAVES] = functools.partial(_state_dict, weakref.ref(model))
+
+
+def _state_dict(reference: Callable[[], Any], *args: object, **kwargs: object) -> dict[str, Any]:
+    """Return the state dict of a model for a file; the arguments are those of ComfyUI."""
+    model = reference()  # which calls this
+    merged = _merged(model)
+    # ComfyUI patches each weight when it writes it, so the loaded ones must not have the patches.
+    comfy.model_management.unload_model_and_clones(model, all_devices=True)
+    merged.patch_model(load_weights=False)  # parameters that are replaced as a whole
+    try:
+        return merged.state_dict_for_saving(*args, **kwargs)
+    finally:
+        merged.unpatch_model(unpatch_weights=False)
+
+
+def _merged(model: ModelPatcher) -> ModelPatcher:
+    loras = model.get_attachment(KEY)
+    merged = without_loras(model)
+    for entry, phase in loras.parts if loras else ():
+        try:
+            merged, _ = merge(merged, [entry], phase)
+        except ValueError as error:
+            reason = str(error).partition("; ")[0]
+            instead = "merge them into the bf16 model and quantise that"
+            if reason.startswith("strength "):
+                instead = "set one number, or its phase, to save it"
+            raise ValueError(f"LoRAs cannot be saved with the model: {reason}; {instead}") from None
+    return merged

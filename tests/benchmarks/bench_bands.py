@@ -10,37 +10,26 @@ median seconds and the median of the rounds' ratios, and appends one JSON row pe
 import argparse
 import contextlib
 import logging
-import runpy
 import statistics
-import time
 from collections.abc import Iterator
-from pathlib import Path
 
-import psutil
+import bind  # noqa: F401
 import torch
 from torch import Tensor
 
-_HERE = Path(__file__).resolve().parent
-runpy.run_path(str(_HERE.parent / "conftest.py"))  # binds the checkout to its import name
-
-from fast_video_vae.tests.benchmarks import record, timing  # noqa: E402
-from fast_video_vae.tests.benchmarks.weights import WIDTHS, random_input, random_vae  # noqa: E402
-from fast_video_vae.tests.vae.streaming.processes import Processes  # noqa: E402
-from fast_video_vae.vae import VideoVAE  # noqa: E402
-from fast_video_vae.vae.streaming.bands.team import Team  # noqa: E402
-
-# Cores that other processes may take in a round, and tries for each round.
-_MOST_OTHERS = 0.1
-_TRIES = 4
+from fast_video_vae.tests.benchmarks import record
+from fast_video_vae.tests.benchmarks.weights import WIDTHS, random_input, random_vae
+from fast_video_vae.tests.vae.streaming.processes import Processes
+from fast_video_vae.vae import VideoVAE
+from fast_video_vae.vae.streaming.bands.team import Team
 
 
-def in_pairs(
+def in_turn(
     vae: VideoVAE, direction: str, x: Tensor, rounds: int, cores: int
 ) -> dict[str, list[float]]:
     """Return the seconds of rounds of the VAE's own device and its team, in turn: "one", "all".
 
-    On a CPU the former has one core, and the devices of this process have `cores`. A round in which
-    other processes took more than a tenth of a core is repeated.
+    On a CPU the former has one core, and the devices of this process have `cores`.
     """
     before, run = torch.get_num_threads(), getattr(vae, direction)
     own, team = Team(vae.replicas), vae.team
@@ -53,32 +42,16 @@ def in_pairs(
         return run(x)
 
     runs = {"one": lambda: by(own, 1), "all": lambda: by(team, cores)}
-    pairs: list[dict[str, float]] = []
     try:
         with torch.inference_mode():
-            for tries in range(_TRIES * rounds):
-                others, start = _others_s(), time.perf_counter()
-                pair = timing.in_turn(runs, int(tries == 0), look=results.__setitem__)
-                share = (_others_s() - others) / (time.perf_counter() - start)
-                if share < _MOST_OTHERS or tries + rounds >= _TRIES * rounds + len(pairs):
-                    pairs.append({name: each[-1] for name, each in pair.items()})
-                if len(pairs) == rounds:
-                    break
+            seconds = record.in_turn(runs, rounds, look=results.__setitem__)
     finally:
         vae.team = team
         torch.set_num_threads(before)
     error = (results["one"].double() - results["all"].double()).abs().max().item()
     if error > 1e-4 * results["one"].double().abs().max().item() and vae.dtype == torch.float32:
         raise ValueError(f"the results differ by {error}; expected rounding")
-    return {name: [pair[name] for pair in pairs] for name in runs}
-
-
-def _others_s() -> float:
-    """Return the seconds of processors that other processes than ours took so far."""
-    this = psutil.Process()
-    spent = [psutil.cpu_times(), *(each.cpu_times() for each in (this, *this.children()))]
-    seconds = [each.user + each.system for each in spent]
-    return seconds[0] + getattr(spent[0], "nice", 0.0) - sum(seconds[1:])
+    return record.after_first(seconds)
 
 
 def main() -> None:
@@ -89,11 +62,11 @@ def main() -> None:
     logging.info("%s", f"{'case':44}{'one s':>9}{kind + ' s':>10}{'x one':>8}")
     with _shared(args) as vae:
         for direction in args.direction:
-            x = random_input(direction, "wan2.1", *map(int, args.size.split("x")))
+            x = random_input(direction, "wan2.1", *record.size_of(args.size))
             cores = 1 if args.ranks else len(args.devices)
-            seconds = in_pairs(vae, direction, x.to(vae.device, vae.dtype), args.rounds, cores)
+            seconds = in_turn(vae, direction, x.to(vae.device, vae.dtype), args.rounds, cores)
             case = f"{direction} {args.size} {args.dtype}, {where}"
-            faster = timing.ratio(seconds, "one", "all")
+            faster = record.ratio(seconds, "one", "all")
             fields = {
                 f"{name}_s": [round(each, 4) for each in seconds[key]]
                 for name, key in (("one", "one"), (kind, "all"))
@@ -123,16 +96,10 @@ def _shared(args: argparse.Namespace) -> Iterator[VideoVAE]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = record.parser(__doc__)
-    add = parser.add_argument
-    add("--devices", nargs="+", default=["cpu", "cpu"])
-    add("--ranks", type=int, help="processes of the CPU, a core each, in place of devices")
-    add("--direction", nargs="+", default=["decode", "encode"])
-    add("--dtype", default="float32")
-    add("--size", default="17x192x192", help="FRAMESxHEIGHTxWIDTH")
-    add("--rounds", type=int, default=5)
-    add("--width", type=int, default=WIDTHS["wan2.1"], help="base width of the random weights")
-    return parser.parse_args()
+    return record.parser(
+        __doc__, devices=["cpu", "cpu"], ranks=None, direction=["decode", "encode"],
+        dtype="float32", size="17x192x192", rounds=5, width=WIDTHS["wan2.1"],
+    ).parse_args()  # fmt: skip
 
 
 if __name__ == "__main__":

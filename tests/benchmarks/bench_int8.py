@@ -7,25 +7,22 @@ errors are simulated where int8 does not pay. Run it on an idle machine.
 """
 
 import math
-import runpy
 import statistics
 import tempfile
 import time
 from pathlib import Path
 from unittest import mock
 
+import bind  # noqa: F401
 import torch
 
-_HERE = Path(__file__).resolve().parent
-runpy.run_path(str(_HERE.parent / "conftest.py"))  # binds the checkout to its import name
-
-from fast_video_vae.kernels.ready import facts  # noqa: E402
-from fast_video_vae.tests.benchmarks import record  # noqa: E402
-from fast_video_vae.tests.benchmarks.weights import random_weights  # noqa: E402
-from fast_video_vae.tests.vae.families import VIDEO, latent_for  # noqa: E402
-from fast_video_vae.vae import VAE_PATH, load_vae  # noqa: E402
-from fast_video_vae.vae.streaming import precision  # noqa: E402
-from fast_video_vae.vae.streaming.int8 import layers, settings  # noqa: E402
+from fast_video_vae.kernels.ready import facts
+from fast_video_vae.tests.benchmarks import record
+from fast_video_vae.tests.benchmarks.weights import random_weights
+from fast_video_vae.tests.vae.families import VIDEO, latent_for
+from fast_video_vae.vae import VAE_PATH, load_vae
+from fast_video_vae.vae.streaming import precision
+from fast_video_vae.vae.streaming.int8 import layers, settings
 
 PAIRS = 7
 

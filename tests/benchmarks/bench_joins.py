@@ -3,35 +3,28 @@
 `python tests/benchmarks/bench_joins.py` gives nine frames of three clips from window to window with
 the nodes and the bundled VAE: as images by VAE Encode (Fast), without and with corrections, or as
 latents by Join Latents (Fast). A JSON row per clip and way is appended to `results.jsonl`, with
-PSNR against the source and the mean, saturation and contrast of each hand-over in 8-bit levels. A
-last row has the seconds of a corrected encode, in turn with its encodes and decodes.
+PSNR against the source and the mean, saturation and contrast of each hand-over in 8-bit levels.
 """
 
 import logging
 import math
-import runpy
-import statistics
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import bind  # noqa: F401
 import torch
 from torch import Tensor
 
-_HERE = Path(__file__).resolve().parent
-runpy.run_path(str(_HERE.parent / "conftest.py"))  # binds the checkout to its import name
-
-from fast_video_vae.tests.benchmarks import record, timing  # noqa: E402
-from fast_video_vae.tests.benchmarks.bench_seams import gradient  # noqa: E402
-from fast_video_vae.tests.nodes.checkout import import_comfyui, why_unavailable  # noqa: E402
-from fast_video_vae.tests.nodes.vae.pairs import ours  # noqa: E402
-from fast_video_vae.vae.bench.content import Clip, moving_pictures  # noqa: E402
+from fast_video_vae.tests.benchmarks import record
+from fast_video_vae.tests.benchmarks.bench_seams import gradient
+from fast_video_vae.tests.nodes.checkout import import_comfyui, why_unavailable
+from fast_video_vae.tests.nodes.vae.pairs import ours
+from fast_video_vae.vae.bench.content import Clip, moving_pictures
 
 # The size of the hand-over, and how often it is handed over.
 _FRAMES, _SIDE, _HAND_OVERS = 9, 256, 10
 CORRECTIONS = 3
-_ROUNDS = 5  # of the seconds
 
 Figures = dict[str, list[float]]
 
@@ -84,36 +77,16 @@ def summary(found: Figures) -> dict[str, object]:
     return fields
 
 
-def cost(vae: object, source: Tensor) -> dict[str, object]:
-    """Return the median seconds of a corrected encode and of its passes, and of their ratio."""
-
-    def corrected() -> None:
-        ours("Encode", pixels=source, vae=vae, corrections=CORRECTIONS)
-
-    def passes() -> None:
-        for number in range(CORRECTIONS + 1):
-            latent = ours("Encode", pixels=source, vae=vae).args[0]
-            if number < CORRECTIONS:
-                ours("Decode", samples=latent, vae=vae)
-
-    seconds = timing.in_turn({"corrected": corrected, "passes": passes}, _ROUNDS)
-    one, other = (seconds[name][1:] for name in ("corrected", "passes"))
-    ratios = [a / b for a, b in zip(one, other, strict=True)]
-    found = {"corrected_s": one, "passes_s": other, "ratio": ratios}
-    return {name: round(statistics.median(values), 3) for name, values in found.items()}
-
-
 @torch.inference_mode()
 def main() -> None:
     """Run all clips and ways."""
     parser = record.parser(__doc__)
     args = parser.parse_args()
-    reason = why_unavailable()
-    if reason is not None:
+    if reason := why_unavailable():
         parser.error(reason)
     with tempfile.TemporaryDirectory() as folder:
         import_comfyui(Path(folder))
-        logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
+        logging.basicConfig(**record.LOOK)
         vae = ours("Load", vae_name="bundled demo", dtype="fp32").args[0]
         ways: dict[str, Callable[[Tensor], Figures]] = {
             "plain": lambda source: handed_over(vae, source, 0),
@@ -126,10 +99,6 @@ def main() -> None:
                 shown = {key: value for key, value in fields.items() if key != "series"}
                 logging.info("%s, %s: %s", clip, way, shown)
                 record.append(args.out, "bench_joins", clip, implementation=way, **fields)
-        seconds = cost(vae, clips()["bundled clip"])
-        case = f"{CORRECTIONS} corrections of {_FRAMES}x{_SIDE}x{_SIDE}"
-        logging.info("%s: %s", case, seconds)
-        record.append(args.out, "bench_joins_cost", case, **seconds)
 
 
 if __name__ == "__main__":

@@ -3,56 +3,37 @@
 `python tests/benchmarks/bench_lora.py --width 5120 --rank 64 --tokens 4096 512` times them in turn
 and appends a JSON row per case to `results.jsonl`. ComfyUI's own bypass is timed where ComfyUI is
 installed. `--layers 402 --loras 3 --width 32 --tokens 8` shows what the layers of Wan 14B cost in
-Python. `--memory` measures the peak of reading three LoRAs for Wan 14B instead, `--errors` the
-error of a LoRA's effect on fp8 weights, with this pack and with ComfyUI's loader, and `--weak` the
-shares of small deltas that bf16 weights keep.
+Python.
 """
 
 import logging
-import runpy
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
-_CONFTEST = Path(__file__).resolve().parents[1] / "conftest.py"
-runpy.run_path(str(_CONFTEST))  # binds the checkout to its import name
+import bind  # noqa: F401
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-
-from fast_video_vae.lora.bank import Bank, load_bank  # noqa: E402
-from fast_video_vae.lora.blocks import parse_blocks  # noqa: E402
-from fast_video_vae.lora.keys import Targets  # noqa: E402
-from fast_video_vae.lora.schedule import parse_schedule  # noqa: E402
-from fast_video_vae.lora.session import Session  # noqa: E402
-from fast_video_vae.lora.strengths import Amounts, StackEntry  # noqa: E402
-from fast_video_vae.tests.benchmarks import lora_errors, lora_loading, record, timing  # noqa: E402
-from fast_video_vae.tests.nodes import checkout  # noqa: E402
-
-# Deltas as parts of the weights.
-_WEAK = (0.01, 0.003, 0.001, 0.0003)
-
-
-WAYS = (
-    "no LoRA", "auto", "stream", "bypass", "two products, scaled, added", "merge per call",
-)  # fmt: skip
+from fast_video_vae import lora
+from fast_video_vae.lora import Bank
+from fast_video_vae.tests.benchmarks import record
+from fast_video_vae.tests.nodes import checkout
 
 
 class Layers(nn.Module):
-    """Linear layers in sequence, as the network of a model; `sizes` are (inputs, outputs)."""
+    """Linear layers in sequence, as the network of a model."""
 
-    def __init__(
-        self, sizes: list[tuple[int, int]], device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, count: int, width: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.diffusion_model = nn.ModuleList(
-            nn.Linear(inner, out, device=device, dtype=dtype) for inner, out in sizes
-        )
+        device = record.best_device()
+        layers = (nn.Linear(width, width, device=device, dtype=dtype) for _ in range(count))
+        self.diffusion_model = nn.ModuleList(layers)
         self.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -62,33 +43,32 @@ class Layers(nn.Module):
         return x
 
 
-def bank_of(model: Layers, rank: int, folder: Path, loras: int) -> Bank:
-    """Return a bank with random LoRAs for all layers of `model`, written to `folder`."""
-    generator = torch.Generator().manual_seed(0)
-    paths = [folder / f"{number}.safetensors" for number in range(loras)]
-    for path in paths:
-        tensors = {}
-        for name, weight in model.named_parameters():
-            if weight.ndim == 2:
-                out, inner = weight.shape
-                stem = name.removesuffix(".weight")
-                down = torch.randn(rank, inner, generator=generator) / inner**0.5
+def bank_of(model: Layers, rank: int, loras: int) -> Bank:
+    """Return a bank with random LoRAs for all layers of `model`."""
+    weights = {name: each for name, each in model.named_parameters() if each.ndim == 2}
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / f"{number}.safetensors" for number in range(loras)]
+        for path in paths:
+            tensors = {}
+            for name, weight in weights.items():
+                (out, inner), stem = weight.shape, name.removesuffix(".weight")
+                down = torch.randn(rank, inner) / inner**0.5
                 tensors[f"{stem}.lora_down.weight"] = down.bfloat16()
                 tensors[f"{stem}.lora_up.weight"] = torch.randn(out, rank).bfloat16() * 0.01
-        save_file(tensors, path)
-    shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
-    dtype = next(model.parameters()).dtype
-    return load_bank(paths, Targets(shapes), dtype).to(next(model.parameters()).device)
+            save_file(tensors, path)
+        targets = lora.Targets({name: tuple(each.shape) for name, each in weights.items()})
+        weight = next(iter(weights.values()))
+        return lora.load_bank(paths, targets, weight.dtype).to(weight.device)
 
 
 def ways(model: Layers, x: Tensor, bank: Bank) -> dict[str, Callable[[], Tensor]]:
     """Return calls on `x` `[1, tokens, in]` by name: without a LoRA, and with each method."""
-    every = parse_schedule("1"), parse_blocks("")
-    amounts = Amounts(bank, [StackEntry(file.path, *every) for file in bank.files])
+    every = lora.parse_schedule("1"), lora.parse_blocks("")
+    amounts = lora.Amounts(bank, [lora.StackEntry(file.path, *every) for file in bank.files])
     amounts.set([0.8] * len(bank.files))
 
     def session(mode: str) -> Callable[[], Tensor]:
-        ours = Session(bank, amounts, mode)  # type: ignore[arg-type]
+        ours = lora.Session(bank, amounts, mode)  # type: ignore[arg-type]
 
         def run() -> Tensor:
             with ours.call(model, x.device):
@@ -96,104 +76,43 @@ def ways(model: Layers, x: Tensor, bank: Bank) -> dict[str, Callable[[], Tensor]
 
         return run
 
-    pairs = [layer.pairs(bank.flat) for layer in bank.layers.values()]
-
-    def naive() -> Tensor:
-        y = x
-        for layer, (down, up) in zip(model.diffusion_model, pairs, strict=True):
-            y = layer(y) + F.linear(F.linear(y, down), up) * 0.8
-        return y
+    pairs = [layer.pairs(bank.flat, x.device) for layer in bank.layers.values()]
 
     def merged() -> Tensor:
         y = x
         for layer, (down, up) in zip(model.diffusion_model, pairs, strict=True):
-            delta = torch.mm(up, down) * 0.8
-            y = F.linear(y, layer.weight + delta, layer.bias)
+            y = F.linear(y, layer.weight + torch.mm(up, down) * 0.8, layer.bias)
         return y
 
-    runs = [lambda: model(x), *map(session, ("auto", "stream", "bypass")), naive, merged]
-    return dict(zip(WAYS, runs, strict=True))
+    runs = {mode: session(mode) for mode in ("auto", "stream", "bypass")}
+    return {"no LoRA": lambda: model(x), **runs, "merge per call": merged}
 
 
 def main() -> None:
     """Time every number of tokens."""
-    parser = record.parser(__doc__)
-    parser.add_argument("--width", type=int, default=5120)
-    parser.add_argument("--leave", type=int, help="output features of the layer (default: --width)")
-    parser.add_argument("--layers", type=int, default=1)
-    parser.add_argument("--loras", type=int, default=1)
-    parser.add_argument("--rank", type=int, default=64)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 512])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
-    parser.add_argument("--memory", action="store_true")
-    parser.add_argument("--errors", action="store_true")
-    parser.add_argument("--weak", action="store_true")
-    args = parser.parse_args()
-    if args.weak:
-        with _comfyui():
-            found = {amount: lora_errors.weak_shares(amount) for amount in _WEAK}
-        for amount, shares in found.items():
-            case = f"deltas of {100 * amount:g} % of bf16 weights, 20 layers: share that is kept"
-            values = _by_way(shares)
-            logging.info("%s: %s", case, values)
-            record.append(args.out, "bench_lora", case, **values)
-        return
-    if args.memory or args.errors:
-        case, values = _memory() if args.memory else _errors()
-        logging.info("%s: %s", case, values)
-        record.append(args.out, "bench_lora", case, **values)
-        return
-    dtype, out = getattr(torch, args.dtype), args.leave or args.width
-    device = timing.best_device()
-    model = Layers([(args.width, out)] * args.layers, device, dtype)
+    args = record.parser(
+        __doc__, width=5120, layers=1, loras=1, rank=64, tokens=[4096, 512], rounds=9,
+        dtype="bfloat16",
+    ).parse_args()  # fmt: skip
+    dtype = getattr(torch, args.dtype)
+    model = Layers(args.layers, args.width, dtype)
     for tokens in args.tokens:
-        x = torch.randn(1, tokens, args.width, device=device).to(dtype)
-        with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
-            bank = bank_of(model, args.rank, Path(folder), args.loras)
-            runs = ways(model, x, bank) | _bypass_of_comfyui(model, x, bank)
-            taken = timing.in_turn(runs, args.rounds)
-        seconds = {name: statistics.median(each[1:]) for name, each in taken.items()}
-        case = f"{args.width}x{out}, rank {args.rank}, {tokens} tokens, {args.dtype}"
-        if args.layers > 1:
-            sizes = f"{args.width}x{out}, {args.dtype}, an input of {tokens} x {args.width}"
-            case = f"a call of {args.layers} layers with {args.loras} LoRAs, {sizes}"
-        base = seconds["no LoRA"]
-        logging.info("%s", case)
-        for name, taken in seconds.items():
-            logging.info("  %-40s %8.2f ms  %5.2fx", name, taken * 1e3, taken / base)
-        milliseconds = {name: round(taken * 1e3, 3) for name, taken in seconds.items()}
-        record.append(args.out, "bench_lora", case, milliseconds=milliseconds)
-
-
-def _memory() -> tuple[str, dict[str, object]]:
-    with tempfile.TemporaryDirectory() as folder:
-        measured = lora_loading.measure(folder, 40)
-    values = {f"{name}_mb": round(nbytes / 1e6, 2) for name, nbytes in measured.items()}
-    return "three LoRAs of rank 64, linear layers of Wan 14B, bf16", values
-
-
-@contextmanager
-def _comfyui() -> Iterator[None]:
-    """Import ComfyUI with its files in a temporary folder, and run as its nodes do."""
-    with tempfile.TemporaryDirectory() as base:
-        checkout.import_comfyui(Path(base))
+        x = torch.randn(1, tokens, args.width, device=record.best_device()).to(dtype)
         with torch.inference_mode():
-            yield
-
-
-def _by_way(found: dict[str, list[float]]) -> dict[str, object]:
-    """Return the smallest, largest and mean number of each way."""
-    return {
-        way: {"min": min(each), "max": max(each), "mean": statistics.mean(each)}
-        for way, each in found.items()
-    }
-
-
-def _errors() -> tuple[str, dict[str, object]]:
-    with _comfyui():
-        values = _by_way(lora_errors.fp8_errors())
-    return "effect of a LoRA of 1 % of fp8 weights, 20 layers, bf16: error", values
+            bank = bank_of(model, args.rank, args.loras)
+            runs = ways(model, x, bank) | _bypass_of_comfyui(model, x, bank)
+            taken = record.after_first(record.in_turn(runs, args.rounds))
+        seconds = {name: statistics.median(each) for name, each in taken.items()}
+        sizes = f"{args.width}x{args.width}"
+        case = f"{sizes}, rank {args.rank}, {tokens} tokens, {args.dtype}"
+        if args.layers > 1:
+            given = f"{sizes}, {args.dtype}, an input of {tokens} x {args.width}"
+            case = f"a call of {args.layers} layers with {args.loras} LoRAs, {given}"
+        logging.info("%s", case)
+        for name, each in seconds.items():
+            logging.info("  %-40s %8.2f ms  %5.2fx", name, each * 1e3, each / seconds["no LoRA"])
+        milliseconds = {name: round(each * 1e3, 3) for name, each in seconds.items()}
+        record.append(args.out, "bench_lora", case, milliseconds=milliseconds)
 
 
 def _bypass_of_comfyui(model: Layers, x: Tensor, bank: Bank) -> dict[str, Callable[[], Tensor]]:
@@ -208,18 +127,11 @@ def _bypass_of_comfyui(model: Layers, x: Tensor, bank: Bank) -> dict[str, Callab
 
     manager = bypass.BypassInjectionManager()
     for layer in bank.layers.values():
-        down, up = layer.pairs(bank.flat)
+        down, up = layer.pairs(bank.flat, x.device)
         weights = (up.clone(), down.clone(), None, None, None, None)
         manager.add_adapter(layer.target.key, LoRAAdapter(set(), weights), strength=0.8)
     injections = manager.create_injections(model)
-
-    class Patcher:
-        """The attributes of a model patcher that an injection reads."""
-
-        load_device = x.device
-
-    patcher = Patcher()
-    patcher.model = model
+    patcher = SimpleNamespace(load_device=x.device, model=model)  # what an injection reads
 
     def run() -> Tensor:
         for injection in injections:

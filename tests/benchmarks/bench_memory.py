@@ -159,15 +159,10 @@ def cut_at(index: int | None) -> Iterator[None]:
 
 def main() -> None:
     """Run every case, or those of `--cases` in this process."""
-    parser = record.parser(__doc__)
-    parser.add_argument("--width", type=int, default=24, help="base width of the random weights")
-    parser.add_argument("--family", choices=WIDTHS, default="wan2.1")
-    parser.add_argument("--side", type=int, default=256)
-    parser.add_argument("--latents", type=int, nargs="+", default=[1, 9, 33])
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument(
-        "--holes", action="store_true", help="with the freed blocks that glibc's heap keeps"
+    parser = record.parser(
+        __doc__, width=24, side=256, latents=[1, 9, 33], dtype="float32", holes=False
     )
+    parser.add_argument("--family", choices=WIDTHS, default="wan2.1")
     parser.add_argument("--cases", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.cases is not None:

@@ -7,57 +7,18 @@ the largest step of brightness between two frames. Rows are appended to `results
 
 import logging
 import math
-import runpy
-import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
+import bind  # noqa: F401
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-_HERE = Path(__file__).resolve().parent
-runpy.run_path(str(_HERE.parent / "conftest.py"))  # binds the checkout to its import name
-
-from fast_video_vae.tests.benchmarks import record  # noqa: E402
-from fast_video_vae.tests.nodes.checkout import import_comfyui, why_unavailable  # noqa: E402
-from fast_video_vae.tests.nodes.vae.pairs import fast_vae, node, stock_vae  # noqa: E402
-from fast_video_vae.vae.demo import VAE_PATH  # noqa: E402
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A clip and the inputs of the node; `time` in frames, sizes in pixels."""
-
-    frames: int
-    height: int
-    width: int
-    tile: int
-    overlap: int  # the node limits it to a quarter of a tile
-    time: int
-    time_overlap: int
-
-    def __str__(self) -> str:
-        overlap = min(self.overlap, self.tile // 4)
-        return (
-            f"{self.frames}x{self.height}x{self.width}, tiles of {self.tile}, overlap {overlap}; "
-            f"{self.time} frames, overlap {self.time_overlap}"
-        )
-
-    def decoded(self, vae: object, latent: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the IMAGEs `[T, H, W, 3]` of `VAEDecode` and `VAEDecodeTiled`."""
-        (whole,) = node("VAEDecode", vae=vae, samples=latent)
-        (tiled,) = node(
-            "VAEDecodeTiled",
-            vae=vae,
-            samples=latent,
-            tile_size=self.tile,
-            overlap=self.overlap,
-            temporal_size=self.time,
-            temporal_overlap=self.time_overlap,
-        )
-        return whole, tiled
+from fast_video_vae.tests.benchmarks import record
+from fast_video_vae.tests.nodes.checkout import import_comfyui, why_unavailable
+from fast_video_vae.tests.nodes.vae.pairs import fast_vae, node, stock_vae
+from fast_video_vae.vae.demo import VAE_PATH
 
 
 def gradient(frames: int, height: int, width: int) -> Tensor:
@@ -73,16 +34,22 @@ def gradient(frames: int, height: int, width: int) -> Tensor:
 
 
 @torch.inference_mode()
-def decoded(setting: Setting, folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
+def decoded(name: str, folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
     """Return the whole and tiled IMAGEs `[T, H, W, 3]` of the gradient for `comfyui` and `ours`.
 
     The bundled weights are written to a file in `folder`, in float32.
     """
     state = {name: tensor.float() for name, tensor in load_file(VAE_PATH).items()}
     vaes = {"comfyui": stock_vae(state), "ours": fast_vae(state, folder)}
-    clip = gradient(setting.frames, setting.height, setting.width)
-    (latent,) = node("VAEEncode", vae=vaes["ours"], pixels=clip)
-    return {name: setting.decoded(vae, latent) for name, vae in vaes.items()}
+    size, inputs = _SETTINGS[name]
+    (latent,) = node("VAEEncode", vae=vaes["ours"], pixels=gradient(*size))
+    return {
+        name: (
+            node("VAEDecode", vae=vae, samples=latent)[0],
+            node("VAEDecodeTiled", vae=vae, samples=latent, **inputs)[0],
+        )
+        for name, vae in vaes.items()
+    }
 
 
 def error(whole: Tensor, tiled: Tensor) -> dict[str, float | None]:
@@ -99,13 +66,30 @@ def error(whole: Tensor, tiled: Tensor) -> dict[str, float | None]:
     }
 
 
+def _inputs(tile: int, overlap: int, time: int, time_overlap: int) -> dict[str, int]:
+    """Return the inputs of VAE Decode (Tiled): sizes in pixels, `time` in frames."""
+    return {
+        "tile_size": tile, "overlap": overlap, "temporal_size": time,
+        "temporal_overlap": time_overlap,
+    }  # fmt: skip
+
+
+# Frames, height and width of a clip, and the node's inputs.
 _SETTINGS = {
     # The smallest tiles that the node allows, for little memory.
-    "smallest": Setting(33, 256, 256, 64, 64, 8, 4),
-    "middle": Setting(33, 256, 256, 128, 32, 16, 8),
+    "smallest": ((33, 256, 256), _inputs(64, 64, 8, 4)),
+    "middle": ((33, 256, 256), _inputs(128, 32, 16, 8)),
     # The node's defaults, on a clip of more than one tile in width and time.
-    "defaults": Setting(73, 160, 640, 512, 64, 64, 8),
+    "defaults": ((73, 160, 640), _inputs(512, 64, 64, 8)),
 }
+
+
+def _case(name: str) -> str:
+    size, inputs = _SETTINGS[name]
+    tile, overlap, time, time_overlap = inputs.values()
+    overlap = min(overlap, tile // 4)  # as the node limits it
+    sizes = f"{'x'.join(map(str, size))}, tiles of {tile}, overlap {overlap}"
+    return f"{sizes}; {time} frames, overlap {time_overlap}"
 
 
 def main() -> None:
@@ -113,39 +97,33 @@ def main() -> None:
     parser = record.parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=_SETTINGS, default=[*_SETTINGS])
     args = parser.parse_args()
-    reason = why_unavailable()
-    if reason is not None:
+    if reason := why_unavailable():
         parser.error(reason)
     with tempfile.TemporaryDirectory() as folder:
         import_comfyui(Path(folder))
-        logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
+        logging.basicConfig(**record.LOOK)
         for name in args.only:
-            _report(_SETTINGS[name], decoded(_SETTINGS[name], Path(folder)), args.out)
+            _report(_case(name), decoded(name, Path(folder)), args.out)
 
 
-def _report(setting: Setting, found: dict[str, tuple[Tensor, Tensor]], out: Path) -> None:
+def _report(case: str, found: dict[str, tuple[Tensor, Tensor]], out: Path) -> None:
+    from comfyui_version import __version__
+
     errors = {name: error(*images) for name, images in found.items()}
     apart = 255 * (found["ours"][0] - found["comfyui"][0]).abs().max().item()
-    logging.info("%s; without tiles the two are %.4f levels apart", setting, apart)
+    logging.info("%s; without tiles the two are %.4f levels apart", case, apart)
     for name, each in errors.items():
         values = {key: value if value is None else round(value, 6) for key, value in each.items()}
         logging.info("  %-9s%s", name, values)
         record.append(
             out,
             "bench_seams",
-            str(setting),
+            case,
             implementation=name,
-            version=record.commit() if name == "ours" else _version(),
+            version=record.commit() if name == "ours" else __version__,
             untiled_apart_levels=round(apart, 6),
             **values,
         )
-
-
-def _version() -> str:
-    """Return ComfyUI's version, whose modules are importable after `import_comfyui`."""
-    from comfyui_version import __version__
-
-    return __version__
 
 
 if __name__ == "__main__":

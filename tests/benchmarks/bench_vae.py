@@ -2,90 +2,55 @@
 
 `python tests/benchmarks/bench_vae.py` runs every case with all implementations in turn for
 `--rounds` rounds, prints the median seconds and the median of the rounds' ratios, and appends one
-JSON row per case and implementation to `results.jsonl`. Run it on an idle machine: other processes
-double the times.
+JSON row per case and implementation to `results.jsonl`. `--dtype default` is each implementation's
+own: this pack's that `load_vae` chooses, float32 of the peers on a CPU. `--static` encodes a
+picture and grey frames, also without skipping them (`every`). Run it on an idle machine: other
+processes double the times.
 """
 
-import argparse
 import functools
-import gc
 import itertools
 import logging
-import runpy
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
+import bind  # noqa: F401
 import torch
 from torch import Tensor
 
-_HERE = Path(__file__).resolve().parent
-runpy.run_path(str(_HERE.parent / "conftest.py"))  # binds the checkout to its import name
-
-from fast_video_vae.tests.benchmarks import peers, record, timing  # noqa: E402
-from fast_video_vae.tests.benchmarks.weights import WIDTHS, random_input, random_weights  # noqa: E402
-from fast_video_vae.vae import VideoVAE, load_vae  # noqa: E402
+from fast_video_vae.tests.benchmarks import peers, record
+from fast_video_vae.tests.benchmarks.weights import WIDTHS, random_input, random_weights
+from fast_video_vae.vae import VideoVAE, load_vae
 
 Run = Callable[[Tensor], Tensor]
 
-
-@dataclass(frozen=True)
-class Case:
-    """One measurement.
-
-    Without a dtype each implementation uses its default: this pack the dtype that `load_vae`
-    chooses, the peers float32 on a CPU.
-    """
-
-    direction: str
-    frames: int
-    height: int
-    width: int
-    dtype: torch.dtype | None
-    family: str
-    static: bool = False  # a picture, then grey, as ComfyUI's WanImageToVideo encodes them
-
-    @property
-    def label(self) -> str:
-        name = "defaults" if self.dtype is None else str(self.dtype).removeprefix("torch.")
-        family = "" if self.family == "wan2.1" else f" {self.family}"
-        static = ", static" if self.static else ""
-        return f"{self.direction} {self.frames}x{self.height}x{self.width} {name}{family}{static}"
-
-    def input(self, device: torch.device) -> Tensor:
-        x = random_input(self.direction, self.family, self.frames, self.height, self.width)
-        if self.static and self.direction == "encode":
-            x[:, :, 1:] = 0
-        return x.to(device, self.dtype or torch.float32)
-
-
 _SIZES = {
     "wan2.1": {
-        "cpu": [(1, 256, 256), (1, 512, 512), (17, 192, 192)],
-        "cuda": [(1, 1024, 1024), (81, 480, 832), (81, 720, 1280)],
+        "cpu": ["1x256x256", "1x512x512", "17x192x192"],
+        "cuda": ["1x1024x1024", "81x480x832", "81x720x1280"],
     },
-    "wan2.2": {"cpu": [(17, 128, 128)], "cuda": [(1, 1024, 1024), (121, 704, 1280)]},
-    "seedvr2": {"cpu": [(5, 128, 128)], "cuda": [(1, 1024, 1024), (33, 720, 1280)]},
+    "wan2.2": {"cpu": ["17x128x128"], "cuda": ["1x1024x1024", "121x704x1280"]},
+    "seedvr2": {"cpu": ["5x128x128"], "cuda": ["1x1024x1024", "33x720x1280"]},
 }
 _PEERS = {"comfyui": peers.comfyui_vae, "diffusers": peers.diffusers_vae}
-_ORDER = ("ours", "every", *_PEERS)
 
 
 def implementations(
-    state: dict[str, Tensor], dtype: torch.dtype | None, device: torch.device, names: list[str]
+    state: dict[str, Tensor], dtype: torch.dtype | None, names: list[str]
 ) -> dict[str, tuple[str, Run, Run]]:
     """Return version, encode and decode by name; an unavailable peer is logged and left out."""
+    device = record.best_device()
     ours = load_vae(state, dtype=dtype, device=device)
     built: dict[str, tuple[str, Run, Run]] = {"ours": (record.commit(), ours.encode, ours.decode)}
-    if "every" in names:
-        built["every"] = (record.commit(), functools.partial(every_frame, ours), ours.decode)
-    for name in [name for name in _PEERS if name in names]:
+    for name in names:
+        if name == "every":
+            built[name] = record.commit(), functools.partial(every_frame, ours), ours.decode
+            continue
         try:
             peer = _PEERS[name](state, dtype=dtype or torch.float32, device=device)
         except peers.PeerUnavailableError as error:
             logging.warning("left out: %s", error)
-            continue
-        built[peer.name] = (peer.version, peer.encode, peer.decode)
+        else:
+            built[name] = peer.version, peer.encode, peer.decode
     return built
 
 
@@ -100,53 +65,38 @@ def every_frame(vae: VideoVAE, frames: Tensor) -> Tensor:
 
 def main() -> None:
     """Run the cases that the command line names."""
-    args = _arguments()
-    device = timing.best_device()
-    sizes = _SIZES[args.family][device.type]
-    if args.size:
-        sizes = [tuple(map(int, size.split("x"))) for size in args.size]
-    width = args.width or WIDTHS[args.family]
+    parser = record.parser(
+        __doc__, width=None, rounds=3, dtype=["bfloat16", "float32"],
+        direction=["decode", "encode"], static=False,
+    )  # fmt: skip
+    parser.add_argument("--family", choices=_SIZES, default="wan2.1")
+    parser.add_argument(
+        "--size", nargs="+", help="FRAMESxHEIGHTxWIDTH instead of the default sizes"
+    )
+    parser.add_argument("--peers", nargs="*", choices=["every", *_PEERS], help="default: all")
+    args = parser.parse_args()
+    device, width = record.best_device(), args.width or WIDTHS[args.family]
     state = random_weights(args.family, width)
-    usual = [name for name in _ORDER[1:] if name in _PEERS or args.static]
-    names = ["ours", *(usual if args.peers is None else args.peers)]
-    columns = [f"{name} s" for name in names] + [f"x {name}" for name in names[1:]]
-    logging.info("%s", f"{'case':34}" + "".join(f"{column:>12}" for column in columns))
-    for dtype in (None if name == "default" else getattr(torch, name) for name in args.dtype):
-        built = implementations(state, dtype, device, names)
+    names = [*_PEERS, *["every"][: args.static]] if args.peers is None else args.peers
+    for named in args.dtype:
+        dtype = None if named == "default" else getattr(torch, named)
+        built = implementations(state, dtype, names)
+        sizes = args.size or _SIZES[args.family][device.type]
         for size, direction in itertools.product(sizes, args.direction):
-            case = Case(direction, *size, dtype, args.family, args.static)
-            x, pick = case.input(device), 1 if case.direction == "encode" else 2
+            x = random_input(direction, args.family, *record.size_of(size))
+            if args.static and direction == "encode":
+                x[:, :, 1:] = 0
+            x = x.to(device, dtype or torch.float32)
+            pick = 1 if direction == "encode" else 2
             runs = {name: functools.partial(entry[pick], x) for name, entry in built.items()}
             with torch.inference_mode():
-                seconds = timing.in_turn(runs, args.rounds)
-            seconds = {name: each[1:] for name, each in seconds.items()}
-            medians, ratios = timing.append(
-                args.out, "bench_vae", case.label, seconds, width,
-                {name: entry[0] for name, entry in built.items()},
-            )  # fmt: skip
-            cells = [f"{medians[name]:12.3f}" if name in built else " " * 12 for name in names]
-            cells += [f"{ratios[name]:12.2f}" if name in built else " " * 12 for name in names[1:]]
-            logging.info("%s", f"{case.label:34}" + "".join(cells))
+                seconds = record.after_first(record.in_turn(runs, args.rounds))
+            case = f"{direction} {size} {named.replace('default', 'defaults')}"
+            case += "" if args.family == "wan2.1" else f" {args.family}"
+            case += ", static" if args.static else ""
+            versions = {name: entry[0] for name, entry in built.items()}
+            record.append_each(args.out, "bench_vae", case, seconds, width, versions)
         del built
-        gc.collect()
-
-
-def _arguments() -> argparse.Namespace:
-    parser = record.parser(__doc__)
-    add, dtypes = parser.add_argument, ["bfloat16", "float32"]
-    which = (
-        "comfyui, diffusers (default: both), or every: this pack without skipping static frames "
-        "(with --static added by default)"
-    )
-    add("--family", choices=_SIZES, default="wan2.1")
-    add("--width", type=int, help="base width of the random weights")
-    add("--rounds", type=int, default=3)
-    add("--dtype", nargs="+", default=dtypes, help="or default: each implementation's own")
-    add("--direction", nargs="+", default=["decode", "encode"])
-    add("--size", nargs="+", help="FRAMESxHEIGHTxWIDTH instead of the default sizes")
-    add("--static", action="store_true", help="encode a picture, then grey frames")
-    add("--peers", nargs="*", choices=_ORDER[1:], help=which)
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -3,10 +3,9 @@
 `python tests/benchmarks/count_bytes.py` prints them for a 720 x 1280 video next to the bytes that a
 step needs if each norm is one pass into the convolution's input and bias and residual are one pass
 after it. The convolutions are those of the library, then those of our own kernel, which reads the
-tail where it is and adds, and applies a norm, while it writes. Then it prints the bytes of a decode
-of 81 frames by the plans for some free memory. The tensors are on the `meta` device, so it needs no
-memory and no GPU. The other ops are those of the CPU backend, one launch each and one for each
-parameter that it converts.
+tail where it is and adds, and applies a norm, while it writes. The tensors are on the `meta`
+device, so it needs no memory and no GPU. The other ops are those of the CPU backend, one launch
+each and one for each parameter that it converts.
 """
 
 import contextlib
@@ -68,9 +67,6 @@ NEEDED_GB = {
     ("wan2.2", "decode"): 44.58,
     ("wan2.2", "encode"): 13.55,
 }
-
-# Free memory of the devices of the second table.
-FREE_GIB = (22, 16, 11, 8, 6)
 
 _VIEWS = {"_unsafe_view", "_reshape_alias"}
 _ALLOCATES = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
@@ -287,49 +283,19 @@ def whole_video(
 
 
 def main() -> None:
-    """Print the tables."""
-    parser = record.parser(__doc__)
-    parser.add_argument("--ops", action="store_true", help="print the bytes of each op too")
-    parser.add_argument("--limit-gb", type=float, default=16, help="memory that a step may take")
-    args = parser.parse_args()
-    print("720 x 1280, bfloat16    GB per latent    needed    ratio    launches per latent")
+    """Print and append a row for each family and direction, and for both convolutions."""
+    args = record.parser(__doc__, limit_gb=16.0).parse_args()
     for own, (family, direction) in itertools.product((False, True), NEEDED_GB):
-        needed = NEEDED_GB[family, direction]
-        counter, latents = steady_step(
-            configs()[family], direction, 720, 1280, int(args.limit_gb * 2**30), own=own
-        )
-        gigabytes = counter.total / latents / 1e9
-        name = f"{family} {direction}{', own kernel' if own else ''}"
-        print(
-            f"{name:28}{gigabytes:9.2f}{needed:10.2f}{gigabytes / needed:9.2f}"
-            f"{counter.launches / latents:15.0f}"
-        )
-        record.append(
-            args.out,
-            "count_bytes",
-            f"{direction} step 720x1280 bfloat16 {family}{', own kernel' if own else ''}",
-            gigabytes_per_latent=round(gigabytes, 2),
-            needed=needed,
-            launches_per_latent=round(counter.launches / latents, 1),
-        )
-        if args.ops:
-            for op, nbytes in counter.by_op.most_common():
-                print(f"    {op:28}{nbytes / latents / 1e9:10.2f}")
-    print("81 x 720 x 1280    GiB free    GB without convolutions    launches    plan")
-    for free_gib in FREE_GIB:
-        counter, chosen = whole_video(
-            configs()["wan2.1"], "decode", (81, 720, 1280), free_gib << 30
-        )
-        gigabytes = f"{counter.passes / 1e9:24.0f}"
-        print(f"wan2.1 decode{free_gib:14}{gigabytes}{counter.launches:15}    {chosen}")
-        record.append(
-            args.out,
-            "count_bytes",
-            f"decode 81x720x1280 bfloat16 wan2.1, {free_gib} GiB free",
-            gigabytes_without_convolutions=round(counter.passes / 1e9),
-            launches=counter.launches,
-            plan=str(chosen),
-        )
+        given = configs()[family], direction, 720, 1280, int(args.limit_gb * 2**30)
+        counter, latents = steady_step(*given, own=own)
+        fields = {
+            "gigabytes_per_latent": round(counter.total / latents / 1e9, 2),
+            "needed": NEEDED_GB[family, direction],
+            "launches_per_latent": round(counter.launches / latents, 1),
+        }
+        case = f"{direction} step 720x1280 bfloat16 {family}{', own kernel' if own else ''}"
+        print(case, fields)
+        record.append(args.out, "count_bytes", case, **fields)
 
 
 @functools.cache

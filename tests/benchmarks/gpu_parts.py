@@ -1,17 +1,14 @@
 """The parts of `bench_gpu.py`: what is measured on a GPU, what decides most first."""
 
 import contextlib
-import csv
 import functools
 import importlib
 import itertools
 import logging
 import math
 import re
-import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,14 +17,14 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from fast_video_vae.kernels import synchronize, use_backend
+from fast_video_vae.kernels import use_backend
 from fast_video_vae.kernels.backends import SIGNATURES
 from fast_video_vae.kernels.modules import ask
 from fast_video_vae.kernels.ready import sample_inputs
 from fast_video_vae.kernels.triton_ops.convolution_tiles import ConvTile, tiles_of
-from fast_video_vae.tests.benchmarks import timing
 from fast_video_vae.tests.benchmarks.gpu_bench import (
     CONVS,
     NARROW,
@@ -41,12 +38,13 @@ from fast_video_vae.tests.benchmarks.gpu_bench import (
     error_of,
     timed_case,
 )
-from fast_video_vae.tests.benchmarks.gpu_check import check
 from fast_video_vae.tests.benchmarks.gpu_hopper import WAYS, hopper, ways_of
 from fast_video_vae.tests.benchmarks.routed import routed
 from fast_video_vae.tests.benchmarks.weights import random_input, random_weights
+from fast_video_vae.tests.faults import FAULTS, Planted
 from fast_video_vae.vae import load_vae
 from fast_video_vae.vae.streaming import resume
+from fast_video_vae.vae.streaming.prepared import device_check
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,12 +52,7 @@ _CLIPS = (
     ("decode", 81, 720, 1280), ("decode", 81, 480, 832), ("encode", 81, 480, 832),
     ("encode", 81, 720, 1280), ("decode", 1, 2160, 3840),
 )  # fmt: skip
-_SMALL_CLIPS = (("decode", 5, 32, 48), ("decode", 9, 16, 16), ("encode", 5, 32, 48))
-
-# What `ncu` collects, and of that what is shown.
-_NCU = "--csv --page raw --profile-from-start off --section SpeedOfLight --section LaunchStats "
-_NCU += "--section ComputeWorkloadAnalysis --section MemoryWorkloadAnalysis"
-_SHOWN = "time_duration.sum|pipe_tensor.*pct|lts__t_bytes.*second|wavefronts_mem_shared.sum|regis"
+_SMALL_CLIPS = (("encode", 5, 16, 16), ("decode", 5, 16, 16))
 
 
 def limits(bench: Bench) -> Cases:
@@ -165,7 +158,7 @@ def ops(bench: Bench) -> Cases:
             apart = error_of(ask(backend, op, *make()), expected.double())
             ms = bench.ms(lambda: ask(backend, op, *given))
         named = dict(zip(SIGNATURES[op], given, strict=True))
-        rate = 1e-6 * timing.moved_bytes(named, expected) / ms
+        rate = 1e-6 * _moved_bytes(named, expected) / ms
         copy = next((row["GB/s"] for row in bench.found("limits") if "GB/s" in row), math.inf)
         more = {"% of copy": 100 * rate / copy, "apart": apart, "op": op, "route": backend}
         return {"ms": ms, "GB/s": rate, **more}
@@ -182,9 +175,6 @@ def clips(*ways: str, only: int | None = None) -> Callable[[Bench], Cases]:
 
     def run(bench: Bench, way: str, clip: tuple[str, int, int, int]) -> Values:
         vae = bench.vae(way if way in ("comfyui", "diffusers") else "ours")
-        tile = ConvTile(64, 32, 4, 2, outputs=(32, 0))  # of no table, so that no cache has it
-        small = functools.partial(Call, bench, *SMALL_CONVS[0], "bare")
-        thread = threading.Thread(target=lambda: small().run(tile)) if "compiles" in way else None
         direction, frames, height, width = clip
         shape = (1, 16, frames // 4 + 1, height // 8, width // 8)
         x = bench.normal(*shape if direction == "decode" else (1, 3, *clip[1:])).clamp_(-1, 1)
@@ -195,9 +185,7 @@ def clips(*ways: str, only: int | None = None) -> Callable[[Bench], Cases]:
             elif way not in ("ours", "comfyui", "diffusers"):
                 modes.enter_context(routed(bench.found("attention", "ops", "convolutions")))
                 modes.enter_context(mock.patch.object(vae, "graphs", way == "with graphs"))
-            values = _timed(bench, call_vae, thread)
-        if thread is not None:
-            thread.join()  # Triton's interpreter serves one thread at a time
+            values = _timed(bench, call_vae)
         if hasattr(vae, "plan"):
             plan = vae.plan(height, width, encode=direction == "encode", single_frame=frames == 1)
             values["planned_gib"] = plan.peak_bytes / 2**30
@@ -243,68 +231,23 @@ def memory(bench: Bench) -> Cases:
         last = lines[-1].partition("with ")[2] if lines else None
         return {**values, "error": error_of(result, whole), "peak_gib": peak, "last": last}
 
-    for gib in (40, 24, 16, 12, 8, 5):
+    for gib in bench.pick((40, 24, 16, 12, 8, 5), (5,)):
         yield f"decode in {gib} GiB", functools.partial(run, gib)
-
-
-def counters(bench: Bench) -> Cases:
-    """Yield what `ncu` counts at 96 channels, of our kernels, of cuDNN's, and of a norm."""
-
-    def count() -> Values:
-        marked_kernels(bench, way)  # here too, so that no error in it looks like one of the tool
-        if (tool := shutil.which("ncu")) is None:
-            raise FileNotFoundError("ncu is not on the PATH")
-        code = "import runpy; runpy.run_path('tests/conftest.py'); from fast_video_vae.tests."
-        code += f"benchmarks import gpu_parts as p; p.marked_kernels(p.Bench(), {way!r})"
-        lines = _output([tool, *_NCU.split(), sys.executable, "-c", code])
-        found = [line for line in lines if line.startswith('"')]
-        if len(found) < 5 + (way is not None):  # names, units and the kernels
-            raise RuntimeError(f"ncu counts nothing: {' '.join(lines[-2:])}")
-        table.extend(csv.DictReader([found[0], *found[2:]]))
-        return {"kernels": len(table)}
-
-    def longest(part: slice) -> Values:
-        duration = "gpu__time_duration.sum"
-        row = max(table[part], key=lambda row: float(row[duration].replace(",", "")))
-        return {key: row[key] for key in row if key == "Kernel Name" or re.search(_SHOWN, key)}
-
-    table: list[dict[str, str]] = []
-    taps, _ = bench.pick(CONVS, SMALL_CONVS)[0]
-    rows = [row for row in bench.found("hopper", "convolutions") if row.get("taps") == taps]
-    rows = [row for row in rows if row["by"] in ways_of(bench, taps, row["terms"])]
-    way = min(rows, key=lambda row: row["ms"])["route"] if rows else None  # of those that are right
-    yield "ncu", count
-    parts = {"tile": slice(1), "library": slice(1 + bool(way), -1), "norm": slice(-1, None)}
-    parts |= {"hopper": slice(1, 2)} if way else {}
-    yield from ((name, functools.partial(longest, parts[name])) for name in parts if table)
-
-
-def marked_kernels(bench: Bench, way: str | None) -> None:
-    """Run a tile, a `way`, the library and a norm, between the marks of the profiler."""
-    taps, size = bench.pick(CONVS, SMALL_CONVS)[0]
-    call, tile = Call(bench, taps, size, "bare"), _tiles(bench, taps, "bare")[0][1]
-    norm = sample_inputs.call("rms_norm_silu", (4, *size[1:]), torch.bfloat16, bench.device)
-    for marked in (False, bench.cuda):
-        marks = torch.cuda.profiler.profile() if marked else contextlib.nullcontext()
-        with routed(), use_backend("triton"), torch.no_grad(), marks:
-            for each in (tile, way, None) if way else (tile, None):
-                call.run(each)
-            ask("triton", "rms_norm_silu", *norm)
-            synchronize(bench.device)
 
 
 def float32(bench: Bench) -> Cases:
     """Yield the largest error of float32 on this device against float64 on a CPU, all families."""
 
     def run(family: str, direction: str, frames: int) -> Values:
-        state, x = random_weights(family, 32), random_input(direction, family, frames, 32, 32)
-        one = load_vae(state, dtype=torch.float32, device=bench.device)
-        vaes = (one, load_vae(state, dtype=torch.float64, device="cpu"))
+        weights = random_weights(family, bench.pick(32, 8))
+        x = random_input(direction, family, frames, 32, 32)
+        one = load_vae(weights, dtype=torch.float32, device=bench.device)
+        vaes = (one, load_vae(weights, dtype=torch.float64, device="cpu"))
         run, exact = (getattr(vae, direction)(x.to(vae.device, vae.dtype)).cpu() for vae in vaes)
         return {"error": float((run - exact).abs().max() / exact.abs().max())}
 
-    families = ("wan2.1", "wan2.2", "seedvr2")
-    for work in itertools.product(families, ("decode", "encode"), (1, 9)):
+    families = bench.pick(("wan2.1", "wan2.2", "seedvr2"), ("wan2.1",))
+    for work in itertools.product(families, ("decode", "encode"), bench.pick((1, 9), (1,))):
         yield "{} {}, frames: {}".format(*work), functools.partial(run, *work)
 
 
@@ -313,7 +256,7 @@ def tests(bench: Bench) -> Cases:
 
     def run() -> Values:
         options = "-q -W default -p no:cacheprovider -o addopts=--import-mode=importlib "
-        options += bench.pick("tests -m gpu -n 8", "tests/kernels/test_messages.py")
+        options += bench.pick("tests -m gpu -n 8", "tests/lora/test_texts.py")
         lines = _output([sys.executable, "-m", "pytest", *options.split()])
         failed = [line.split()[1] for line in lines if line.startswith(("FAILED", "ERROR"))]
         result = [line for line in lines if re.search(r"\d (passed|failed|error|deselected)", line)]
@@ -322,8 +265,43 @@ def tests(bench: Bench) -> Cases:
     yield "pytest -m gpu", run
 
 
-def _timed(bench: Bench, call: Callable[[], Any], thread: threading.Thread | None) -> Values:
-    """Return the seconds of three runs, and what those of the third were, while `thread` runs."""
+def check(bench: Bench) -> Cases:
+    """Yield the check of the device in each dtype, and in float32 and bfloat16 with faults."""
+
+    def run(dtype: torch.dtype, name: str = "") -> Values:
+        planted = Planted(FAULTS[name]) if name else contextlib.nullcontext()
+        start = time.perf_counter()
+        with planted:
+            rows = list(device_check.rows(bench.device, dtype))
+            check_s = time.perf_counter() - start
+            verdict = device_check.judged(rows, bench.device, dtype)
+        worst = max(rows, key=lambda row: row.error / row.bound)
+        return {
+            "check s": check_s,
+            "search s": time.perf_counter() - start - check_s,
+            "wrong": sum(not row.is_right for row in rows),
+            "worst": f"{worst.case.name} {worst.error:.1e} of {worst.bound:.0e}",
+            "instead": " ".join(verdict.fallback.names),
+            "expected": " ".join(FAULTS[name].instead) if name else "",
+        }
+
+    for dtype in bench.pick((torch.float32, *NARROW), (torch.float32,)):
+        yield f"right in {dtype}", functools.partial(run, dtype)
+    for name, fault in bench.pick([*FAULTS.items()], [*FAULTS.items()][:1]):
+        yield name, functools.partial(run, fault.dtype, name)
+
+
+def _moved_bytes(arguments: Values, result: Tensor) -> int:
+    """Return the bytes that a call must move: each argument read once, the result written once."""
+    # A tail is read and written. The second read of `x` for the statistics of a norm over frames is
+    # not counted.
+    tail = arguments.get("tail")
+    tensors = [x for name, x in arguments.items() if name != "out" and isinstance(x, Tensor)]
+    return sum(x.nbytes for x in (*tensors, result, *([] if tail is None else [tail])))
+
+
+def _timed(bench: Bench, call: Callable[[], Any]) -> Values:
+    """Return the seconds of three runs, and what those of the third were."""
     first, second = bench.seconds(call), bench.seconds(call)
     cpu, kind = ProfilerActivity.CPU, ProfilerActivity.CUDA if bench.cuda else ProfilerActivity.CPU
     memory = torch.cuda.memory_stats if bench.cuda else dict
@@ -332,8 +310,6 @@ def _timed(bench: Bench, call: Callable[[], Any], thread: threading.Thread | Non
     for kinds in ({kind}, {cpu, kind}):  # recorded ops slow the launches down, so they come second
         old = memory()
         with profile(activities=kinds) as profiler:
-            if thread is not None and thread.ident is None:
-                thread.start()
             seconds = bench.seconds(call)
         new, held = memory(), old.get("allocated_bytes.all.current", 0)
         spans = [e.time_range for e in profiler.events() if e.device_type.name == kind.name]
@@ -370,9 +346,7 @@ PARTS = {
     "cases": (102, clips("ours", "library alone", "best per layer"), "whole clips"),
     "comfyui": (40, clips("comfyui"), "the same clips"),
     "graphs": (10, clips("without graphs", "with graphs", only=1), "CUDA graphs"),
-    "cold": (8, clips("a thread compiles", only=1), "next to best per layer"),
     "memory": (18, memory, "720 x 1280 x 81 with less memory than the plan knows of"),
-    "counters": (24, counters, "by ncu"),
     "float32": (18, float32, "all families, against float64 on a CPU"),
     "check": (12, check, "of the device; --patience 6 has time for all planted faults"),
     "tests": (33, tests, "pytest -m gpu"),

@@ -2,14 +2,12 @@
 
 `python tests/benchmarks/prepare_gpu.py` copies ComfyUI's `comfy/` from its checkout, diffusers, and
 what both need, to `.gpu/`, which is not committed. A small module stands in for comfy-kitchen,
-whose kernels are too large to carry. Then both are imported from there, without those packages of
-ComfyUI's requirements that a machine for machine learning lacks.
+whose kernels are too large to carry. Then both are imported from there.
 """
 
 import argparse
 import importlib.metadata
 import importlib.util
-import re
 import shutil
 import subprocess
 import sys
@@ -18,13 +16,8 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parents[2]
 _FOLDER = _ROOT / ".gpu"
 
-# What the peers need, and those of ComfyUI's requirements that such a machine has.
+# What the peers need, next to torch, transformers and the like.
 _PACKAGES = ("diffusers", "importlib_metadata", "zipp", "einops", "comfy_aimdo")
-_BARE = (
-    "torch", "torchvision", "torchaudio", "numpy", "scipy", "safetensors", "transformers", "pillow",
-    "sentencepiece", "tokenizers", "tqdm", "pyyaml", "psutil", "requests", "aiohttp", "yarl",
-    "filelock",
-)  # fmt: skip
 _COMFYUI = ("comfy", "comfyui_version.py", "node_helpers.py")
 _KITCHEN = "int8_attention_is_available = flash_attention_decode_is_available = lambda *_: False\n"
 
@@ -32,9 +25,8 @@ _LEFT = shutil.ignore_patterns("__pycache__", "*_tokenizer")  # 11 of the 19 MB 
 
 _CHECK = """
 import sys
-folder, nodes, *absent = sys.argv[1:]
+folder, nodes = sys.argv[1:]
 sys.path[:0] = [folder + "/packages", folder + "/comfyui", nodes]
-sys.modules.update(dict.fromkeys(absent))  # their import fails
 import boot; boot.stand_ins()
 from comfy.cli_args import args; args.cpu = True
 import comfy.ldm.seedvr.vae, comfy.ldm.wan.vae, comfy.ldm.wan.vae2_2, comfyui_version
@@ -65,12 +57,8 @@ def main() -> None:
     kitchen = _FOLDER / "packages" / "comfy_kitchen" / "__init__.py"
     kitchen.parent.mkdir()
     kitchen.write_text(_KITCHEN, encoding="utf-8")
-    lines = (comfyui / "requirements.txt").read_text(encoding="utf-8").splitlines()
-    lacking = {*map(_normal, lines)} - {*map(_normal, (*_BARE, *_PACKAGES))}
-    absent = [each for each, names in homes.items() if {*map(_normal, names)} & lacking]
-    absent = [each for each in absent if each != "comfy_kitchen"]
     command = [sys.executable, "-W", "ignore", "-c", _CHECK, _FOLDER, _ROOT / "tests/nodes"]
-    done = subprocess.run([*command, *absent], capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"the peers do not import from {_FOLDER}: {done.stderr.strip()[-300:]}")
     print(f"{_FOLDER} is ready; next: python tests/benchmarks/bench_gpu.py")
@@ -82,10 +70,6 @@ def _copy(source: Path, target: Path) -> None:
         shutil.copytree(source, target / source.name, ignore=_LEFT)
     else:
         shutil.copy(source, target)
-
-
-def _normal(line: str) -> str:  # the name at the start of a requirement
-    return re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", line)[0]).lower()
 
 
 if __name__ == "__main__":

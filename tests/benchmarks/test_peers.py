@@ -13,7 +13,7 @@ def state():
 
 
 @pytest.mark.comfyui
-@pytest.mark.parametrize("frames", [1, 5, 9])
+@pytest.mark.parametrize("frames", [1, 5])
 def test_comfyui_and_diffusers_compute_the_same(state, frames):
     try:
         comfyui, diffusers = peers.comfyui_vae(state), peers.diffusers_vae(state)

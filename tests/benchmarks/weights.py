@@ -36,9 +36,11 @@ def random_vae(family: str, width: int, dtype: torch.dtype, device: str = "cpu")
     return load_vae(random_weights(family, width), dtype=dtype, device=device)
 
 
-def random_input(direction: str, family: str, frames: int, height: int, width: int) -> Tensor:
+def random_input(
+    direction: str, family: str, frames: int, height: int, width: int, *, seed: int = 0
+) -> Tensor:
     """Return frames `[1, 3, T, H, W]` in -1 to 1 to encode, or a latent of as many to decode."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     if direction == "encode":
         return torch.rand(1, 3, frames, height, width, generator=generator) * 2 - 1
     channels, step = (48, 16) if family == "wan2.2" else (16, 8)

@@ -7,14 +7,12 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
-from fast_video_vae.lora.bank import load_bank
+from fast_video_vae.lora.bank import Amounts, StackEntry, layer_name, load_bank
 from fast_video_vae.lora.blocks import parse_blocks
 from fast_video_vae.lora.keys import Target, Targets
 from fast_video_vae.lora.schedule import parse_schedule
 from fast_video_vae.lora.session import Session
-from fast_video_vae.lora.strengths import Amounts, StackEntry, layer_name
 from fast_video_vae.tests.lora.models import PREFIX, modules
-from fast_video_vae.tests.products import each_value_once
 
 WIDTH, FFN = 16, 24
 EVERY = [(number, "") for number in range(3)]
@@ -95,7 +93,6 @@ LINEARS = {
     "plain": nn.Linear, "casting": Casting, "ignoring": Ignoring, "by keyword": ByKeyword,
 }  # fmt: skip
 MODES = ("bypass", "auto", "stream")
-each_way = each_value_once(linear=LINEARS, mode=MODES)
 
 # Parts of a weight, a modulation as a whole, and a part of it, by further names.
 PARTS = {
@@ -147,13 +144,13 @@ class Stack:
             save_file(tensors, self.paths[-1])
             self.changes.append(changes)
 
-    def session(self, strengths=(1, 1, 1), mode="auto", entries=(), **more):
+    def session(self, strengths=(1, 1, 1), mode="auto", entries=()):
         """Return a session with a stack of (file number, block filter); default: all files."""
         bank, schedule = load_bank(self.paths, self.targets), parse_schedule("1")
         entries = [(self.paths[n], parse_blocks(text)) for n, text in entries or EVERY]
         amounts = Amounts(bank, [StackEntry(path, schedule, blocks) for path, blocks in entries])
         amounts.set(strengths)
-        return Session(bank, amounts, mode, **more)
+        return Session(bank, amounts, mode)
 
     def expected(self, x, strengths=(1, 1, 1), entries=()):
         """Return the dense model's output in float64; `Ignoring` layers go without DoRA."""
@@ -174,8 +171,8 @@ class Stack:
         return model(x.double())
 
 
-def called(session, model, x):
-    with session.call(model, torch.device("cpu")):
+def called(session, model, x, device=None):
+    with session.call(model, device or torch.device("cpu")):
         return model(x)
 
 

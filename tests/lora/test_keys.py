@@ -51,12 +51,11 @@ ENDINGS = {
 KEYS = [(part, ending) for part, endings in ENDINGS.items() for ending in endings]
 
 
-@pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.parametrize("model", MODELS)
-def test_every_parameter_is_found_in_every_spelling(model, spelling):
+def test_every_parameter_is_found_in_every_spelling(model):
     """Each by its name with the next ending of a key."""
-    targets = TARGETS[model]
-    for (name, key), (part, ending) in zip(names_of(model).items(), itertools.cycle(KEYS)):
+    targets, named = TARGETS[model], itertools.product(SPELLINGS, names_of(model).items())
+    for (spelling, (name, key)), (part, ending) in zip(named, itertools.cycle(KEYS)):
         stem, bias = stem_of(name, spelling), Target(f"{key.removesuffix('.weight')}.bias")
         parsed = split_key(stem + ending)
         assert (parsed or (None,))[:2] == ((stem, part) if part else (None,)), stem + ending

@@ -1,14 +1,11 @@
 """Make the stored results of the device check, or print the errors of this machine next to them.
 
 `python tests/tools/expected.py` prints a table; with `--make` it writes the file: the reference in
-float64 on the CPU, for the clip of the demonstration and for numbers from a formula. `--runs 10`
-checks the CPU as often, and prints how much of the allowed error the worst case has.
+float64 on the CPU, for the clip of the demonstration and for numbers from a formula.
 `ATEN_CPU_CAPABILITY`, `ONEDNN_MAX_CPU_ISA` and `FAST_VIDEO_VAE_ISA` choose its instructions.
 """
 
 import argparse
-import itertools
-import os
 import runpy
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +23,6 @@ from fast_video_vae.vae.media import read_video
 from fast_video_vae.vae.streaming.prepared import cases, device_check, sketches
 
 CPU = torch.device("cpu")
-ISA = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "FAST_VIDEO_VAE_ISA")
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -62,31 +58,9 @@ def table():
     print("\n".join(" ".join(row).rstrip() for row in padded(rows, 1)))
 
 
-def repeat(runs, threads, dtypes):
-    """Print the worst share of an allowed error, and the wrong cases, of some runs."""
-    native_library()
-    torch.set_num_threads(threads)
-    worst, wrong = dict.fromkeys(dtypes, 0.0), []
-    for _, dtype in itertools.product(range(runs), worst):
-        for row in device_check.rows(CPU, dtype):
-            worst[dtype] = max(worst[dtype], row.error / row.bound)
-            wrong += [] if row.is_right else [f"{row.case.name} {row.error:.1e} {row.reason}"]
-    shares = ", ".join(f"{str(dtype)[6:]} {share:.0%}" for dtype, share in worst.items())
-    chosen = [os.environ.get(name, "-") for name in ISA]
-    print(torch.__version__, *chosen, f"threads {threads}, runs {runs}: {shares}; wrong: {wrong}")
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--make", action="store_true", help="write the file")
-    parser.add_argument("--runs", type=int, default=0, help="check the CPU as often")
-    parser.add_argument("--threads", type=int, default=1, help="threads of these checks")
-    names = ("float32", "bfloat16")
-    parser.add_argument("--dtypes", nargs="+", default=names, help="dtypes of these checks")
-    args = parser.parse_args()
-    if args.make:
+    parser.add_argument("--make", action="store_true", help="write the file first")
+    if parser.parse_args().make:
         make()
-    if args.runs:
-        repeat(args.runs, args.threads, [getattr(torch, name) for name in args.dtypes])
-    else:
-        table()
+    table()

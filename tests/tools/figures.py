@@ -80,7 +80,7 @@ def lines_of(bench: str, pattern: str) -> list[Fields]:
     lines: dict[object, dict[str, Fields]] = {}
     for (case, by), (row, groups) in newest.items():
         line = lines.setdefault(tuple(groups.values()) or case, {})
-        line[by] = most(line.get(by, {}), readable(row, groups))
+        line[by] = readable(row, groups)
     return [Fields({**[*line.values()][-1], **timed(line)}) for line in lines.values()]
 
 
@@ -91,7 +91,7 @@ def readable(row: dict[str, Any], groups: dict[str, str]) -> Fields:
         if isinstance(value, list) and isinstance(value[0], float):
             fields[key] = statistics.median(value)
         elif isinstance(value, dict):
-            fields[key] = Fields(value, percent=100 * value.get("mean", 0))
+            fields[key] = Fields(value)
         elif isinstance(value, str):
             fields[key] = functools.reduce(lambda x, pair: re.sub(*pair, x), WORDS.items(), value)
         elif key.endswith("_error_db"):
@@ -106,12 +106,6 @@ def readable(row: dict[str, Any], groups: dict[str, str]) -> Fields:
     if times := row.get("milliseconds"):
         fields["ratio"] = Fields({key: value / times["no LoRA"] for key, value in times.items()})
     return fields
-
-
-def most(one: dict[str, Any], other: Fields) -> Fields:
-    """Return the fields of `other`, its numbers not below those of `one`."""
-    numbers = [key for key, value in one.items() if isinstance(value, int | float)]
-    return Fields(other | {key: max(one[key], other[key]) for key in numbers})
 
 
 def timed(line: dict[str, Fields]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ and what it requires from a venv of the same Python version, and installs everyt
 """
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -46,21 +47,11 @@ print(json.dumps(sorted(each for each in found if not each.endswith(("..", "__py
 """
 
 
-def commands(readme: str) -> dict[str, str]:
-    """Return the two lines of the README that install and try the package.
-
-    Raises:
-        ValueError: One of them is not there, or there twice.
-    """
-    found = {}
-    for name, extra in EXTRAS.items():
-        lines = re.findall(rf'(?m)^pip install "\.\[{extra}\]" && \S.*$', readme)
-        if len(lines) != 1:
-            raise ValueError(
-                f'README.md has {len(lines)} lines `pip install ".[{extra}]" && ...`; expected one'
-            )
-        found[name] = lines[0]
-    return found
+def command(name: str) -> str:
+    """Return a line of the README that installs and tries the package."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (line,) = re.findall(rf'(?m)^pip install "\.\[{EXTRAS[name]}\]" && \S.*$', readme)
+    return line
 
 
 def link_torch(venv: Path, base: Path) -> None:
@@ -86,17 +77,14 @@ def main() -> int:
     python = interpreter(args.python) if version else shutil.which(args.python)
     if python is None:
         sys.exit(f"error: there is no Python {args.python} here")
-    lines = commands((ROOT / "README.md").read_text(encoding="utf-8"))
     failed = False
-    for av in args.av:
-        for name, line in lines.items():
-            if args.only in (None, name):
-                started = time.monotonic()
-                try:
-                    said = _try(line, python, av, args.torch_from)
-                except StepError as error:
-                    said, failed = f"failed: {error}", True
-                print(f"{name}, PyAV {av}, {time.monotonic() - started:.0f} s: {said}", flush=True)
+    for av, name in itertools.product(args.av, [args.only] if args.only else EXTRAS):
+        started = time.monotonic()
+        try:
+            said = _try(command(name), python, av, args.torch_from)
+        except StepError as error:
+            said, failed = f"failed: {error}", True
+        print(f"{name}, PyAV {av}, {time.monotonic() - started:.0f} s: {said}", flush=True)
     return int(failed)
 
 
@@ -104,11 +92,8 @@ def _try(line: str, python: str, av: str, base: Path | None) -> str:
     """Run a command in a clone; return the versions that it installed."""
     with tempfile.TemporaryDirectory(prefix="readme-") as folder:
         clone, venv = Path(folder) / "clone", Path(folder) / "venv"
-        if (ROOT / ".git").exists():
-            run("git", "clone", "--quiet", ROOT, clone)
-        else:
-            ignored = shutil.ignore_patterns("venv", "build", "__pycache__", "*.egg-info")
-            shutil.copytree(ROOT, clone, ignore=ignored)
+        ignored = shutil.ignore_patterns(".*", "venv", "build", "__pycache__", "*.egg-info")
+        shutil.copytree(ROOT, clone, ignore=ignored)
         inside = new_environment(venv, python)
         if base is not None:
             link_torch(venv, base)

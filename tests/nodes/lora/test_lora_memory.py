@@ -19,7 +19,6 @@ from fast_video_vae.tests.nodes.lora import lora_models as loras
 from fast_video_vae.tests.nodes.lora.lora_models import core, fast, lora, stack
 from fast_video_vae.tests.nodes.sampling.sampler_models import experts, in_two, samples
 from fast_video_vae.tests.nodes.vae.pairs import relative_error, v3_node
-from fast_video_vae.tests.products import each_value_once
 
 pytestmark = pytest.mark.comfyui
 
@@ -65,11 +64,11 @@ def two_experts(by, models, strength):
     return in_two(*models, at=1, steps=2)
 
 
-@each_value_once(
-    by=["Apply LoRA", "Wan Sampler"],
-    sizes=[
-        (6, 14),  # each expert fits, both together do not; fp8
-        (11, 28),  # neither the text encoder and an expert fit, nor an expert; bf16
+@pytest.mark.parametrize(
+    ("by", "sizes"),
+    [
+        ("Apply LoRA", (6, 14)),  # each expert fits, both together do not; fp8
+        ("Wan Sampler", (11, 28)),  # nor do the text encoder and an expert, or an expert; bf16
     ],
 )
 def test_loras_unload_nothing_of_dynamic_models(expected, inference, monkeypatch, by, sizes):
@@ -112,7 +111,6 @@ def test_comfyui_loads_and_unloads_the_bank(expected, inference, monkeypatch, dy
         assert bank.loaded_size() == 0
         assert relative_error(sample(model), expected) < loras.ROUNDING
         assert bank.loaded_size() == (0 if dynamic else size)  # it is given back after a run
-        assert loras.session_of(model).loader is None  # it would keep the memory
         management.load_models_gpu([model, *model.get_nested_additional_models()])
         cards.call(model.model)
         (entry,) = (each for each in management.current_loaded_models if each.model is bank)
@@ -123,6 +121,11 @@ def test_comfyui_loads_and_unloads_the_bank(expected, inference, monkeypatch, dy
         assert not [each for each in management.current_loaded_models if each.model is bank]
         assert bank.loaded_size() == 0
         assert cards.free(device) == 24 * GB
+    with monkeypatch.context() as patch:
+        patch.setattr("fast_video_vae.nodes.lora.apply._MOST_OF_DEVICE", 1e-9)
+        model = fast(load(), lora(0), 0.8)
+    assert not model.get_additional_models()  # a large bank stays on the host
+    assert relative_error(sample(model), expected) < loras.ROUNDING
     small = load()
     before, without, patched = loras.bits(small), sample(small), fast(small, lora(0), 0.8)
     for each in (patched, patched.clone(disable_dynamic=True), patched):
@@ -158,10 +161,7 @@ def two(dynamic, expected, inference, monkeypatch):
 # Orders of the nodes: MultiGPU CFG Split, and Apply LoRA (Fast) with the LoRA of this number.
 ROWS = [
     (("split", 0), "auto", True),
-    ((0, "split"), "stream", True),
-    (("split", 0, 1), "bypass", False),
-    ((0, "split", 1), "auto", False),
-    ((0, "split", "split"), "bypass", True),
+    ((0, "split", 1), "bypass", False),
 ]
 
 
@@ -194,7 +194,7 @@ def test_a_run_on_two_cards_equals_that_on_one(two, order, mode):
     without, (both, _) = sample(split(model), steps=3), parts(split(model))
     before = [loras.bits(each) for each in both]
     other = [node if node == "split" else 1 - node for node in order]
-    for nodes, strength in ((order, "0.9,0,-0.4"), (other, "0.9,0,-0.4"), (order, "-0.3")):
+    for nodes, strength in ((order, "0.9,0,-0.4"), (other, "-0.3")):
         alone = after(model, [node for node in nodes if node != "split"], strength)
         expected = sample(alone, steps=3)
         assert relative_error(expected, without) > loras.EFFECT
@@ -202,7 +202,7 @@ def test_a_run_on_two_cards_equals_that_on_one(two, order, mode):
         assert [each.load_device for each in parts(given)[0]] == two.devices
         assert parts(given)[0][1].model is both[1].model
         given.set_model_unet_function_wrapper(call)
-        for each in (given, given, split(alone), alone):  # also with the state of a run on one card
+        for each in (given, split(alone), alone):  # also with the state of a run on one card
             assert relative_error(sample(each, steps=3), expected) < loras.ROUNDING
         assert loras.session_of(given)  # the only one: the other bank goes with its copy
     plain = split(model)
@@ -233,13 +233,3 @@ def test_a_model_that_is_moved_has_its_lora(two, dynamic, expected):
         (model,) = v3_node("nodes_multigpu", "SelectModelDeviceNode", model=model, device="cpu")
     assert relative_error(sample(model), expected) < loras.ROUNDING
     assert parts(model)[1][0].load_device == model.load_device != two.devices[0]
-
-
-@pytest.mark.parametrize("dynamic", [True])
-def test_wan_sampler_runs_both_experts_on_two_cards(two):
-    expected = two_experts("Wan Sampler", [load(0), load(1)], 0.8)
-    models = [split(load(0)), split(load(1))]
-    for _ in range(2):
-        with a_prompt(*models):
-            result = two_experts("Wan Sampler", models, 0.8)
-            assert relative_error(result, expected) < loras.ROUNDING

@@ -105,20 +105,13 @@ DEQUANTISED = ("full fp8", "fp8 on a CPU", "packed", "unpacking")
 # enough tokens of an image for auto to change plain weights, or those that are read only, which
 # are then the only quantised ones; mode; and what skips layers.
 ROWS = [
-    ("int8", "", "bypass", "EasyCacheNode"),
     ("int8", "", "auto", "EasyCacheNode"),
-    ("int8", "", "stream", "SkipLayerGuidanceDiT"),
     ("int8", "attn", "auto", None),
-    ("int8", READ, "auto", "EasyCacheNode"),
     ("rotated", READ, "bypass", "SkipLayerGuidanceDiT"),
     ("fp8", "", "auto", "EasyCacheNode"),
-    ("fp8", "", "bypass", "SkipLayerGuidanceDiT"),
-    ("fp8 on a CPU", "", "auto", None),
-    ("fp8 on a CPU", "", "stream", "EasyCacheNode"),
-    ("full int8", "", "bypass", "EasyCacheNode"),
-    ("full int8", READ, "auto", None),
-    ("full rotated", "", "stream", "SkipLayerGuidanceDiT"),
-    ("full fp8", "", "bypass", "EasyCacheNode"),
+    ("fp8 on a CPU", "", "stream", None),
+    ("full int8", "", "bypass", None),
+    ("full fp8", "", "bypass", None),
     ("packed", "blocks", "auto", None),
     ("packed", "dora", "bypass", None),
     ("unpacking", "blocks", "stream", "EasyCacheNode"),
