@@ -66,7 +66,7 @@ def stock(state, samples, name="light"):
     return stock_frames(state, given).movedim(1, -1).flatten(0, 1).clamp(0, 1)
 
 
-@pytest.mark.parametrize(("channels", "frames", "batch"), [(16, 5, 1), (16, 2, 2), (48, 1, 2)])
+@pytest.mark.parametrize(("channels", "frames", "batch"), [(16, 3, 2), (48, 1, 1)])
 def test_auto_takes_the_tiny_decoder_of_the_channels(
     tiny, approx, progress, channels, frames, batch
 ):
@@ -188,9 +188,8 @@ def test_a_file_that_does_not_fit_is_named_in_one_line(tiny, approx, changed, wo
 @pytest.mark.parametrize(
     ("frames", "height", "width", "fps", "expected", "seconds"),
     [
-        (700, 2, 3, 16.0, ((16, 24), (24, 16), 234), 700 / 4),  # every third picture
+        (321, 2, 3, 16.0, ((16, 24), (24, 16), 161), 321 / 4),  # every second picture
         (2, 200, 100, 8.0, ((400, 200), (200, 400), 2), 1),
-        (2, 10, 1030, 8.0, ((5, 512), (512, 5), 2), 1),
         # The milliseconds of a WebP do not fit into 32 bits if a clip takes many days.
         (5400, 1, 1, 0.01, ((8, 8), (8, 8), 318), 2**31 / 1000),
     ],

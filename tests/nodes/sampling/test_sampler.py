@@ -5,7 +5,6 @@ import random
 import pytest
 import torch
 
-from fast_video_vae.tests.nodes.diffusion import KINDS
 from fast_video_vae.tests.nodes.lora.lora_models import (
     ROUNDING,
     apply,
@@ -27,7 +26,6 @@ from fast_video_vae.tests.nodes.sampling.sampler_models import (
     run,
     samples,
     shifted,
-    slow,
 )
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("comfyui")]
@@ -57,7 +55,6 @@ def calls(monkeypatch):
     [
         ("wan21-t2v", 4, 2),  # the boundary is 0.875
         ("wan22-14b-i2v", 8, 3),  # 0.9, of sigmas 1, 0.972, 0.9375, 0.893; channels of an image
-        slow("vace", 4, 2),
     ],
 )
 def test_two_experts_equal_two_advanced_samplers(kind, steps, at):
@@ -109,11 +106,10 @@ def text(values, own, draw):
     return ",".join(f"{value:g}" for value in draw.choice((mine, values)))
 
 
-@pytest.mark.parametrize("seed", [0, slow(1), slow(2)])
 @pytest.mark.parametrize("boundary", BOUNDARIES, ids=str)
-def test_a_run_equals_its_steps_by_comfyuis_sampler(calls, boundary, seed):
+def test_a_run_equals_its_steps_by_comfyuis_sampler(calls, boundary):
     """A run of ComfyUI's sampler for each step, with the model, levels and guidance of the step."""
-    draw = random.Random(f"{boundary} {seed}")
+    draw = random.Random(f"{boundary} 0")
     given, shift, cfg = drawn(boundary, draw)
     high, low = experts().values()
     file = lora(0)
@@ -161,7 +157,7 @@ def test_a_run_equals_its_steps_by_comfyuis_sampler(calls, boundary, seed):
         ("wan21-t2v", "uni_pc", 1.0),
         ("wan21-t2v", "euler", 0.5),  # of a latent with a mask
         ("qwen-image", "euler", 1.0),
-        *(slow(kind, "euler", 1.0) for kind in KINDS if kind not in ("wan21-t2v", "qwen-image")),
+        ("wan22-5b", "euler", 1.0),
     ],
 )
 def test_one_expert_of_any_kind_equals_ksampler(kind, sampler, denoise):
@@ -179,7 +175,7 @@ def test_one_expert_of_any_kind_equals_ksampler(kind, sampler, denoise):
 
 
 # Models of euler_cfg_pp run the negative pass even at CFG 1, through a function that they add.
-@pytest.mark.parametrize("sampler", ["uni_pc", slow("dpmpp_2m"), "euler_cfg_pp"])
+@pytest.mark.parametrize("sampler", ["uni_pc", "euler_cfg_pp"])
 def test_a_multistep_sampler_continues_over_the_switch(sampler):
     """Two experts with equal weights act as one model; two samplers in a row would restart."""
     one = expert()

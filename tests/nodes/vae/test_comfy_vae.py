@@ -42,8 +42,7 @@ pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
 @pytest.mark.parametrize(
     ("batch", "count", "size"),
     [
-        (1, 1, (4, 6)),  # a picture
-        (3, 1, (4, 6)),
+        (3, 1, (4, 6)),  # pictures
         (2, 2, (4, 6)),
         (1, 4, (9, 11)),  # 13 frames in tiles of 8 latents, whose last is narrow
     ],
@@ -56,10 +55,9 @@ def test_every_way_to_decode_equals_stock(family, batch, count, size):
     inputs = {"vae": family.fast, "samples": samples}
     for images in (
         node("VAEDecode", **inputs)[0],
-        node("VAEDecodeTiled", **inputs, tile_size=512)[0],
         node("VAEDecodeTiled", **inputs, tile_size=64, overlap=0)[0],
         node("VAEDecodeTiled", **inputs, tile_size=72, overlap=24, temporal_size=8)[0],
-        *(ours("Decode", **inputs, chunk=chunk).args[0] for chunk in (1, 2, -1)),
+        *(ours("Decode", **inputs, chunk=chunk).args[0] for chunk in (1, -1)),
     ):
         assert relative_error(images, expected) <= 1e-5
         assert images.is_contiguous()
@@ -73,10 +71,8 @@ def test_every_way_to_decode_equals_stock(family, batch, count, size):
     ("count", "channels", "size"),
     [
         (1, 3, (8, 8)),  # the smallest
-        (3, 3, (32, 48)),  # fewer than a group: one latent
-        (5, 4, (32, 48)),  # alpha is left out
-        (14, 3, (32, 48)),  # the last frame fills no latent
-        (5, 3, (75, 86)),  # cropped about the centre; in tiles
+        (3, 4, (32, 48)),  # fewer than a group: one latent; alpha is left out
+        (14, 3, (75, 86)),  # cropped about the centre; in tiles; the last frame fills no latent
     ],
 )
 def test_every_way_to_encode_equals_stock(family, count, channels, size):
@@ -89,9 +85,8 @@ def test_every_way_to_encode_equals_stock(family, count, channels, size):
     inputs = {"vae": family.fast, "pixels": pixels}
     for latent in (
         node("VAEEncode", **inputs)[0],
-        node("VAEEncodeTiled", **inputs, tile_size=512, overlap=64)[0],
         node("VAEEncodeTiled", **inputs, tile_size=64, overlap=24, temporal_size=8)[0],
-        *(ours("Encode", **inputs, chunk=chunk).args[0] for chunk in (1, 2, -1)),
+        *(ours("Encode", **inputs, chunk=chunk).args[0] for chunk in (1, -1)),
         {"samples": family.fast.encode(pixels[None])},  # [B, T, H, W, C]
     ):
         assert relative_error(latent["samples"], expected) <= 1e-5
@@ -127,9 +122,7 @@ TEXT = SimpleNamespace(tokenize=lambda *a, **k: a, encode_from_tokens_scheduled=
     [
         (None, "VAEEncodeForInpaint", {"pixels": clip(1, 70, 66), "mask": MASK}),
         ("wan", "WanImageToVideo", VIDEO),
-        ("wan", "WanFirstLastFrameToVideo", VIDEO | {"end_image": clip(1, seed=1)}),
         ("wan", "WanVaceToVideo", CONTROL | {"strength": 0.7}),
-        ("qwen", "TextEncodeQwenImageEdit", {"clip": TEXT, "prompt": "", "image": clip(1)}),
         ("qwen", "TextEncodeQwenImageEditPlus", {"clip": TEXT, "prompt": "", "image2": clip(1)}),
     ],
 )
@@ -329,22 +322,14 @@ def test_a_2x_decoder_gives_images_of_twice_the_size(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "state",
-    [
-        pytest.param(lambda: random_state_dict(96), id="Wan 2.1"),
-        pytest.param(lambda: random_seedvr2(WIDTHS), id="SeedVR2"),
-        pytest.param(lambda: random_wan22(160, 256), id="Wan 2.2"),
-    ],
-)
-def test_vaes_of_the_published_widths_equal_stock(state):
-    stock = stock_vae(state())
+def test_a_vae_of_the_published_widths_equals_stock():
+    """Of SeedVR2, whose narrow weights ComfyUI's class takes only with a patched constant."""
+    stock = stock_vae(random_seedvr2(WIDTHS))
     fast = accelerated(stock)
     assert fast.get_sd().keys() == stock.get_sd().keys()
     assert_same_numbers(fast, stock)
-    latent, pixels = latents(2, 2, 2, channels=stock.latent_channels), clip(5, 32, 32)
+    latent = latents(1, 2, 2)
     assert relative_error(fast.decode(latent), stock.decode(latent)) <= 1e-5
-    assert relative_error(fast.encode(pixels), stock.encode(pixels)) <= 1e-5
 
 
 def test_a_narrow_wan_2_2_loads_where_comfyui_s_class_does_not_fit(tmp_path):

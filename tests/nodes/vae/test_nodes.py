@@ -191,7 +191,7 @@ def test_other_vaes_are_returned_with_a_logged_reason(vae_name, state, caplog, r
     assert reason in [text for text in caplog.messages if "Fast Video VAE" in text][-1]
 
 
-@pytest.mark.parametrize("flag", [None, "fp32_vae", "bf16_vae", "fp16_vae", "cpu_vae"])
+@pytest.mark.parametrize("flag", [None, "bf16_vae", "cpu_vae"])
 def test_float16_is_allowed_only_where_nothing_chose_a_dtype(state, tmp_path, monkeypatch, flag):
     from comfy.cli_args import args
 
@@ -218,7 +218,7 @@ def test_float16_is_allowed_only_where_nothing_chose_a_dtype(state, tmp_path, mo
     ("given", "kept"),
     [
         *((None, "auto"), ("int8", "int8"), ("int8 and encode", "int8")),
-        *((old, "auto") for old in ("auto", "exact", "fast", "one", "gpu:0, gpu:1")),
+        *((old, "auto") for old in ("exact", "gpu:0, gpu:1")),
     ],
 )
 def test_both_nodes_store_the_precision(vae_name, stock, caplog, monkeypatch, given, kept):
