@@ -120,7 +120,7 @@ def test_a_changed_mlp_is_unchanged_with_a_log_line(what, path, name, value, mon
 
 
 # The bytes of weights that are loaded, 0: all.
-@pytest.mark.parametrize(("name", "budget_bytes"), zip(MLPS, (0, 1, 0, 1), strict=True))
+@pytest.mark.parametrize(("name", "budget_bytes"), [*zip(MLPS, (0, 1, 0, 1), strict=True)])
 def test_a_model_gives_the_same_with_patches_in_every_order(name, budget_bytes, kernel, caplog):
     import comfy.ops
 

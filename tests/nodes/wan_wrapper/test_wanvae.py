@@ -72,14 +72,14 @@ def test_every_form_of_a_call_gives_the_same(fast, tile, more):
             encoded *= 0.5  # nodes with a latent strength write into it
 
 
-def test_a_sample_has_the_spread_of_the_posterior(tmp_path, channels=16):
-    vae, pixels = wrapped(fast_vae(STATES[channels], tmp_path)), video(9)
+def test_a_sample_has_the_spread_of_the_posterior(tmp_path):
+    vae, pixels = wrapped(fast_vae(STATES[16], tmp_path)), video(9)
     pixels[:, :, 1:] = 0  # static frames draw their own noise too
     mean = vae.encode(pixels, CPU)
     for given in (pixels, pixels[:, :, :1]):
         torch.manual_seed(1)
         sampled = vae.encode([given[0]], CPU, tiled=False, sample=True)
-        posterior = diffusers_vae(STATES[channels]).module.encode(given).latent_dist
+        posterior = diffusers_vae(STATES[16]).module.encode(given).latent_dist
         spread = (posterior.logvar.clamp(-30, 20) / 2).exp()
         noise = (sampled - mean[:, :, : sampled.shape[2]]) / spread
         assert abs(noise.std() - 1) < 5 / (2 * noise.numel()) ** 0.5  # five standard errors
