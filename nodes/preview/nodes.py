@@ -13,6 +13,7 @@ from torch import Tensor
 from ..host.api import io, ui
 from ..host.error_text import about
 from ..host.input_checks import checked
+from ..host.latents import first_of
 from ..host.lazy import Later
 from ..host.numbering import saved, unused_names
 from ..host.widgets import AUTO, CATEGORY, fps_input
@@ -34,6 +35,16 @@ _FAST = {"method": 0, "quality": 80}
 # WebP counts milliseconds in 32 bits with a sign; each picture has one at least.
 _LONGEST_MS = 2**31 - 1 - _MOST_PICTURES
 
+_TEXTS = {
+    "samples": "Latent of a video or of images to show.",
+    "decoder": "auto: the tiny decoder in models/vae_approx for this latent, if there is one, "
+    "otherwise latent2rgb (for images of SD3 or Flux too). latent2rgb: one small picture per "
+    "latent frame (of Wan, 4 video frames). Or a file from models/vae_approx.",
+    "fps": "Frames per second of the video: 16 for Wan 2.1 and Wan 2.2 14B, 24 for Wan 2.2 5B.",
+    "output": "Pictures per second: as above, with latent2rgb of Wan a quarter, so that the clip "
+    "lasts as long.",
+}
+
 
 class PreviewLatent(io.ComfyNode):
     """Show the clip of a latent."""
@@ -41,6 +52,7 @@ class PreviewLatent(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         """Return the node's schema."""
+        decoders = [AUTO, _COLORS, *tiny_decoder.tiny_files()]
         return io.Schema(
             node_id="FastVAE_PreviewLatent",
             display_name="Preview Video Latent (Fast)",
@@ -51,28 +63,15 @@ class PreviewLatent(io.ComfyNode):
             search_aliases=["preview latent", "taehv", "tiny vae", "latent2rgb", "quick decode"],
             is_output_node=True,
             inputs=[
-                io.Latent.Input("samples", tooltip="Latent of a video or of images to show."),
+                io.Latent.Input("samples", tooltip=_TEXTS["samples"]),
                 io.Combo.Input(
-                    "decoder",
-                    options=[AUTO, _COLORS, *tiny_decoder.tiny_files()],
-                    default=AUTO,
-                    tooltip="auto: the tiny decoder in models/vae_approx for this latent, if there "
-                    "is one, otherwise latent2rgb (for images of SD3 or Flux too). latent2rgb: one "
-                    "small picture per latent frame (of Wan, 4 video frames). Or a file from "
-                    "models/vae_approx.",
+                    "decoder", options=decoders, default=AUTO, tooltip=_TEXTS["decoder"]
                 ),
-                fps_input(
-                    "Frames per second of the video: 16 for Wan 2.1 and Wan 2.2 14B, 24 for Wan "
-                    "2.2 5B."
-                ),
+                fps_input(_TEXTS["fps"]),
             ],
             outputs=[
                 io.Image.Output(display_name="IMAGE", tooltip="The pictures of the clip."),
-                io.Float.Output(
-                    display_name="fps",
-                    tooltip="Pictures per second: as above, with latent2rgb of Wan a quarter, so "
-                    "that the clip lasts as long.",
-                ),
+                io.Float.Output(display_name="fps", tooltip=_TEXTS["output"]),
             ],
         )
 
@@ -82,13 +81,10 @@ class PreviewLatent(io.ComfyNode):
         cls, samples: dict[str, Tensor], decoder: str = AUTO, fps: float = 16.0
     ) -> io.NodeOutput:
         """Make the pictures, and a file that shows them."""
-        latent = samples["samples"]
-        if latent.is_nested:
-            latent = latent.unbind()[0]
+        latent = first_of(samples["samples"])
         if latent.ndim not in (4, 5):
-            raise ValueError(
-                f"samples: got {latent.ndim} dimensions; expected those of a video or of images"
-            )
+            got = f"samples: got {latent.ndim} dimensions"
+            raise ValueError(f"{got}; expected those of a video or of images")
         name = decoder
         if decoder == AUTO:
             # With four dimensions, 16 channels are mostly those of SD3 or Flux.

@@ -20,7 +20,7 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
 from ..host.error_text import about
-from ..host.patches import log_cut_patches
+from ..host.latents import first_of, log_cut_patches
 from ..host.progress import show_text
 from ..lora.apply import KEY, AttachedLoras, LoraMode, apply_lora
 from ..preview.live import Callback, playing
@@ -114,7 +114,7 @@ def _checked_latent(models: Sequence[ModelPatcher], latent: dict[str, Any]) -> T
         raise ValueError(
             f"latent_image: got {image.shape[1]} channels; expected {channels[0]} for this model"
         )
-    first = image.unbind()[0] if image.is_nested else image
+    first = first_of(image)
     network = getattr(models[0].model, "diffusion_model", None)
     patch = getattr(network, "patch_size", None)
     if isinstance(patch, int) and getattr(network, "in_channels", None) != channels[0]:

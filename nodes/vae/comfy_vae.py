@@ -16,6 +16,7 @@ from ...kernels import first_line
 from ...vae import StreamOptions, retried
 from ..host import timing
 from ..host.error_text import about, described
+from ..host.latents import first_of
 from ..host.oom import in_turn, kept
 from ..host.progress import Progress
 from . import pieces
@@ -24,8 +25,7 @@ from .first_stage import FastVideoVAE, log_ignored
 
 def one_video(vae: object, latent: Tensor) -> Tensor:
     """Return a LATENT's one video as `[1, C_latent, t, h, w]`; unchanged if the VAE is not fast."""
-    if latent.is_nested:
-        latent = latent.unbind()[0]
+    latent = first_of(latent)
     if isinstance(vae, FastVAE):
         latent = vae.first_stage_model.as_video(latent)
         with about("samples"):
@@ -33,9 +33,8 @@ def one_video(vae: object, latent: Tensor) -> Tensor:
         if vae.latent_dim == 2:  # pictures, which become the frames
             latent = latent[:, :, 0].movedim(0, 1).unsqueeze(0)
     if latent.ndim == 5 and len(latent) != 1:
-        raise ValueError(
-            f"samples: got {len(latent)} videos; expected one, as from Latent From Batch"
-        )
+        got = f"samples: got {len(latent)} videos"
+        raise ValueError(f"{got}; expected one, as from Latent From Batch")
     return latent
 
 
