@@ -265,7 +265,6 @@ def test_dashes_or_lists_separate_prompts_and_one_prompt_is_repeated(dashes):
     ("inputs", "message"),
     [
         ({"positive": [f"{FOX}\n---\n "]}, EMPTY),
-        ({"positive": []}, EMPTY),
         ({"positive": ["x"] * 3}, "negative: got 2 prompts; expected 1 or 3, as many as positive"),
         ({"negative": []}, "negative: got an empty list; expected at least one prompt"),
         ({"clip": []}, "clip: got an empty list; expected one value"),
