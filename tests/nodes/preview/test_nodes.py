@@ -92,13 +92,10 @@ def test_auto_takes_the_tiny_decoder_of_the_channels(
     assert len(shown(samples)[0]) == batch * frames
 
 
-@pytest.mark.parametrize(
-    ("dtype", "given"),
-    [(torch.bfloat16, torch.float8_e4m3fn), (torch.float16, torch.bfloat16)],
-)
-def test_decoders_and_latents_of_other_dtypes_are_shown(tiny, monkeypatch, dtype, given):
+def test_decoders_and_latents_of_other_dtypes_are_shown(tiny, monkeypatch):
     from fast_video_vae.nodes.preview import tiny_decoder
 
+    dtype, given = torch.bfloat16, torch.float8_e4m3fn
     monkeypatch.setattr(tiny_decoder, "dtype_on", lambda device: dtype)
     state, narrow = tiny("lighttaew2_1.pth"), latent().to(given)
     for decoder in ("latent2rgb", "lighttaew2_1.pth"):
@@ -189,9 +186,7 @@ def test_a_file_that_does_not_fit_is_named_in_one_line(tiny, approx, changed, wo
     ("frames", "height", "width", "fps", "expected", "seconds"),
     [
         (321, 2, 3, 16.0, ((16, 24), (24, 16), 161), 321 / 4),  # every second picture
-        (2, 200, 100, 8.0, ((400, 200), (200, 400), 2), 1),
-        # The milliseconds of a WebP do not fit into 32 bits if a clip takes many days.
-        (5400, 1, 1, 0.01, ((8, 8), (8, 8), 318), 2**31 / 1000),
+        (2, 10, 1030, 8.0, ((5, 512), (512, 5), 2), 1),
     ],
 )
 def test_a_long_or_large_clip_is_shown_in_a_small_file(

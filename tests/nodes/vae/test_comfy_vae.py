@@ -355,21 +355,16 @@ def test_qwen_image_2_1_is_a_vae_of_images(picture_vae):
 
 def test_a_vae_of_single_frames_is_one_of_images_and_refuses_a_video(models, state, fast):
     save_file({k: v.contiguous() for k, v in flat(state).items()}, models / "flat.safetensors")
-    (vae,), one, pixels = (
-        ours("Load", vae_name="flat.safetensors").args,
-        latents(1, batch=2),
-        clip(2),
-    )
+    (vae,) = ours("Load", vae_name="flat.safetensors").args
+    one, pixels = latents(1, batch=2), clip(2)
     encoded = torch.cat([fast.encode(each[None]) for each in pixels])
     for each in (vae, accelerated(vae, chunk=2)):
         assert_of_images(each, fast.decode(one)[:, 0], one, pixels, encoded)
     samples = {"samples": latents(2)}
     for call in (
         lambda: vae.encode(pixels[None]),
-        *(
-            lambda name=name: ours(name, vae=vae, samples=samples)
-            for name in ("Decode", "DecodeVideo")
-        ),
+        lambda: ours("Decode", vae=vae, samples=samples),
+        lambda: ours("DecodeVideo", vae=vae, samples=samples),
     ):
         with refused("frames; expected 1: the weights of this VAE are of single frames"):
             call()
