@@ -187,6 +187,8 @@ def test_a_file_that_does_not_fit_is_named_in_one_line(tiny, approx, changed, wo
     [
         (321, 2, 3, 16.0, ((16, 24), (24, 16), 161), 321 / 4),  # every second picture
         (2, 10, 1030, 8.0, ((5, 512), (512, 5), 2), 1),
+        # The milliseconds of a WebP do not fit into 32 bits if a clip takes many days.
+        (5400, 1, 1, 0.01, ((8, 8), (8, 8), 318), 2**31 / 1000),
     ],
 )
 def test_a_long_or_large_clip_is_shown_in_a_small_file(

@@ -168,6 +168,7 @@ def test_a_fast_vae_accepts_new_options_on_the_same_weights(models, vae_name, st
     assert settings(other) == (fp32, bf16, 3, "auto")
     assert settings(coded) == (fp32, bf16, 2, "int8")
     assert settings(accelerated(coded, dtype=bf16)) == (bf16, bf16, 2, "int8")
+    assert fast.vae_dtype == fp32  # the wider one, of inputs
     for key, value in other.first_stage_model.decoder.state_dict().items():
         assert value.data_ptr() == fast.first_stage_model.decoder.state_dict()[key].data_ptr(), key
     assert relative_error(other.decode(latents(2)), fast.decode(latents(2))) <= 1e-5
@@ -191,7 +192,7 @@ def test_other_vaes_are_returned_with_a_logged_reason(vae_name, state, caplog, r
     assert reason in [text for text in caplog.messages if "Fast Video VAE" in text][-1]
 
 
-@pytest.mark.parametrize("flag", [None, "bf16_vae", "cpu_vae"])
+@pytest.mark.parametrize("flag", [None, "fp32_vae", "bf16_vae", "fp16_vae", "cpu_vae"])
 def test_float16_is_allowed_only_where_nothing_chose_a_dtype(state, tmp_path, monkeypatch, flag):
     from comfy.cli_args import args
 
@@ -248,15 +249,15 @@ def test_the_devices_of_an_older_workflow_are_used(vae_name, monkeypatch):
         run("Load", vae_name=vae_name, precision="fp8")
 
 
-def test_the_nodes_decode_in_int8(family, monkeypatch, tmp_path):
+def test_the_nodes_decode_in_int8(fast, monkeypatch, tmp_path):
     # A machine that supports int8, and keeps its choices in a new file.
     kept = facts.Facts(tmp_path / "facts.json", {})
     monkeypatch.setattr(int8_layers, "facts_of", lambda device: kept)
     monkeypatch.setattr(int8_vae, "int8_lacks", lambda device, dtype: "")
-    coded = run("Accelerate", vae=family.fast, precision="int8")
+    coded = run("Accelerate", vae=fast, precision="int8")
     assert coded.first_stage_model.wait_until_prepared(60)
     plain, images, again, after = (
-        run("Decode", samples=SAMPLES, vae=vae) for vae in (family.fast, coded, coded, family.fast)
+        run("Decode", samples=SAMPLES, vae=vae) for vae in (fast, coded, coded, fast)
     )
     assert 1e-5 < (images - plain).abs().max() < 0.1
     assert torch.equal(again, images)
