@@ -217,7 +217,7 @@ class StagedGuider(comfy.samplers.CFGGuider):
     def _options_of_call(self, given: dict[str, Any]) -> dict[str, Any]:
         """Return the options of the current model, with what a sampler adds to the first one's.
 
-        It may add a function after guidance, request the negative pass, and set transformer options.
+        It may add a function after guidance, ask for the negative pass, set transformer options.
         """
         if self.stage == self._first:
             return given
@@ -228,9 +228,8 @@ class StagedGuider(comfy.samplers.CFGGuider):
             own[name] = [*own.get(name, []), *(x for x in given.get(name, []) if x not in known)]
             if given.get("disable_cfg1_optimization"):
                 own["disable_cfg1_optimization"] = True
-            known = first.get("transformer_options", {})
-            more = given.get("transformer_options", {}).items()
-            own["transformer_options"].update({k: v for k, v in more if k not in known})
+            old, new = (each.get("transformer_options", {}) for each in (first, given))
+            own["transformer_options"].update({k: v for k, v in new.items() if k not in old})
             self._merged = key, own
         return self._merged[1]
 
