@@ -1,13 +1,11 @@
 """The node that shows a latent: quickly, without its VAE."""
 
-import itertools
 from collections.abc import Iterator
 
 import numpy
 import torch
 import torch.nn.functional as F
 from comfy.model_management import throw_exception_if_processing_interrupted
-from PIL import Image
 from torch import Tensor
 
 from ..host.api import io, ui
@@ -15,11 +13,10 @@ from ..host.error_text import about
 from ..host.input_checks import checked
 from ..host.latents import first_of
 from ..host.lazy import Later
-from ..host.numbering import saved, unused_names
 from ..host.widgets import AUTO, CATEGORY, fps_input
 from . import formats, tiny_decoder
 
-timing, media = Later("nodes.host.timing"), Later("vae.media")
+timing = Later("nodes.host.timing")
 
 _COLORS = "latent2rgb"
 
@@ -32,8 +29,8 @@ _MOST_PICTURES = 320
 # 81 frames of 512 x 296 take 0.6 s with the fastest method of WebP, and 4 s with the default one.
 _FAST = {"method": 0, "quality": 80}
 
-# WebP counts milliseconds in 32 bits with a sign; each picture has one at least.
-_LONGEST_MS = 2**31 - 1 - _MOST_PICTURES
+# WebP counts milliseconds in 32 bits with a sign.
+_LONGEST_MS = 2**31 - 1
 
 _TEXTS = {
     "samples": "Latent of a video or of images to show.",
@@ -126,23 +123,21 @@ def _color(latent: Tensor) -> tuple[Tensor, int]:
 
 def _animation(images: Tensor, fps: float) -> ui.SavedImages:
     """Write images `[T, H, W, 3]` to an animated WebP for the node; long clips lose frames."""
-    count = len(images)
-    shown = range(0, count, -(-count // _MOST_PICTURES))
-    first, *others = [_picture(images[at]) for at in shown]
-    options = {"append_images": others, "save_all": True, "loop": 0} if others else {}
-    # Rounded ends, not lengths, so that the clip keeps its duration.
-    ms = min(1000 / fps, _LONGEST_MS / count)
-    ends = [round(at * ms) for at in (*shown, count)]
-    options["duration"] = [max(1, end - start) for start, end in itertools.pairwise(ends)]
-    names = unused_names("fast_vae_preview", io.FolderType.temp, ".webp", *first.size[::-1])
-    with media.whole_file(next(names), others=names) as draft:
-        first.save(draft.part, "WEBP", **_FAST, **options)
-    return ui.SavedImages([saved(draft.path, io.FolderType.temp)], is_animated=bool(others))
+    step = -(-len(images) // _MOST_PICTURES)
+    shown = [_small(image) for image in images[::step]]
+    fps = max(fps / step, 1000 * len(shown) / _LONGEST_MS)
+    file = ui.ImageSaveHelper.save_animated_webp(
+        shown, "fast_vae_preview", io.FolderType.temp, None, fps, lossless=False, **_FAST
+    )
+    return ui.SavedImages([file], is_animated=len(shown) > 1)
 
 
-def _picture(image: Tensor) -> Image.Image:
+def _small(image: Tensor) -> Tensor:
     """Return an image `[H, W, 3]` with at most `_SIDE` pixels in height and in width."""
     throw_exception_if_processing_interrupted()
-    picture = Image.fromarray((image * 255).clamp(0, 255).byte().cpu().numpy())
-    picture.thumbnail((_SIDE, _SIDE), Image.Resampling.BILINEAR)
-    return picture
+    scale = _SIDE / max(image.shape[:2])
+    size = [max(1, round(scale * side)) for side in image.shape[:2]]
+    if scale >= 1:
+        return image
+    x = image.movedim(-1, 0)[None]
+    return F.interpolate(x, size, mode="bilinear", antialias=True)[0].movedim(0, -1)

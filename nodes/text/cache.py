@@ -4,12 +4,12 @@ Nodes may write into the tensors of a conditioning. So the cache shares none wit
 stores a copy, and returns copies.
 """
 
-import copy
 import weakref
 from collections.abc import Hashable
 from typing import Any
 
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 # ComfyUI's CONDITIONING: pairs of `[1, tokens, channels]` and a dict of other values.
 Conditioning = list[list[Any]]
@@ -52,23 +52,10 @@ class TextCache:
 
 
 def copied(value: Any) -> Any:  # noqa: ANN401
-    """Return a conditioning, or a part of it, with new lists, dicts, tuples and tensors."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, dict | list):
-        twin = copy.copy(value)  # keeps the class
-        for key in value if isinstance(value, dict) else range(len(value)):
-            twin[key] = copied(value[key])
-        return twin
-    if isinstance(value, tuple) and hasattr(value, "_make"):
-        return value._make(map(copied, value))
-    # All others, for example hooks, are shared.
-    return tuple(map(copied, value)) if type(value) is tuple else value
+    """Return a conditioning, or a part of it, in new containers and tensors; hooks are shared."""
+    return pytree.tree_map_only(Tensor, Tensor.clone, value)
 
 
 def nbytes(value: object) -> int:
     """Return the bytes of all tensors of a conditioning, or of a part of it."""
-    if isinstance(value, Tensor):
-        return value.nbytes
-    parts = value.values() if isinstance(value, dict) else value
-    return sum(map(nbytes, parts)) if isinstance(value, dict | list | tuple) else 0
+    return sum(each.nbytes for each in pytree.tree_leaves(value) if isinstance(each, Tensor))
