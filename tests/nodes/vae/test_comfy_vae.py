@@ -200,6 +200,22 @@ def test_an_unknown_option_is_named_in_the_log_and_changes_nothing(fast, monkeyp
     assert [text.partition(": ")[2] for text in caplog.messages] == expected
 
 
+def test_a_tile_has_the_height_and_width_of_the_node(fast, monkeypatch):
+    from fast_video_vae.nodes.vae import pieces
+
+    begin, tiles = pieces.begin, []
+
+    def noted(*given, **more):
+        options, needed = begin(*given, **more)
+        tiles.append(options.tile)
+        return options, needed
+
+    monkeypatch.setattr(pieces, "begin", noted)
+    fast.decode_tiled(latents(1, 12, 12), tile_x=10, tile_y=8)
+    fast.encode_tiled(clip(1, 96, 96), tile_x=80, tile_y=64)
+    assert tiles == [(64, 80), (64, 80)]
+
+
 def test_the_requested_output_dtype_is_used(fast, monkeypatch):
     from comfy.cli_args import args
 

@@ -241,3 +241,8 @@ def test_the_memory_that_is_requested_grows_with_the_tile_and_not_with_the_lengt
     assert 0 < asked[0] < min(asked[1], asked[-1] / 2)
     assert asked == sorted(asked)
     assert asked[-2] == asked[-1]
+    if encode:  # with corrections, a decode is in memory too
+        for corrections in (0, 1):
+            with pytest.raises(InterruptedError):
+                vae.encode(given["pixels"], corrections=corrections)
+        assert asked[-1] > 1.2 * asked[-2]
