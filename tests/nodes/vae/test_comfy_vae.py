@@ -87,23 +87,21 @@ def test_every_way_to_encode_equals_stock(family, count, channels, size):
         node("VAEEncode", **inputs)[0],
         node("VAEEncodeTiled", **inputs, tile_size=64, overlap=24, temporal_size=8)[0],
         *(ours("Encode", **inputs, chunk=chunk).args[0] for chunk in (1, -1)),
-        {"samples": family.fast.encode(pixels[None])},  # [B, T, H, W, C]
     ):
         assert relative_error(latent["samples"], expected) <= 1e-5
     assert torch.equal(pixels, before)
 
 
 def test_batches_are_encoded_one_by_one(family):
-    pixels, videos = frames(3), torch.stack([frames(5), frames(5, seed=1)])
+    pixels, videos = frames(2), torch.stack([frames(5), frames(5, seed=1)])
     expected = torch.cat([family.stock.encode(image[None]) for image in pixels])
     for latent in (
         family.fast.encode_tiled(pixels, 64, 64, not_video=True),
-        family.fast.encode(pixels[:, None]),  # [B, T, H, W, C]
         ours("Encode", vae=family.fast, pixels=pixels, batch="images").args[0]["samples"],
     ):
         assert relative_error(latent, expected) <= 1e-5
     expected = torch.cat([family.stock.encode(video) for video in videos])
-    assert relative_error(family.fast.encode(videos), expected) <= 1e-5
+    assert relative_error(family.fast.encode(videos), expected) <= 1e-5  # [B, T, H, W, C]
 
 
 EMPTY = [[torch.zeros(1, 1, 8), {}]]
@@ -135,9 +133,9 @@ def test_the_layered_vae_with_alpha_equals_stock(tmp_path):
     state = random_state_dict(8, image_channels=4, out_channels=4)
     stock, fast = stock_vae(state), fast_vae(state, tmp_path)
     assert fast.output_channels == stock.output_channels == 4
-    layers = {"samples": latents(1, batch=4)}  # as from Latent Cut To Batch
+    layers = {"samples": latents(1, batch=2)}  # as from Latent Cut To Batch
     assert_same(*(node("VAEDecode", vae=vae, samples=layers) for vae in (fast, stock)))
-    for channels in (1, 3, 4):  # without alpha: opaque
+    for channels in (3, 4):  # without alpha: opaque
         pixels = clip(1, channels=channels)
         assert_same(fast.encode(pixels), stock.encode(pixels))
 
