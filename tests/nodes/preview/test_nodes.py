@@ -66,7 +66,7 @@ def stock(state, samples, name="light"):
     return stock_frames(state, given).movedim(1, -1).flatten(0, 1).clamp(0, 1)
 
 
-@pytest.mark.parametrize(("channels", "frames", "batch"), [(16, 3, 2), (48, 1, 1)])
+@pytest.mark.parametrize(("channels", "frames", "batch"), [(16, 2, 2), (48, 1, 1)])
 def test_auto_takes_the_tiny_decoder_of_the_channels(
     tiny, approx, progress, channels, frames, batch
 ):
@@ -86,7 +86,7 @@ def test_auto_takes_the_tiny_decoder_of_the_channels(
             assert (images.dtype, fps) == (torch.float32, 16.0)
             assert (images - stock(state, samples, name.lower())).abs().max() <= 1e-5
             assert count == len(images) == batch * (4 * frames - 3)
-            assert seconds == pytest.approx(count / 16, rel=0.01)
+            assert seconds == (pytest.approx(count / 16, rel=0.01) if count > 1 else 0)
             assert progress == [(done, count) for done in range(1, count + 1)]
         (approx / name).unlink()
     assert len(shown(samples)[0]) == batch * frames
