@@ -22,6 +22,7 @@ both = pytest.mark.parametrize("channels", STATES)
     ("count", "tiled", "end_", "size"),
     [
         (1, True, True, (48, 64)),  # a single frame has no end
+        (2, False, True, (16, 16)),
         (6, True, False, (51, 70)),  # frames and pixels at the edges that fill no latent
         (8, False, True, (48, 64)),  # two frames before the last fill no latent
     ],
