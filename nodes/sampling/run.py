@@ -25,8 +25,7 @@ from ..host.progress import show_text
 from ..lora.apply import KEY, AttachedLoras, LoraMode, apply_lora
 from ..preview.live import Callback, playing
 from .guider import StagedGuider
-from .plan import SamplingPlan, Sigmas, blend, make_stages
-from .presets import Preset, preset_for
+from .plan import Preset, SamplingPlan, Sigmas, blend, make_stages, preset_for
 
 _logger = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ from ..host.api import io
 from ..host.input_checks import checked
 from ..host.lazy import Later
 from ..host.widgets import AUTO, CATEGORY, DTYPES
-from .cache import copied
 
 encoding = Later("nodes.text.encode")
 
@@ -134,4 +133,4 @@ def _spread(conditionings: list, count: int) -> list:
     """Return `count` conditionings, each in new lists and dicts."""
     if len(conditionings) == count:
         return conditionings
-    return [copied(conditionings[0]) for _ in range(count)]
+    return [encoding.copied(conditionings[0]) for _ in range(count)]

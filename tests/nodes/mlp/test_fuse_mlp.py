@@ -43,9 +43,9 @@ def block_of(path=YAK, dtype=torch.float32, operations=None):
 @pytest.fixture
 def kernel(comfyui):
     """A spy on the kernel's calls."""
-    from fast_video_vae.nodes.mlp import fuse
+    from fast_video_vae.nodes.mlp import nodes
 
-    with patch.object(fuse, "silu_mul_by_kernel", wraps=fuse.silu_mul_by_kernel) as spy:
+    with patch.object(nodes, "silu_mul_by_kernel", wraps=nodes.silu_mul_by_kernel) as spy:
         yield spy
 
 
@@ -73,7 +73,7 @@ def outputs(block, *args, **named):
 @pytest.mark.parametrize("number", range(16))
 def test_every_class_computes_what_its_own_code_does(number, kernel):
     """A class that a release of ComfyUI has rewired fails here."""
-    from fast_video_vae.nodes.mlp.fuse import WIRINGS
+    from fast_video_vae.nodes.mlp.nodes import WIRINGS
 
     assert len(WIRINGS) == 16
     path = list(WIRINGS)[number]

@@ -289,7 +289,7 @@ def test_nested_tensors_are_copied_and_counted(cache):
 
 
 def test_the_oldest_use_goes_above_the_limit_of_number_or_memory():
-    from fast_video_vae.nodes.text.cache import TextCache
+    from fast_video_vae.nodes.text.encode import TextCache
 
     cache, given = TextCache(most_bytes=200), [[torch.zeros(25), {}]]  # 100 bytes
     for name in ("a", "a", "b"):
