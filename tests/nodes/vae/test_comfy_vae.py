@@ -5,9 +5,7 @@ are VAEs of other sizes and key names, also such as ComfyUI does not load.
 """
 
 import copy
-import functools
 import logging
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ from safetensors.torch import save_file
 
 from fast_video_vae.kernels import errors
 from fast_video_vae.tests.builders import decoder_of, diffusers_name, random_state_dict, refused
-from fast_video_vae.tests.nodes import dits
 from fast_video_vae.tests.nodes.diffusion import random_weights
 from fast_video_vae.tests.nodes.vae.pairs import (
     accelerated,
@@ -29,7 +26,6 @@ from fast_video_vae.tests.nodes.vae.pairs import (
     relative_error,
     small_latents,
     stock_vae,
-    v3_node,
 )
 from fast_video_vae.tests.nodes.video.clips import held
 from fast_video_vae.tests.seedvr2 import WIDTHS, random_seedvr2
@@ -104,31 +100,6 @@ def test_batches_are_encoded_one_by_one(family):
     assert relative_error(family.fast.encode(videos), expected) <= 1e-5  # [B, T, H, W, C]
 
 
-EMPTY = [[torch.zeros(1, 1, 8), {}]]
-VIDEO = {"width": 64, "height": 48, "length": 9, "batch_size": 1, "start_image": clip(1)}
-VIDEO |= {"positive": EMPTY, "negative": EMPTY}
-MASK = torch.zeros(1, 70, 66)
-MASK[:, 20:40, 20:40] = 1
-CONTROL = {"control_video": clip(7), "control_masks": MASK, "reference_image": clip(1)}
-CONTROL |= {key: value for key, value in VIDEO.items() if key != "start_image"}
-# A text encoder, which gets the picture too.
-TEXT = SimpleNamespace(tokenize=lambda *a, **k: a, encode_from_tokens_scheduled=lambda _: EMPTY)
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "inputs"),
-    [
-        (None, "VAEEncodeForInpaint", {"pixels": clip(1, 70, 66), "mask": MASK}),
-        ("wan", "WanImageToVideo", VIDEO),
-        ("wan", "WanVaceToVideo", CONTROL | {"strength": 0.7}),
-        ("qwen", "TextEncodeQwenImageEditPlus", {"clip": TEXT, "prompt": "", "image2": clip(1)}),
-    ],
-)
-def test_nodes_that_call_a_vae_give_what_they_give_with_stock(stock, fast, module, name, inputs):
-    run = functools.partial(*((v3_node, f"nodes_{module}") if module else (node,)), name, **inputs)
-    assert_same(run(vae=fast), run(vae=stock))
-
-
 def test_the_layered_vae_with_alpha_equals_stock(tmp_path):
     state = random_state_dict(8, image_channels=4, out_channels=4)
     stock, fast = stock_vae(state), fast_vae(state, tmp_path)
@@ -138,23 +109,6 @@ def test_the_layered_vae_with_alpha_equals_stock(tmp_path):
     for channels in (3, 4):  # without alpha: opaque
         pixels = clip(1, channels=channels)
         assert_same(fast.encode(pixels), stock.encode(pixels))
-
-
-def test_comfyui_s_nodes_of_seedvr2_work_with_the_fast_vae(seedvr2):
-    source = frames(4, 30, 44, channels=4)  # not of the 16 pixels that the nodes pad to
-
-    def upscaled(vae):
-        pixels, *_ = v3_node("nodes_seedvr", "SeedVR2Preprocess", resized_images=source)
-        assert pixels.shape == (1, 5, 32, 48, 3)
-        (latent,) = node("VAEEncode", vae=vae, pixels=pixels)
-        given = {"model": dits.patcher("seedvr2"), "vae_conditioning": latent}
-        for name in ("positive_conditioning", "negative_conditioning"):
-            setattr(given["model"].model.diffusion_model, name, torch.zeros(4, 24))
-        positive, _ = v3_node("nodes_seedvr", "SeedVR2Conditioning", **given)
-        ((_, options),) = positive
-        return options["condition"], node("VAEDecode", vae=vae, samples=latent)
-
-    assert_same(upscaled(seedvr2.fast), upscaled(seedvr2.stock))
 
 
 def test_the_network_works_as_comfyui_s_for_packs_that_call_it(family):
