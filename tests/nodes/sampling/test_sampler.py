@@ -73,6 +73,39 @@ def test_a_preset_fills_in_what_is_auto(calls):
     assert last == ["uni_pc, 1 steps", "low noise: steps 1-1, noise level 0.3821 to 0.0000, CFG 3"]
 
 
+# Kind of model and number of experts; steps, sampler, shift, CFG of both, boundary.
+PUBLISHED = [
+    ({"image_model": "flux"}, 1, (20, "euler", None, 4.0, 4.0, 0.875)),
+    ({"image_model": "qwen_image"}, 1, (50, "euler", None, 4.0, 4.0, 0.875)),
+    ({"image_model": "wan2.1"}, 1, (50, "uni_pc", 5.0, 5.0, 4.0, 0.875)),
+    ({"image_model": "wan2.1", "in_dim": 36}, 1, (40, "uni_pc", 5.0, 5.0, 4.0, 0.875)),
+    ({"image_model": "wan2.1", "out_dim": 48}, 1, (50, "uni_pc", 5.0, 5.0, 4.0, 0.875)),
+    ({"image_model": "wan2.1"}, 2, (40, "uni_pc", 12.0, 4.0, 3.0, 0.875)),
+    ({"image_model": "wan2.1", "in_dim": 36}, 2, (40, "uni_pc", 5.0, 3.5, 3.5, 0.9)),
+    ({"image_model": "wan2.1", "model_type": "animate"}, 1, (20, "uni_pc", 5.0, 1.0, 4.0, 0.875)),
+    ({"image_model": "wan2.1", "model_type": "s2v"}, 1, (40, "uni_pc", 3.0, 4.5, 4.0, 0.875)),
+]
+
+
+def test_presets_have_the_published_settings():
+    """Of wan/configs, generate.py of Wan 2.1, the model card of Qwen-Image, and lightx2v."""
+    from fast_video_vae.nodes.sampling.plan import preset_for
+
+    def values(name, config, count, **given):
+        found = preset_for(name, config, {"cfg_high": None, **given}, experts=count)
+        firsts = (each[0] for each in (found.shift_high, found.cfg_high, found.cfg_low))
+        return found.steps, found.sampler, *firsts, found.boundary
+
+    for config, count, expected in PUBLISHED:
+        assert values("base", config, count) == expected
+    for name, steps, plain in (("4-step", 4, 0), ("8-step", 8, 0), ("three-phase", 8, 2)):
+        config, count, (*_, boundary) = PUBLISHED[5]
+        assert values(name, config, count) == (steps, "euler", 5.0, 1.0, 1.0, boundary)
+        found = preset_for(name, config, {"cfg_high": None}, experts=2)
+        assert (found.scheduler, found.plain_steps, found.plain_cfg) == ("simple", plain, 3.5)
+    assert values("4-step", PUBLISHED[1][0], 1, steps=6)[::2] == (6, None, 1.0)
+
+
 # The first four are steps, the others noise levels; of 4 steps at shift 5, 0.9375 and 0.8333333 are
 # levels of the list, which the first expert serves.
 BOUNDARIES = ("0", "1", "2", "40", "0.0", "0.9375", "0.8333333", "auto", None)
@@ -165,6 +198,7 @@ def test_one_expert_of_any_kind_equals_ksampler(kind, sampler, denoise):
     if denoise < 1:
         latent = {"samples": torch.randn(1, 16, 3, 8, 8), "noise_mask": torch.ones(1, 1, 3, 8, 8)}
         latent["noise_mask"][..., :4] = 0
+        latent["batch_index"] = [2]  # as from a node that picks it from a batch
     if "wan" in model.model.model_config.unet_config["image_model"]:
         model = shifted(model, 5.0)  # the shift of the preset; other models keep their own
     same = {"denoise": denoise, "steps": 3}

@@ -63,12 +63,13 @@ def test_a_run_does_not_change_its_inputs_and_reports_its_steps(monkeypatch, fre
     monkeypatch.setattr(
         management, "unload_model_and_clones", lambda one: (freed.append(one.model), unload(one))
     )
-    both, latent = experts(), empty()
+    both, latent = experts(), empty() | {"downscale_ratio_spacial": 8}
     before = states(both)
     given = {"loras_high": stack(lora(0), 0.8), "free_high": free_high, "cfg_high": "3.5,1"}
     first = run(**given, latent_image=latent)
     assert states(both) == before
-    assert list(latent) == ["samples"]
+    assert list(latent) == ["samples", "downscale_ratio_spacial"]
+    assert list(first["LATENT"]) == list(first["denoised"]) == ["samples"]  # it is not empty
     assert not latent["samples"].any()
     assert torch.equal(samples(**given), first["LATENT"]["samples"])
     assert freed == ([both["model_high"].model] * 2 if free_high else [])

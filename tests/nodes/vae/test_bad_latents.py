@@ -90,6 +90,8 @@ def test_every_encode_names_the_first_bad_frame(fast):
     for batch, place in (("video", "6 of 9"), ("images", "0 of 1, video 6 of 9")):
         with refused(bad.format("pixels: ", place)):
             ours("Encode", vae=fast, pixels=pixels, batch=batch, chunk=1)
+    with refused(r"^pixels: pixels is 4 x 16 \(H x W\); expected at least 8 x 8$"):
+        ours("Encode", vae=fast, pixels=clip(1, 4, 16))
     (video,) = v3_node("nodes_video", "CreateVideo", images=pixels, fps=12.0)
     with refused(bad.format("video: ", "6")):
         ours("EncodeVideo", vae=fast, video=video)

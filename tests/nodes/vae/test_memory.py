@@ -8,7 +8,14 @@ import re
 import pytest
 import torch
 
-from fast_video_vae.tests.nodes.vae.pairs import clip, latents, node, relative_error, stopped_at
+from fast_video_vae.tests.nodes.vae.pairs import (
+    accelerated,
+    clip,
+    latents,
+    node,
+    relative_error,
+    stopped_at,
+)
 from fast_video_vae.tests.nodes.video.clips import decode, encode, frames_of, held, image
 from fast_video_vae.tests.nodes.wan_wrapper.wrapped import video, wrapped
 from fast_video_vae.tests.vae.streaming.failing_memory import ERRORS, FailingMemory
@@ -102,6 +109,11 @@ def test_a_stop_ends_the_work_at_the_next_block(request, output, vae, run):
 def test_progress_counts_every_frame(fast, output, progress):
     fast.decode(latents(4, batch=2), options=StreamOptions(1))
     assert progress == [(done, 26) for done in (1, 5, 9, 13, 14, 18, 22, 26)]
+    progress.clear()
+    chunked = accelerated(fast, chunk=2)
+    chunked.decode(latents(4))
+    chunked.decode(latents(2), options=StreamOptions(1))  # that of the run is first
+    assert progress == [(5, 13), (13, 13), (1, 5), (5, 5)]
     vae, two = wrapped(fast), latents(3, batch=2)
     for run, count in (
         (lambda: fast.encode(clip(9)), 3),
