@@ -113,7 +113,7 @@ def test_progress_counts_every_frame(fast, output, progress):
     chunked = accelerated(fast, chunk=2)
     chunked.decode(latents(4))
     chunked.decode(latents(2), options=StreamOptions(1))  # that of the run is first
-    assert progress == [(5, 13), (13, 13), (1, 5), (5, 5)]
+    assert progress == [(1, 13), (9, 13), (13, 13), (1, 5), (5, 5)]
     vae, two = wrapped(fast), latents(3, batch=2)
     for run, count in (
         (lambda: fast.encode(clip(9)), 3),
