@@ -1,7 +1,7 @@
 """The nodes of the pack; the only folder that imports ComfyUI."""
 
 from .benchmark.nodes import Benchmark
-from .host.api import ComfyAPI, ComfyExtension, io
+from .host.api import ComfyExtension, io
 from .lora.nodes import ApplyLora, LoraStack
 from .mlp.nodes import FuseMLP
 from .preview.nodes import PreviewLatent
@@ -13,17 +13,9 @@ from .vae.nodes import Accelerate, Decode, DemoClip, Encode, Load
 from .video.nodes import DecodeVideo, EncodeVideo
 from .wan_wrapper.nodes import ToWanVideoWrapper
 
-# For each renamed node or input, how a saved workflow gets the present one.
-REPLACED: list[io.NodeReplace] = []
-
 
 class FastVideoVAEExtension(ComfyExtension):
     """The nodes of this pack, in the order of the menu."""
-
-    async def on_load(self) -> None:
-        """Tell ComfyUI what to put in place of nodes with an older id."""
-        for each in REPLACED:
-            await ComfyAPI().node_replacement.register(each)
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         """Return the node classes."""

@@ -11,6 +11,33 @@ from ..host.widgets import AUTO, CATEGORY, PRECISIONS, dtype_input
 run, progress = Later("nodes.benchmark.run"), Later("nodes.host.progress")
 bench = Later("vae.bench")
 
+_SIDE = (
+    "{} in pixels, cut to a multiple of 8 (Wan 2.2 5B, Qwen-Image 2.1: 16). Time grows with the "
+    "area: 1280 x 720 takes 2.3 times as long as 832 x 480."
+)
+
+_TEXTS = {
+    "vae": "VAE of Wan, Qwen-Image or SeedVR2 from any loader. The input VAE is not modified; the "
+    "other network is built from its weights.",
+    "task": "Operation to measure: decode, encode or both. both takes the time of both.",
+    "width": _SIDE.format("Width"),
+    "height": _SIDE.format("Height"),
+    "frames": "Number of video frames, cut to 4 n + 1. Time grows with it, and so does the memory "
+    "of ComfyUI's network. A GPU decodes 33 frames of 832 x 480 in seconds, a CPU in minutes.",
+    "rounds": "Number of measurements of each network, in turn; the table has the median and the "
+    "best. One warm-up of each is added: 3 rounds are 8 calls per task.",
+    "dtype": "Data type of both networks. auto: the data type that the VAE decodes in.",
+    "samples": "Latent of one video to decode, which sets width, height and frames; it is decoded "
+    "first if task is encode. Not connected: fixed random latents with the statistics of the VAE.",
+    "pixels": "Video to encode, which sets width, height and frames; it is encoded first if task "
+    "is decode. Not connected: a fixed video of soft moving colors.",
+    "precision": "Precision of the fast VAE. auto: its own. int8: decode with int8, and measure "
+    "what that loses with your VAE: PSNR of int8 and bf16 against fp32, in all and by layer.",
+    "chart": "Bar chart as an image of 1024 x 640 pixels.",
+    "table": "Table of the results in Markdown.",
+    "json": "All measurements of every round as JSON.",
+}
+
 
 class Benchmark(io.ComfyNode):
     """Measure both networks of a VAE on this machine."""
@@ -18,6 +45,8 @@ class Benchmark(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         """Return the node's schema."""
+        tasks, known = ["decode", "encode", "both"], {"optional": True, "advanced": True}
+        known |= {"options": list(PRECISIONS), "default": AUTO}
         return io.Schema(
             node_id="FastVAE_Benchmark",
             display_name="VAE Benchmark (Fast)",
@@ -27,85 +56,26 @@ class Benchmark(io.ComfyNode):
             "results. Returns a chart and a table.",
             search_aliases=["benchmark", "vae speed", "measure vae", "compare vae", "psnr"],
             inputs=[
-                io.Vae.Input(
-                    "vae",
-                    tooltip="VAE of Wan, Qwen-Image or SeedVR2 from any loader. The input VAE is "
-                    "not modified; the other network is built from its weights.",
-                ),
-                io.Combo.Input(
-                    "task",
-                    options=["decode", "encode", "both"],
-                    default="decode",
-                    tooltip="Operation to measure: decode, encode or both. both takes the time "
-                    "of both.",
-                ),
+                io.Vae.Input("vae", tooltip=_TEXTS["vae"]),
+                io.Combo.Input("task", default="decode", options=tasks, tooltip=_TEXTS["task"]),
                 *(
-                    io.Int.Input(
-                        name,
-                        default=default,
-                        min=16,
-                        max=16384,
-                        step=16,
-                        tooltip=f"{name.capitalize()} in pixels, cut to a multiple of 8 (Wan 2.2 "
-                        "5B, Qwen-Image 2.1: 16). Time grows with the area: 1280 x 720 takes 2.3 "
-                        "times as long as 832 x 480.",
+                    io.Int.Input(name, default=default, tooltip=_TEXTS[name], **limits)
+                    for name, default, limits in (
+                        ("width", 832, {"min": 16, "max": 16384, "step": 16}),
+                        ("height", 480, {"min": 16, "max": 16384, "step": 16}),
+                        ("frames", 33, {"min": 1, "max": 4097, "step": 4}),
+                        ("rounds", 3, {"min": 1, "max": 100}),
                     )
-                    for name, default in (("width", 832), ("height", 480))
                 ),
-                io.Int.Input(
-                    "frames",
-                    default=33,
-                    min=1,
-                    max=4097,
-                    step=4,
-                    tooltip="Number of video frames, cut to 4 n + 1. Time grows with it, and so "
-                    "does the memory of ComfyUI's network. A GPU decodes 33 frames of 832 x 480 "
-                    "in seconds, a CPU in minutes.",
-                ),
-                io.Int.Input(
-                    "rounds",
-                    default=3,
-                    min=1,
-                    max=100,
-                    tooltip="Number of measurements of each network, in turn; the table has the "
-                    "median and the best. One warm-up of each is added: 3 rounds are 8 calls per "
-                    "task.",
-                ),
-                dtype_input(
-                    "Data type of both networks. auto: the data type that the VAE decodes in."
-                ),
-                io.Latent.Input(
-                    "samples",
-                    optional=True,
-                    tooltip="Latent of one video to decode, which sets width, height and frames; "
-                    "it is decoded first if task is encode. Not connected: fixed random latents "
-                    "with the statistics of the VAE.",
-                ),
-                io.Image.Input(
-                    "pixels",
-                    optional=True,
-                    tooltip="Video to encode, which sets width, height and frames; it is encoded "
-                    "first if task is decode. Not connected: a fixed video of soft moving colors.",
-                ),
-                io.Combo.Input(
-                    "precision",
-                    options=list(PRECISIONS),
-                    default=AUTO,
-                    optional=True,
-                    advanced=True,
-                    tooltip="Precision of the fast VAE. auto: its own. int8: decode with int8, "
-                    "and measure what that loses with your VAE: PSNR of int8 and bf16 against "
-                    "fp32, in all and by layer.",
-                ),
+                dtype_input(_TEXTS["dtype"]),
+                io.Latent.Input("samples", optional=True, tooltip=_TEXTS["samples"]),
+                io.Image.Input("pixels", optional=True, tooltip=_TEXTS["pixels"]),
+                io.Combo.Input("precision", tooltip=_TEXTS["precision"], **known),
             ],
             outputs=[
-                io.Image.Output(
-                    display_name="chart", tooltip="Bar chart as an image of 1024 x 640 pixels."
-                ),
-                io.String.Output(display_name="table", tooltip="Table of the results in Markdown."),
-                io.String.Output(
-                    display_name="json", tooltip="All measurements of every round as JSON."
-                ),
+                io.Image.Output(display_name="chart", tooltip=_TEXTS["chart"]),
+                io.String.Output(display_name="table", tooltip=_TEXTS["table"]),
+                io.String.Output(display_name="json", tooltip=_TEXTS["json"]),
             ],
             hidden=[io.Hidden.prompt, io.Hidden.extra_pnginfo],
             is_output_node=True,

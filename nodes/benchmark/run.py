@@ -15,7 +15,7 @@ from torch import Tensor
 from ...kernels import first_line, table_entry
 from ...vae import StreamOptions, bench, check_finite
 from ...vae.bench import Clip
-from ..host.error_text import about
+from ..host.error_text import about, require
 from ..host.oom import give_back
 from ..host.progress import Progress
 from ..host.widgets import AUTO, DTYPES, INT8
@@ -73,8 +73,7 @@ def benchmark(
 
 def _pair(vae: object, dtype: torch.dtype | None, precision: str) -> tuple[VAE, FastVAE]:
     """Return ComfyUI's own network, the VAE itself if its dtype fits, and the fast one."""
-    if not isinstance(vae, VAE):
-        raise ValueError(f"vae: got a {type(vae).__name__}; expected a VAE")
+    require(isinstance(vae, VAE), vae, "a VAE", "vae: got")
     vae.throw_exception_if_invalid()
     is_fast = isinstance(vae, FastVAE)
     chosen = dtype or (vae.first_stage_model.dtype if is_fast else vae.vae_dtype)

@@ -26,6 +26,7 @@ from comfy.model_patcher import ModelPatcher
 from PIL.Image import Image, fromarray
 from torch import Tensor
 
+from ..host.latents import first_of
 from .formats import colors, has_factors
 from .tiny_decoder import TinyDecoder, tiny_decoder_on, tiny_file, tiny_model
 
@@ -52,7 +53,7 @@ def playing(
     model: ModelPatcher, steps: int, seen: dict[str, Any], latent: Tensor
 ) -> Iterator[Callback]:
     """Provide the function to call after each step, as ComfyUI's `prepare_callback` does."""
-    first = latent.unbind()[0] if latent.is_nested else latent
+    first = first_of(latent)
     if not _may_play(model, first):
         yield latent_preview.prepare_callback(model, steps, seen)
         return
@@ -70,8 +71,7 @@ def playing(
 
     def step_done(step: int, x0: Any, x: Any, total_steps: int) -> None:  # noqa: ANN401, tensors
         seen["x0"] = x0
-        video = x0.tensors[0] if x0.is_nested else x0
-        clip[:] = _make(makers, video[:1]) or clip
+        clip[:] = _make(makers, first_of(x0)[:1]) or clip
         bar.update_absolute(step + 1, total_steps, picture())
 
     def play() -> None:

@@ -1,24 +1,22 @@
 """The node that shows a latent: quickly, without its VAE."""
 
-import itertools
 from collections.abc import Iterator
 
 import numpy
 import torch
 import torch.nn.functional as F
 from comfy.model_management import throw_exception_if_processing_interrupted
-from PIL import Image
 from torch import Tensor
 
 from ..host.api import io, ui
 from ..host.error_text import about
 from ..host.input_checks import checked
+from ..host.latents import first_of
 from ..host.lazy import Later
-from ..host.numbering import saved, unused_names
 from ..host.widgets import AUTO, CATEGORY, fps_input
 from . import formats, tiny_decoder
 
-timing, media = Later("nodes.host.timing"), Later("vae.media")
+timing = Later("nodes.host.timing")
 
 _COLORS = "latent2rgb"
 
@@ -31,8 +29,18 @@ _MOST_PICTURES = 320
 # 81 frames of 512 x 296 take 0.6 s with the fastest method of WebP, and 4 s with the default one.
 _FAST = {"method": 0, "quality": 80}
 
-# WebP counts milliseconds in 32 bits with a sign; each picture has one at least.
-_LONGEST_MS = 2**31 - 1 - _MOST_PICTURES
+# WebP counts milliseconds in 32 bits with a sign.
+_LONGEST_MS = 2**31 - 1
+
+_TEXTS = {
+    "samples": "Latent of a video or of images to show.",
+    "decoder": "auto: the tiny decoder in models/vae_approx for this latent, if there is one, "
+    "otherwise latent2rgb (for images of SD3 or Flux too). latent2rgb: one small picture per "
+    "latent frame (of Wan, 4 video frames). Or a file from models/vae_approx.",
+    "fps": "Frames per second of the video: 16 for Wan 2.1 and Wan 2.2 14B, 24 for Wan 2.2 5B.",
+    "output": "Pictures per second: as above, with latent2rgb of Wan a quarter, so that the clip "
+    "lasts as long.",
+}
 
 
 class PreviewLatent(io.ComfyNode):
@@ -41,6 +49,7 @@ class PreviewLatent(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         """Return the node's schema."""
+        decoders = [AUTO, _COLORS, *tiny_decoder.tiny_files()]
         return io.Schema(
             node_id="FastVAE_PreviewLatent",
             display_name="Preview Video Latent (Fast)",
@@ -51,28 +60,15 @@ class PreviewLatent(io.ComfyNode):
             search_aliases=["preview latent", "taehv", "tiny vae", "latent2rgb", "quick decode"],
             is_output_node=True,
             inputs=[
-                io.Latent.Input("samples", tooltip="Latent of a video or of images to show."),
+                io.Latent.Input("samples", tooltip=_TEXTS["samples"]),
                 io.Combo.Input(
-                    "decoder",
-                    options=[AUTO, _COLORS, *tiny_decoder.tiny_files()],
-                    default=AUTO,
-                    tooltip="auto: the tiny decoder in models/vae_approx for this latent, if there "
-                    "is one, otherwise latent2rgb (for images of SD3 or Flux too). latent2rgb: one "
-                    "small picture per latent frame (of Wan, 4 video frames). Or a file from "
-                    "models/vae_approx.",
+                    "decoder", options=decoders, default=AUTO, tooltip=_TEXTS["decoder"]
                 ),
-                fps_input(
-                    "Frames per second of the video: 16 for Wan 2.1 and Wan 2.2 14B, 24 for Wan "
-                    "2.2 5B."
-                ),
+                fps_input(_TEXTS["fps"]),
             ],
             outputs=[
                 io.Image.Output(display_name="IMAGE", tooltip="The pictures of the clip."),
-                io.Float.Output(
-                    display_name="fps",
-                    tooltip="Pictures per second: as above, with latent2rgb of Wan a quarter, so "
-                    "that the clip lasts as long.",
-                ),
+                io.Float.Output(display_name="fps", tooltip=_TEXTS["output"]),
             ],
         )
 
@@ -82,13 +78,10 @@ class PreviewLatent(io.ComfyNode):
         cls, samples: dict[str, Tensor], decoder: str = AUTO, fps: float = 16.0
     ) -> io.NodeOutput:
         """Make the pictures, and a file that shows them."""
-        latent = samples["samples"]
-        if latent.is_nested:
-            latent = latent.unbind()[0]
+        latent = first_of(samples["samples"])
         if latent.ndim not in (4, 5):
-            raise ValueError(
-                f"samples: got {latent.ndim} dimensions; expected those of a video or of images"
-            )
+            got = f"samples: got {latent.ndim} dimensions"
+            raise ValueError(f"{got}; expected those of a video or of images")
         name = decoder
         if decoder == AUTO:
             # With four dimensions, 16 channels are mostly those of SD3 or Flux.
@@ -130,23 +123,21 @@ def _color(latent: Tensor) -> tuple[Tensor, int]:
 
 def _animation(images: Tensor, fps: float) -> ui.SavedImages:
     """Write images `[T, H, W, 3]` to an animated WebP for the node; long clips lose frames."""
-    count = len(images)
-    shown = range(0, count, -(-count // _MOST_PICTURES))
-    first, *others = [_picture(images[at]) for at in shown]
-    options = {"append_images": others, "save_all": True, "loop": 0} if others else {}
-    # Rounded ends, not lengths, so that the clip keeps its duration.
-    ms = min(1000 / fps, _LONGEST_MS / count)
-    ends = [round(at * ms) for at in (*shown, count)]
-    options["duration"] = [max(1, end - start) for start, end in itertools.pairwise(ends)]
-    names = unused_names("fast_vae_preview", io.FolderType.temp, ".webp", *first.size[::-1])
-    with media.whole_file(next(names), others=names) as draft:
-        first.save(draft.part, "WEBP", **_FAST, **options)
-    return ui.SavedImages([saved(draft.path, io.FolderType.temp)], is_animated=bool(others))
+    step = -(-len(images) // _MOST_PICTURES)
+    shown = [_small(image) for image in images[::step]]
+    fps = max(fps / step, 1000 * len(shown) / _LONGEST_MS)
+    file = ui.ImageSaveHelper.save_animated_webp(
+        shown, "fast_vae_preview", io.FolderType.temp, None, fps, lossless=False, **_FAST
+    )
+    return ui.SavedImages([file], is_animated=len(shown) > 1)
 
 
-def _picture(image: Tensor) -> Image.Image:
+def _small(image: Tensor) -> Tensor:
     """Return an image `[H, W, 3]` with at most `_SIDE` pixels in height and in width."""
     throw_exception_if_processing_interrupted()
-    picture = Image.fromarray((image * 255).clamp(0, 255).byte().cpu().numpy())
-    picture.thumbnail((_SIDE, _SIDE), Image.Resampling.BILINEAR)
-    return picture
+    scale = _SIDE / max(image.shape[:2])
+    size = [max(1, round(scale * side)) for side in image.shape[:2]]
+    if scale >= 1:
+        return image
+    x = image.movedim(-1, 0)[None]
+    return F.interpolate(x, size, mode="bilinear", antialias=True)[0].movedim(0, -1)

@@ -215,29 +215,23 @@ class StagedGuider(comfy.samplers.CFGGuider):
         return result
 
     def _options_of_call(self, given: dict[str, Any]) -> dict[str, Any]:
-        # A sampler gets the options of the first model; it may add a function after guidance,
-        # request the negative pass, and set transformer options.
+        """Return the options of the current model, with what a sampler adds to the first one's.
+
+        It may add a function after guidance, ask for the negative pass, set transformer options.
+        """
         if self.stage == self._first:
             return given
-        key = self.stage, id(given)
+        key, name = (self.stage, id(given)), "sampler_post_cfg_function"
         if self._merged is None or self._merged[0] != key:
-            self._merged = key, self._merge(given)
+            _, first, _ = self._prepared[self._first]
+            own, known = create_model_options_clone(self.model_options), first.get(name, [])
+            own[name] = [*own.get(name, []), *(x for x in given.get(name, []) if x not in known)]
+            if given.get("disable_cfg1_optimization"):
+                own["disable_cfg1_optimization"] = True
+            old, new = (each.get("transformer_options", {}) for each in (first, given))
+            own["transformer_options"].update({k: v for k, v in new.items() if k not in old})
+            self._merged = key, own
         return self._merged[1]
-
-    def _merge(self, given: dict[str, Any]) -> dict[str, Any]:
-        _, first, _ = self._prepared[self._first]
-        own = create_model_options_clone(self.model_options)
-        name = "sampler_post_cfg_function"
-        added = [each for each in given.get(name, []) if each not in first.get(name, [])]
-        if added:
-            own[name] = [*own.get(name, []), *added]
-        if given.get("disable_cfg1_optimization"):
-            own["disable_cfg1_optimization"] = True
-        known = first.get("transformer_options", {})
-        for key, value in given.get("transformer_options", {}).items():
-            if key not in known:
-                own["transformer_options"][key] = value
-        return own
 
     def add_time(self, kind: str) -> None:
         """Record the time since the last call as work of `kind` in the current stage."""

@@ -11,10 +11,9 @@ from ..host.input_checks import check_text, checked
 from ..host.lazy import Later
 from ..host.widgets import AUTO, CATEGORY, timing_output
 from ..lora.nodes import LoraStackType
-from .presets import BASE, PRESETS
+from .plan import BASE, PRESETS, parse_text
 
-plans, run = Later("nodes.sampling.plan"), Later("nodes.sampling.run")
-timing = Later("nodes.host.timing")
+run, timing = Later("nodes.sampling.run"), Later("nodes.host.timing")
 
 _MAX_STEPS = 10000
 
@@ -63,7 +62,7 @@ class WanSampler(io.ComfyNode):
     ) -> bool | str:
         """Check the texts before anything runs."""
         texts = _by_name(shift_high, shift_low, cfg_high, cfg_low, boundary)
-        parse = {name: partial(plans.parse_text, name, text or "") for name, text in texts.items()}
+        parse = {name: partial(parse_text, name, text or "") for name, text in texts.items()}
         return check_text(parse)
 
     @classmethod
@@ -105,7 +104,7 @@ class WanSampler(io.ComfyNode):
             "scheduler": None if scheduler == AUTO else scheduler,
         }
         texts = _by_name(shift_high, shift_low, cfg_high, cfg_low, boundary)
-        given |= {name: plans.parse_text(name, text) for name, text in texts.items()}
+        given |= {name: parse_text(name, text) for name, text in texts.items()}
         leftover = return_with_leftover_noise == _ENABLE
         settings = run.Settings(
             preset, given, sigmas, start_at_step, end_at_step, denoise, add_noise == _ENABLE,

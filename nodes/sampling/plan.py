@@ -1,4 +1,4 @@
-"""The plan of a run: the model and the guidance for each noise level.
+"""The plan of a run, from a preset: the model and the guidance for each noise level.
 
 Wan 2.2 has two experts. The expert for high noise handles calls whose time, 1000 times sigma, is at
 least the boundary (wan/text2video.py, `_prepare_model_for_timestep`); so calls between two steps,
@@ -7,19 +7,38 @@ made by solvers with several stages, have an expert too.
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ...lora import SIGMA_TOLERANCE, parse_number, step_of
 from ..host.run_phase import Phase
 from ..host.widgets import AUTO
-from .presets import Preset
 
 # Relative. A boundary of 0.9 is 0.89999998 as a sigma in float32, whose eps is 6e-8. A level at the
 # boundary belongs to the first expert.
 _ROUNDING = 1e-6
 
 Sigmas = tuple[float, ...]
+
+BASE, FOUR, EIGHT, THREE_PHASE = "base", "4-step", "8-step", "three-phase"
+PRESETS = (BASE, FOUR, EIGHT, THREE_PHASE)
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Values of a preset; a tuple has one value for all steps, or one for each."""
+
+    steps: int = 20
+    shift_high: tuple[float | None, ...] = (None,)  # None: the model's own
+    shift_low: tuple[float, ...] | None = None  # None: as the first expert
+    cfg_high: tuple[float, ...] = (4.0,)  # also of a model with one expert
+    cfg_low: tuple[float, ...] = (4.0,)
+    boundary: float | int = 0.875  # lowest noise level of the first expert, or step of the second
+    sampler: str = "euler"
+    scheduler: str = "simple"
+    plain_steps: int = 0  # first steps without LoRAs, with their guidance
+    plain_cfg: float | None = None  # None: that of the other steps
 
 
 @dataclass(frozen=True)
@@ -186,3 +205,55 @@ def _for_steps(
         return (values[0],) * first + tuple(values) + (values[-1],) * after
     own = f", {count} for its steps" if count not in (0, 1, steps) else ""
     raise ValueError(f"{name}: {len(values)} values; expected 1{own} or {steps} for all steps")
+
+
+# Steps, shift, guidance and boundary of `base` are those of the published models: Wan 2.2
+# (wan/configs/wan_{t2v,i2v,animate,s2v}_*.py, wan_ti2v_5B.py), Wan 2.1 (generate.py), Qwen-Image
+# (model card). Those with four and eight steps are for the distilled LoRAs of lightx2v: shift 5 and
+# no guidance.
+# Kinds of Wan with one expert for all noise levels, by ComfyUI's names.
+_ALONE = {
+    "animate": Preset(shift_high=(5.0,), cfg_high=(1.0,), sampler="uni_pc"),
+    "s2v": Preset(steps=40, shift_high=(3.0,), cfg_high=(4.5,), sampler="uni_pc"),
+}
+
+
+def preset_for(
+    name: str, unet_config: Mapping[str, Any], given: Mapping[str, Any], *, experts: int
+) -> Preset:
+    """Return the values of a preset for a model, replaced by `given` ones that are not None."""
+    preset = _published(unet_config, experts)
+    if name != BASE:
+        preset = replace(preset, cfg_high=(1.0,), cfg_low=(1.0,), sampler="euler")
+        preset = replace(preset, steps=4 if name == FOUR else 8, scheduler="simple")
+        if _is_wan(unet_config):
+            preset = replace(preset, shift_high=(5.0,))
+        if name == THREE_PHASE:
+            preset = replace(preset, plain_steps=2)
+    # Distilled models need guidance in steps without their LoRA.
+    if preset.cfg_high == (1.0,) and given["cfg_high"] is None:
+        preset = replace(preset, plain_cfg=3.5)
+    return replace(preset, **{key: value for key, value in given.items() if value is not None})
+
+
+def _published(unet_config: Mapping[str, Any], experts: int) -> Preset:
+    if unet_config.get("image_model") == "qwen_image":
+        return Preset(steps=50)
+    if not _is_wan(unet_config):
+        return Preset()
+    kind = unet_config.get("model_type")
+    if kind in _ALONE:
+        return _ALONE[kind]
+    wan = Preset(steps=50, shift_high=(5.0,), cfg_high=(5.0,), sampler="uni_pc")
+    if unet_config.get("out_dim") == 48:
+        return wan
+    with_image = unet_config.get("in_dim", 16) > 16
+    if experts == 1:
+        return replace(wan, steps=40 if with_image else 50)
+    if with_image:
+        return replace(wan, steps=40, cfg_high=(3.5,), cfg_low=(3.5,), boundary=0.9)
+    return replace(wan, steps=40, shift_high=(12.0,), cfg_high=(4.0,), cfg_low=(3.0,))
+
+
+def _is_wan(unet_config: Mapping[str, Any]) -> bool:
+    return str(unet_config.get("image_model", "")).startswith("wan")

@@ -20,13 +20,12 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
 from ..host.error_text import about
-from ..host.patches import log_cut_patches
+from ..host.latents import first_of, log_cut_patches
 from ..host.progress import show_text
 from ..lora.apply import KEY, AttachedLoras, LoraMode, apply_lora
 from ..preview.live import Callback, playing
 from .guider import StagedGuider
-from .plan import SamplingPlan, Sigmas, blend, make_stages
-from .presets import Preset, preset_for
+from .plan import Preset, SamplingPlan, Sigmas, blend, make_stages, preset_for
 
 _logger = logging.getLogger(__name__)
 
@@ -114,7 +113,7 @@ def _checked_latent(models: Sequence[ModelPatcher], latent: dict[str, Any]) -> T
         raise ValueError(
             f"latent_image: got {image.shape[1]} channels; expected {channels[0]} for this model"
         )
-    first = image.unbind()[0] if image.is_nested else image
+    first = first_of(image)
     network = getattr(models[0].model, "diffusion_model", None)
     patch = getattr(network, "patch_size", None)
     if isinstance(patch, int) and getattr(network, "in_channels", None) != channels[0]:

@@ -1,4 +1,4 @@
-"""Several prompts through ComfyUI's CLIP in one pass of its text encoders.
+"""Several prompts through ComfyUI's CLIP in one pass of its text encoders, and their cache.
 
 ComfyUI encodes each prompt with `CLIP.encode_from_tokens_scheduled`; only the calls of an encoder's
 network are answered here, from batches with the rows of all prompts.
@@ -8,7 +8,7 @@ import functools
 import logging
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,15 +16,18 @@ import comfy.model_management
 import torch
 from comfy.sd import CLIP
 from comfy.sd1_clip import SDClipModel
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ..host import timing
 from .batch import Batching
-from .cache import Conditioning, TextCache, copied
 
 _logger = logging.getLogger(__name__)
 
-cache = TextCache()
+# ComfyUI's CONDITIONING: pairs of `[1, tokens, channels]` and a dict of other values.
+Conditioning = list[list[Any]]
+
+MOST_BYTES = 256 << 20
 
 # Methods of an encoder that must be ComfyUI's own for its calls to be answered here. For example,
 # MiniMax's `encode_token_weights` adds what the last forward call left in the network.
@@ -115,3 +118,51 @@ def _identity(clip: CLIP, dtype: torch.dtype | None, compiled: bool) -> tuple[An
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+# Nodes may write into the tensors of a conditioning, so it shares none with its callers.
+class TextCache:
+    """Conditionings by text encoder and prompt; the least recently used are dropped."""
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self._most_bytes = most_bytes
+        # The oldest use first.
+        self._entries: dict[tuple[Hashable, ...], Conditioning] = {}
+        self.nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: tuple[Hashable, ...]) -> Conditioning | None:
+        """Return a copy of the conditioning of `key`; None: it is not in the cache."""
+        for each in list(self._entries):
+            if any(isinstance(part, weakref.ref) and part() is None for part in each):
+                self._drop(each)
+        if key not in self._entries:
+            return None
+        self._entries[key] = self._entries.pop(key)
+        return copied(self._entries[key])
+
+    def put(self, key: tuple[Hashable, ...], conditioning: Conditioning, most: int) -> None:
+        """Store a copy of a conditioning, and drop the oldest entries above `most`."""
+        self._drop(key)
+        self._entries[key] = copied(conditioning)
+        self.nbytes += nbytes(conditioning)
+        while self._entries and (len(self) > most or self.nbytes > self._most_bytes):
+            self._drop(next(iter(self._entries)))
+
+    def _drop(self, key: tuple[Hashable, ...]) -> None:
+        self.nbytes -= nbytes(self._entries.pop(key, None))
+
+
+def copied(value: Any) -> Any:  # noqa: ANN401
+    """Return a conditioning, or a part of it, in new containers and tensors; hooks are shared."""
+    return pytree.tree_map_only(Tensor, Tensor.clone, value)
+
+
+def nbytes(value: object) -> int:
+    """Return the bytes of all tensors of a conditioning, or of a part of it."""
+    return sum(each.nbytes for each in pytree.tree_leaves(value) if isinstance(each, Tensor))
+
+
+cache = TextCache()

@@ -1,6 +1,7 @@
 """The node that encodes all prompts in one pass."""
 
 import re
+from typing import Any
 
 from comfy.sd import CLIP
 
@@ -8,7 +9,6 @@ from ..host.api import io
 from ..host.input_checks import checked
 from ..host.lazy import Later
 from ..host.widgets import AUTO, CATEGORY, DTYPES
-from .cache import copied
 
 encoding = Later("nodes.text.encode")
 
@@ -20,6 +20,21 @@ _EMPTY = "positive: the prompt is empty; expected text"
 # Without fp16, because the activations of T5 exceed its range.
 _DTYPES = {AUTO: None, **{name: DTYPES[name] for name in ("bf16", "fp32")}}
 
+_TEXTS = {
+    "clip": "CLIP text encoder. The input CLIP is not modified.",
+    "positive": "Text of the positive prompt. Several prompts: a list, or one text with a line of "
+    "--- between the prompts.",
+    "negative": "Text of the negative prompt; may be empty. One prompt is used for all positive "
+    "prompts; otherwise the numbers of prompts must match.",
+    "dtype": "Data type of the text encoder. auto: fp32, as in ComfyUI. bf16: 0.4 to 0.7 of the "
+    "time on a CPU with bf16 support, at a precision of about two digits; the result differs from "
+    "CLIP Text Encode.",
+    "compile": "on: compiles the text encoder with torch.compile; the first run takes 30 to 60 "
+    "seconds longer. Measured on a CPU: no gain in fp32, half the time in bf16.",
+    "cache": "Number of cached prompts, at most 256 MiB of memory, shared by all nodes of this "
+    "type. 0: no cache.",
+}
+
 
 class TextEncode(io.ComfyNode):
     """Encode positive and negative prompts together."""
@@ -27,6 +42,11 @@ class TextEncode(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         """Return the node's schema."""
+        prompt = {"multiline": True, "dynamic_prompts": True}
+
+        def late(name: str) -> dict[str, Any]:
+            return {"optional": True, "advanced": True, "tooltip": _TEXTS[name]}
+
         return io.Schema(
             node_id="FastVAE_TextEncode",
             display_name="Text Encode Batched (Fast)",
@@ -35,40 +55,24 @@ class TextEncode(io.ComfyNode):
             "pass of the text encoder and caches the results. The result is that of CLIP Text "
             "Encode.",
             search_aliases=[
-                "clip text encode",
-                "prompt",
-                "batched prompt",
-                "prompt list",
-                "positive prompt",
-                "negative prompt",
-                "text encoder",
-                "encode prompt",
+                "clip text encode", "prompt", "batched prompt", "prompt list", "positive prompt",
+                "negative prompt", "text encoder", "encode prompt",
             ],
             is_input_list=True,
             inputs=[
-                io.Clip.Input("clip", tooltip="CLIP text encoder. The input CLIP is not modified."),
-                io.String.Input(
-                    "positive",
-                    multiline=True,
-                    dynamic_prompts=True,
-                    tooltip="Text of the positive prompt. Several prompts: a list, or one text "
-                    "with a line of --- between the prompts.",
-                ),
-                io.String.Input(
-                    "negative",
-                    multiline=True,
-                    dynamic_prompts=True,
-                    tooltip="Text of the negative prompt; may be empty. One prompt is used for "
-                    "all positive prompts; otherwise the numbers of prompts must match.",
-                ),
-                *_advanced(),
+                io.Clip.Input("clip", tooltip=_TEXTS["clip"]),
+                io.String.Input("positive", tooltip=_TEXTS["positive"], **prompt),
+                io.String.Input("negative", tooltip=_TEXTS["negative"], **prompt),
+                io.Combo.Input("dtype", options=list(_DTYPES), default=AUTO, **late("dtype")),
+                io.Combo.Input("compile", options=["off", "on"], default="off", **late("compile")),
+                io.Int.Input("cache", default=32, min=0, max=4096, **late("cache")),
             ],
             outputs=[
                 io.Conditioning.Output("positive", display_name="positive", is_output_list=True),
                 io.Conditioning.Output("negative", display_name="negative", is_output_list=True),
                 io.String.Output("report", display_name="report"),
             ],
-        )
+        )  # fmt: skip
 
     @classmethod
     def validate_inputs(cls, positive: list[str | None]) -> bool | str:
@@ -110,40 +114,6 @@ class TextEncode(io.ComfyNode):
         return io.NodeOutput(*both, report)
 
 
-def _advanced() -> list[io.Input]:
-    return [
-        io.Combo.Input(
-            "dtype",
-            options=list(_DTYPES),
-            default=AUTO,
-            optional=True,
-            advanced=True,
-            tooltip="Data type of the text encoder. auto: fp32, as in ComfyUI. bf16: 0.4 to 0.7 "
-            "of the time on a CPU with bf16 support, at a precision of about two digits; the "
-            "result differs from CLIP Text Encode.",
-        ),
-        io.Combo.Input(
-            "compile",
-            options=["off", "on"],
-            default="off",
-            optional=True,
-            advanced=True,
-            tooltip="on: compiles the text encoder with torch.compile; the first run takes 30 to "
-            "60 seconds longer. Measured on a CPU: no gain in fp32, half the time in bf16.",
-        ),
-        io.Int.Input(
-            "cache",
-            default=32,
-            min=0,
-            max=4096,
-            optional=True,
-            advanced=True,
-            tooltip="Number of cached prompts, at most 256 MiB of memory, shared by all nodes of "
-            "this type. 0: no cache.",
-        ),
-    ]
-
-
 def _prompts(texts: list[str]) -> list[str]:
     """Return the prompts of texts. A text with one prompt keeps its white space."""
     parts = [_BETWEEN.split(text) for text in texts]
@@ -163,4 +133,4 @@ def _spread(conditionings: list, count: int) -> list:
     """Return `count` conditionings, each in new lists and dicts."""
     if len(conditionings) == count:
         return conditionings
-    return [copied(conditionings[0]) for _ in range(count)]
+    return [encoding.copied(conditionings[0]) for _ in range(count)]

@@ -22,8 +22,7 @@ from ...vae import Checkpoint, VAEConfig, VideoVAE, build_vae, read_checkpoint
 from ..host.devices import ONE, names, selected
 from ..host.error_text import about
 from . import pieces
-from .comfy_vae import FastVAE
-from .first_stage import FastVideoVAE
+from .comfy_vae import FastVAE, FastVideoVAE
 
 _logger = logging.getLogger(__name__)
 

@@ -5,6 +5,7 @@ video twice on the device; `accelerate.py` creates it. Facts about ComfyUI here 
 of 0.33.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import comfy.model_management
@@ -12,20 +13,23 @@ import comfy.sd
 import torch
 from torch import Tensor
 
-from ...kernels import first_line
-from ...vae import StreamOptions, retried
+from ...kernels import first_line, log_once
+from ...vae import SEEDVR2, StreamOptions, VAEConfig, VideoVAE, retried
 from ..host import timing
+from ..host.devices import ONE
 from ..host.error_text import about, described
+from ..host.latents import first_of
 from ..host.oom import in_turn, kept
-from ..host.progress import Progress
+from ..host.progress import Progress, stop_between_layers
 from . import pieces
-from .first_stage import FastVideoVAE, log_ignored
+
+# Nodes of ComfyUI that make latents for a family; for the others none does from nothing.
+_MAKERS = {"wan2.1": "EmptyHunyuanLatentVideo", "wan2.2": "Wan22ImageToVideoLatent"}
 
 
 def one_video(vae: object, latent: Tensor) -> Tensor:
     """Return a LATENT's one video as `[1, C_latent, t, h, w]`; unchanged if the VAE is not fast."""
-    if latent.is_nested:
-        latent = latent.unbind()[0]
+    latent = first_of(latent)
     if isinstance(vae, FastVAE):
         latent = vae.first_stage_model.as_video(latent)
         with about("samples"):
@@ -33,9 +37,8 @@ def one_video(vae: object, latent: Tensor) -> Tensor:
         if vae.latent_dim == 2:  # pictures, which become the frames
             latent = latent[:, :, 0].movedim(0, 1).unsqueeze(0)
     if latent.ndim == 5 and len(latent) != 1:
-        raise ValueError(
-            f"samples: got {len(latent)} videos; expected one, as from Latent From Batch"
-        )
+        got = f"samples: got {len(latent)} videos"
+        raise ValueError(f"{got}; expected one, as from Latent From Batch")
     return latent
 
 
@@ -66,7 +69,7 @@ def by_another(vae: Any, task: str, given: Tensor, name: str) -> Tensor:  # noqa
 class FastVAE(comfy.sd.VAE):
     """A `comfy.sd.VAE` around a `FastVideoVAE`; not created by calling this class."""
 
-    first_stage_model: FastVideoVAE
+    first_stage_model: "FastVideoVAE"
 
     def decode(
         self,
@@ -203,3 +206,79 @@ class FastVAE(comfy.sd.VAE):
 def _tile(tile_x: int | None, tile_y: int | None, step: int = 1) -> tuple[int, int] | None:
     """Return height and width of a tile in latents of `step` units; None: no tile."""
     return None if tile_x is None or tile_y is None else (tile_y // step, tile_x // step)
+
+
+# Its methods are for packs that call `vae.first_stage_model` themselves: they take and return what
+# ComfyUI's own networks do (comfy/ldm/wan and comfy/ldm/seedvr).
+class FastVideoVAE(VideoVAE):
+    """A `VideoVAE` in the place of one of ComfyUI's networks, with the settings of its loader."""
+
+    def __init__(self, config: VAEConfig, dtype: torch.dtype, encode_dtype: torch.dtype) -> None:
+        super().__init__(config, dtype, encode_dtype)
+        self.chunk: int | None = None  # latents per step; -1: all
+        self.selection = ONE
+        self._asked: list[torch.device] = []
+        # ComfyUI's network of SeedVR2 differs: it returns the unscaled mean, without the time
+        # dimension for a single latent, and takes latents `[B, C_latent * t, h, w]`.
+        self.is_seedvr2 = config.family == SEEDVR2
+        self.sources = "Load VAE (Fast)", _MAKERS.get(config.family, "VAE Encode (Fast)")
+        for network in (self.encoder, self.decoder):
+            if network is not None:
+                stop_between_layers(network.layers())
+
+    @VideoVAE.device.setter
+    def device(self, value: torch.device) -> None:
+        """Ignore `value`, the device that ModelPatcher notes; the weights have it."""
+
+    @property
+    def shared_by(self) -> list[torch.device]:
+        """The devices of `share`, as they were named; empty: the VAE's own, as in a copied VAE."""
+        return self._asked if self.devices else []
+
+    def share(self, devices: Sequence[torch.device]) -> None:
+        """Share each video among `devices`, the VAE's own first; one of them computes it alone."""
+        wanted = list(devices) if len(devices) > 1 else []
+        # The same devices are not set again, because that tries those that have failed once more.
+        if wanted != self.shared_by:
+            self._asked = self.devices = wanted
+
+    def decode(self, latent: Tensor, chunk: int | None = None, **options: object) -> Tensor:
+        """Decode as ComfyUI's network: latents without time become pictures without time."""
+        log_ignored("decode", options)
+        frames = super().decode(self.as_video(latent), chunk or self.chunk)
+        return frames.squeeze(2) if latent.ndim == 4 and not self.is_seedvr2 else frames
+
+    def encode(self, frames: Tensor, chunk: int | None = None, **options: object) -> Tensor:
+        """Encode frames in [-1, 1] as ComfyUI's network: to unscaled means, on any `device`."""
+        log_ignored("encode", {name: each for name, each in options.items() if name != "device"})
+        video = self.whole_groups(frames.unsqueeze(2) if frames.ndim == 4 else frames)
+        stream = self.encode_stream(video, StreamOptions(chunk or self.chunk), scaled=False)
+        means = self.joined(list(stream))
+        is_flat = means.shape[2] == 1 if self.is_seedvr2 else frames.ndim == 4
+        return means.squeeze(2) if is_flat else means
+
+    def as_video(self, latent: Tensor) -> Tensor:
+        """Return a latent with or without time as `[B, C_latent, t, h, w]`."""
+        return latent.reshape(self.video_shape(latent.shape))
+
+    def video_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return `[B, C_latent, t, h, w]` for the `shape` of a latent with or without time."""
+        if len(shape) != 4:
+            return tuple(shape)
+        batch, channels, height, width = shape
+        latents = self.config.latent_channels
+        if self.is_seedvr2 and channels and channels % latents == 0:
+            return batch, latents, channels // latents, height, width
+        return batch, channels, 1, height, width
+
+    def whole_groups(self, frames: Tensor) -> Tensor:
+        """Drop the last of `frames` `[B, C, T, H, W]` that do not fill a latent, like ComfyUI."""
+        step = self.config.temporal_compression
+        return frames[:, :, : frames.shape[2] - (frames.shape[2] - 1) % step]
+
+
+def log_ignored(task: str, options: dict[str, object]) -> None:
+    """Log once the names of options that no VAE of ComfyUI 0.33 or of this pack has."""
+    if options:
+        names = ", ".join(sorted(options))
+        log_once(f"a fast VAE does not know this option of {task}, and ignores it: {names}")

@@ -13,9 +13,10 @@ from ...vae import media
 from ..host import devices as machine
 from ..host import widgets
 from ..host.api import InputImpl, io
-from ..host.error_text import about
+from ..host.error_text import about, require
 from ..host.frame_range import frame_range
 from ..host.input_checks import check_text, checked
+from ..host.latents import first_of
 from ..host.lazy import Later
 from ..host.widgets import AUTO, CATEGORY, DTYPES, INT8, INT8_AND_ENCODE, PRECISIONS
 
@@ -29,6 +30,27 @@ _BUNDLED = "bundled demo"
 
 _VIDEO, _IMAGES = "video", "images"
 
+_TEXTS = {
+    "vae_name": "VAE file in models/vae, or the small demo VAE of this pack for a first test.",
+    "accelerated": "VAE to accelerate. The input VAE is not modified; the weights are shared.",
+    "vae": "VAE to use. The options below have an effect only on a fast VAE.",
+    "pixels": "Images or video frames to encode. Height and width are center-cropped to multiples "
+    "of 8 (Wan 2.2 5B, Qwen-Image 2.1: 16; the model of the 5B needs 32), a video to 4 n + 1 "
+    "frames.",
+    "batch": "Meaning of several images. video: frames of one video, as in VAE Encode. images: a "
+    "batch of separate images.",
+    "corrections": "Corrections of the latent, for the few frames that are handed over to the next "
+    "window of a long video: decoded again, they keep color and sharpness. 0: none. 3: about a "
+    "tenth of the loss is left. Each takes as long as a decode and an encode.",
+    "samples": "Latent of a video or of images to decode.",
+    "clip": "The clip as a video with its frame rate.",
+    "frames": "Range of frames to decode, such as 40-80: counted from 0, both ends included. 40-: "
+    "to the end. Empty: all. Frames are identical to those of the whole video; a fast VAE does not "
+    "decode unneeded parts.",
+}
+
+_LATE = {"optional": True, "advanced": True}
+
 
 def _settings(dtype: str, encode_dtype: str, chunk: str, precision: str) -> list[io.Input]:
     """Return the inputs that a VAE keeps, with the meaning of their defaults."""
@@ -39,11 +61,6 @@ def _settings(dtype: str, encode_dtype: str, chunk: str, precision: str) -> list
         widgets.precision_input(precision),
         *machine.devices_input(),
     ]
-
-
-def _vae_input() -> io.Input:
-    tooltip = "VAE to use. The options below have an effect only on a fast VAE."
-    return io.Vae.Input("vae", tooltip=tooltip)
 
 
 class _Kept(io.ComfyNode):
@@ -69,6 +86,7 @@ class Load(_Kept):
     @classmethod
     def define_schema(cls) -> io.Schema:
         """Return the node's schema."""
+        files = [*folder_paths.get_filename_list("vae"), _BUNDLED]
         return io.Schema(
             node_id="FastVAE_Load",
             display_name="Load VAE (Fast)",
@@ -79,12 +97,7 @@ class Load(_Kept):
             "Load VAE.",
             search_aliases=["load vae", "wan vae", "qwen vae", "seedvr2 vae", "fast vae"],
             inputs=[
-                io.Combo.Input(
-                    "vae_name",
-                    options=[*folder_paths.get_filename_list("vae"), _BUNDLED],
-                    tooltip="VAE file in models/vae, or the small demo VAE of this pack for a "
-                    "first test.",
-                ),
+                io.Combo.Input("vae_name", options=files, tooltip=_TEXTS["vae_name"]),
                 *_settings(
                     "ComfyUI's choice for VAEs, which --fp32-vae, --bf16-vae and --fp16-vae set",
                     "same as for decoding",
@@ -127,11 +140,7 @@ class Accelerate(_Kept):
             "unchanged; the log gives the reason.",
             search_aliases=["fast vae", "speed up vae", "vae accelerate"],
             inputs=[
-                io.Vae.Input(
-                    "vae",
-                    tooltip="VAE to accelerate. The input VAE is not modified; "
-                    "the weights are shared.",
-                ),
+                io.Vae.Input("vae", tooltip=_TEXTS["accelerated"]),
                 *_settings(
                     "same as the input VAE",
                     "same as dtype above; if that is auto too, same as the input VAE",
@@ -154,8 +163,7 @@ class Accelerate(_Kept):
         devices: str = machine.ONE,
     ) -> io.NodeOutput:
         """Replace the network in a copy."""
-        if not isinstance(vae, comfy.sd.VAE):
-            raise ValueError(f"vae: got a {type(vae).__name__}; expected a VAE of ComfyUI")
+        require(isinstance(vae, comfy.sd.VAE), vae, "a VAE of ComfyUI", "vae: got")
         choice = _choice(dtype, encode_dtype, chunk, precision, devices)
         with about("vae"), timing.span("load", "accelerated VAE"):
             fast = accelerate.accelerate(vae, choice)
@@ -168,6 +176,8 @@ class Encode(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         """Return the node's schema."""
+        kinds = {"options": [_VIDEO, _IMAGES], "default": _VIDEO, "optional": True}
+        limits = {"default": 0, "min": 0, "max": 8}
         return io.Schema(
             node_id="FastVAE_Encode",
             display_name="VAE Encode (Fast)",
@@ -176,34 +186,11 @@ class Encode(io.ComfyNode):
             "video in steps, so memory does not grow with its length.",
             search_aliases=["encode video", "image to latent", "video to latent"],
             inputs=[
-                io.Image.Input(
-                    "pixels",
-                    tooltip="Images or video frames to encode. Height and width are "
-                    "center-cropped to multiples of 8 (Wan 2.2 5B, Qwen-Image 2.1: 16; the model "
-                    "of the 5B needs 32), a video to 4 n + 1 frames.",
-                ),
-                _vae_input(),
-                io.Combo.Input(
-                    "batch",
-                    options=[_VIDEO, _IMAGES],
-                    default=_VIDEO,
-                    optional=True,
-                    tooltip="Meaning of several images. video: frames of one video, as in VAE "
-                    "Encode. images: a batch of separate images.",
-                ),
+                io.Image.Input("pixels", tooltip=_TEXTS["pixels"]),
+                io.Vae.Input("vae", tooltip=_TEXTS["vae"]),
+                io.Combo.Input("batch", tooltip=_TEXTS["batch"], **kinds),
                 *widgets.once(),
-                io.Int.Input(
-                    "corrections",
-                    default=0,
-                    min=0,
-                    max=8,
-                    optional=True,
-                    advanced=True,
-                    tooltip="Corrections of the latent, for the few frames that are handed over "
-                    "to the next window of a long video: decoded again, they keep color and "
-                    "sharpness. 0: none. 3: about a tenth of the loss is left. Each takes as long "
-                    "as a decode and an encode.",
-                ),
+                io.Int.Input("corrections", tooltip=_TEXTS["corrections"], **limits, **_LATE),
             ],
             outputs=[io.Latent.Output(display_name="LATENT")],
         )
@@ -249,18 +236,10 @@ class Decode(io.ComfyNode):
             "as in VAE Decode.",
             search_aliases=["decode video", "latent to image", "latent to video"],
             inputs=[
-                io.Latent.Input("samples", tooltip="Latent of a video or of images to decode."),
-                _vae_input(),
+                io.Latent.Input("samples", tooltip=_TEXTS["samples"]),
+                io.Vae.Input("vae", tooltip=_TEXTS["vae"]),
                 *widgets.once(),
-                io.String.Input(
-                    "frames",
-                    default="",
-                    optional=True,
-                    advanced=True,
-                    tooltip="Range of frames to decode, such as 40-80: counted from 0, both ends "
-                    "included. 40-: to the end. Empty: all. Frames are identical to those of the "
-                    "whole video; a fast VAE does not decode unneeded parts.",
-                ),
+                io.String.Input("frames", default="", tooltip=_TEXTS["frames"], **_LATE),
             ],
             outputs=[io.Image.Output(display_name="IMAGE"), widgets.timing_output()],
         )
@@ -276,11 +255,8 @@ class Decode(io.ComfyNode):
         frames: str = "",
     ) -> io.NodeOutput:
         """Decode."""
-        latent = samples["samples"]
-        if latent.is_nested:
-            latent = latent.unbind()[0]
         frame_range(frames, None)
-        is_part = bool(frames.strip())
+        latent, is_part = first_of(samples["samples"]), bool(frames.strip())
         video = comfy_vae.one_video(vae, latent) if is_part else latent
         if isinstance(vae, comfy_vae.FastVAE):
             count = vae.first_stage_model.config.frames
@@ -311,9 +287,7 @@ class DemoClip(io.ComfyNode):
             inputs=[],
             outputs=[
                 io.Image.Output(display_name="IMAGE", tooltip="The 33 frames of the clip."),
-                io.Video.Output(
-                    display_name="VIDEO", tooltip="The clip as a video with its frame rate."
-                ),
+                io.Video.Output(display_name="VIDEO", tooltip=_TEXTS["clip"]),
             ],
         )
 

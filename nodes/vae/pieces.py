@@ -19,8 +19,8 @@ from torch import Tensor
 from ...vae import StreamOptions, encode_corrected, retried
 from ..host import timing
 from ..host.devices import names, selected
+from ..host.latents import log_cut_patches
 from ..host.oom import free_others, give_back, in_turn
-from ..host.patches import log_cut_patches
 from ..host.progress import Progress
 
 AUTOMATIC = StreamOptions()

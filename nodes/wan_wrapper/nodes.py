@@ -3,12 +3,11 @@
 import comfy.sd
 
 from ..host.api import io
-from ..host.error_text import about
+from ..host.error_text import about, require
 from ..host.input_checks import checked
 from ..host.lazy import Later
 
-comfy_vae, accelerate = Later("nodes.vae.comfy_vae"), Later("nodes.vae.accelerate")
-wanvae = Later("nodes.wan_wrapper.wanvae")
+accelerate, wanvae = Later("nodes.vae.accelerate"), Later("nodes.wan_wrapper.wanvae")
 
 
 class ToWanVideoWrapper(io.ComfyNode):
@@ -39,10 +38,7 @@ class ToWanVideoWrapper(io.ComfyNode):
     @checked
     def execute(cls, vae: object) -> io.NodeOutput:
         """Wrap the VAE, accelerated first if it is not fast."""
-        if not isinstance(vae, comfy.sd.VAE):
-            raise ValueError(f"vae: got a {type(vae).__name__}; expected a VAE")
+        require(isinstance(vae, comfy.sd.VAE), vae, "a VAE", "vae: got")
         with about("vae"):
-            fast = vae
-            if not isinstance(vae, comfy_vae.FastVAE):
-                fast = accelerate.accelerated(vae, accelerate.Choice(), "Wan 2.1 or Wan 2.2")
+            fast = accelerate.accelerated(vae, accelerate.Choice(), "Wan 2.1 or Wan 2.2")
             return io.NodeOutput(wanvae.WanVideoWrapperVAE(fast))

@@ -19,8 +19,7 @@ from ...vae import SEEDVR2, StreamOptions
 from ..host.oom import in_turn, kept
 from ..host.progress import Progress
 from ..vae import pieces
-from ..vae.comfy_vae import FastVAE
-from ..vae.first_stage import FastVideoVAE
+from ..vae.comfy_vae import FastVAE, FastVideoVAE
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -123,7 +123,9 @@ def upscales(prompt: Prompt) -> None:
 
 
 def previews(prompt: Prompt) -> None:
+    """Show a latent and the window after it."""
     latent = prompt.encoded(prompt.load(VAE_FILE))
+    latent = prompt.add("FastVAE_JoinLatents", samples=latent, overlap=0, hand_over=1, window=0)
     for decoder in ("auto", "latent2rgb"):
         node = {"samples": latent, "decoder": decoder, "fps": 16.0}
         prompt.shows(prompt.add("FastVAE_PreviewLatent", **node))

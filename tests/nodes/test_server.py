@@ -1,24 +1,17 @@
-"""The pack in a running ComfyUI, over HTTP: a fresh installation, its start, interrupts."""
+"""The pack in a running ComfyUI, over HTTP: its start, every node, interrupts."""
 
-import asyncio
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from fast_video_vae.tests.nodes import boot
 from fast_video_vae.tests.nodes.checkout import PACK, find_comfyui
-from fast_video_vae.tests.nodes.prompts import KINDS, RUNS, give_models, mixed
-from fast_video_vae.tests.nodes.server import VAE_FILE, VIDEO, Server, Workflow
-from fast_video_vae.tests.tools import environments
-from fast_video_vae.tests.tools.environments import torch_of
-from fast_video_vae.tests.tools.publish import publish_zip
+from fast_video_vae.tests.nodes.prompts import KINDS, RUNS, mixed
+from fast_video_vae.tests.nodes.server import NODES, VAE_FILE, VIDEO, Workflow
 
 pytestmark = pytest.mark.comfyui
 
@@ -40,11 +33,8 @@ assert asyncio.run(nodes.load_custom_node(sys.argv[3]))
 print(json.dumps([time.process_time() - start, *set(sys.modules) - before]))
 """
 
-# Puts the newest interface in the place of the version that the pack asks for.
-LATEST = """
-from comfy_api import latest, v0_0_2
-vars(v0_0_2).update({name: getattr(latest, name) for name in latest.__all__})
-"""
+# What an empty class has.
+OWN = ("__module__", "__doc__", "__firstlineno__", "__static_attributes__", "VERSION", "STABLE")
 
 
 def test_comfyui_starts_without_import_errors(server):
@@ -56,53 +46,36 @@ def test_comfyui_starts_without_import_errors(server):
 def test_the_import_is_fast_and_loads_no_compiler(available, tmp_path):
     folders = [str(Path(boot.__file__).parent), str(find_comfyui()), str(PACK)]
     command = [sys.executable, "-c", IMPORT, *folders]
-    seconds = 1.0
-    for _ in range(3):  # the fastest of three counts
+    for _ in range(3):  # one of three counts
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
-        took, *modules = json.loads(done.stdout.splitlines()[-1])
-        seconds = min(seconds, took)
+        seconds, *modules = json.loads(done.stdout.splitlines()[-1])
+        if seconds < 0.1:
+            break
     compilers = re.compile(r"triton|ninja|setuptools|torch\._inductor|torch\.utils\.cpp_extension")
     assert not [name for name in modules if compilers.match(name)]
     assert seconds < 0.1
 
 
-@pytest.mark.slow
-def test_every_node_runs_with_the_latest_interface_of_comfyui(start_server, comfyui):
-    server = start_server("--fp32-vae")
-    other = server.base / "custom_nodes" / "latest"
-    other.mkdir()
-    (other / "prestartup_script.py").write_text(LATEST)
-    (other / "__init__.py").write_text("NODE_CLASS_MAPPINGS = {}")
-    give_models(server)
-    with server:
-        for prompt in [each for each in mixed(0)[: len(KINDS)] if each.ends == RUNS]:
-            server.run(prompt)
+def test_the_interface_of_the_pack_is_comfyuis_latest(comfyui):
+    from comfy_api import latest, v0_0_2
+
+    from fast_video_vae.nodes.host import api
+
+    for name in {*api.__all__} - {"feature_flags"}:
+        newest, ours = getattr(latest, name), getattr(v0_0_2, name)
+        assert getattr(api, name) is ours
+        assert ours is newest or (issubclass(ours, newest) and vars(ours).keys() <= {*OWN})
 
 
-def test_a_workflow_with_an_older_id_of_a_node_gets_the_node(comfyui, monkeypatch):
-    from app.node_replace_manager import NodeReplaceManager
-
-    import nodes as core_nodes
-    from fast_video_vae import nodes
-    from fast_video_vae.nodes.host.api import io
-
-    manager = NodeReplaceManager()
-    instance = SimpleNamespace(node_replace_manager=manager)
-    host = SimpleNamespace(PromptServer=SimpleNamespace(instance=instance))
-    monkeypatch.setitem(sys.modules, "server", host)
-    monkeypatch.setitem(core_nodes.NODE_CLASS_MAPPINGS, "FastVAE_Decode", nodes.Decode)
-    kept = [{"new_id": name, "old_id": name} for name in ("samples", "vae")]
-    older = io.NodeReplace("FastVAE_Decode", "FastVAE_Older", input_mapping=kept)
-    monkeypatch.setattr(nodes, "REPLACED", [older])
-    asyncio.run(nodes.FastVideoVAEExtension().on_load())
-    inputs = {"samples": ["1", 0], "vae": ["2", 0]}
-    prompt = {"3": {"class_type": "FastVAE_Older", "inputs": dict(inputs), "_meta": {}}}
-    manager.apply_replacements(prompt)
-    assert prompt["3"] == {"class_type": "FastVAE_Decode", "inputs": inputs, "_meta": {}}
+def test_every_node_runs_next_to_comfyuis_own(expert_server):
+    prompts = [each for each in mixed(0)[: len(KINDS)] if each.ends == RUNS]
+    assert {*NODES} <= {each["class_type"] for prompt in prompts for each in prompt.values()}
+    for prompt in prompts:
+        expert_server.run(prompt)
 
 
-@pytest.mark.parametrize("decoder", ["FastVAE_Decode", "VAEDecode", "FastVAE_DecodeVideo"])
+@pytest.mark.parametrize("decoder", ["VAEDecode", "FastVAE_DecodeVideo"])
 def test_an_interrupt_ends_a_decode_and_frees_its_memory(server, decoder):
     def decode(frames):
         workflow = Workflow()
@@ -121,26 +94,3 @@ def test_an_interrupt_ends_a_decode_and_frees_its_memory(server, decoder):
     after = server.memory()
     assert after.rss < before.rss + SLACK_BYTES
     assert after.vms < before.vms + MAPPED_SLACK_BYTES
-
-
-@pytest.mark.nightly
-def test_the_demo_runs_after_a_fresh_installation(available, tmp_path):
-    """torch, ComfyUI's requirements and then the pack's, as an installer does it."""
-    publish_zip(tmp_path / "pack.zip")
-    pack = tmp_path / "custom_nodes" / environments.FOLDER
-    shutil.unpack_archive(tmp_path / "pack.zip", pack)
-    python = environments.new_environment(tmp_path / "venv")
-    environments.pip(python, f"torch=={torch.__version__.partition('+')[0]}")
-    environments.install_comfyui(python, find_comfyui())
-    version = torch_of(python)
-    environments.pip(python, "-r", pack / "requirements.txt")
-    with Server(tmp_path, python=python, pack=None) as server:
-        workflow = Workflow()
-        vae = workflow.load()
-        latent = workflow.add("FastVAE_Encode", pixels=workflow.add("FastVAE_DemoClip"), vae=vae)
-        video = workflow.add("FastVAE_Decode", samples=latent, vae=vae)
-        sink, _ = workflow.add("SaveImage", images=video, filename_prefix="demo")
-        assert server.pictures(server.run(workflow)[sink]).any()
-        assert f"pytorch version: {version}" in server.boot_log
-    assert torch_of(python) == version
-    shutil.rmtree(tmp_path / "venv", ignore_errors=True)  # gigabytes

@@ -12,7 +12,6 @@ import pytest
 from fast_video_vae.tests.nodes.checkout import PACK
 from fast_video_vae.tests.nodes.server import NODES
 from fast_video_vae.tests.tools.locales import LOCALES, english, inputs, node_infos, written
-from fast_video_vae.vae import media
 
 pytestmark = pytest.mark.comfyui
 
@@ -27,7 +26,7 @@ READ_AS = {
     **{"| 输入 |": "| Input |", "| 输出 |": "| Output |", "关闭（默认）": " Off (default)"},  # noqa: RUF001
     **{"留空（默认）": " Empty (default)", "（默认）": " (default)", "：": ": ", "、": ", "},  # noqa: RUF001
     **{" 或 ": " or ", " 和 ": " and ", " 到 ": " to ", "是高级输入": "are advanced inputs"},
-    **{"工作流": "workflow", "无法打开": "does not open", "；": ";", "。": ". "},  # noqa: RUF001
+    **{"；": ";", "。": ". "},  # noqa: RUF001
 }
 
 # Choices between files, between devices, and between ComfyUI's own samplers.
@@ -60,9 +59,6 @@ ADVANCED = re.compile(r"^(`.*`) (?:are advanced inputs|is an advanced input)\.",
 _NUMBER = r"(-?\d+(?:\.\d+)?)"
 RANGE = re.compile(rf"{_NUMBER} to {_NUMBER}")
 EXPLAINED = re.compile(rf"`{_NUMBER}`(?: \(default\)|:)")
-
-# Suffixes of images, and those of files whose workflow ComfyUI does not open.
-IMAGES, UNOPENED = {"png", "exr"}, {"mkv", "exr"}
 
 
 @pytest.fixture(scope="module")
@@ -198,19 +194,6 @@ def test_a_translated_page_has_every_line_name_and_number_of_the_english_one(ser
         return outline, {*NAME.findall(page)}, {*re.findall(r"\d+(?:\.\d+)?", page)}
 
     assert content(page_of(server, node, "zh")) == content(page_of(server, node, "en"))
-
-
-# `test_browser.py` drops a file of each codec into the frontend.
-@every_language
-@pytest.mark.parametrize("name", ["DecodeVideo", "EncodeVideo"])
-def test_the_video_pages_say_which_files_open_their_workflow(server, name, language):
-    page = page_of(server, f"FastVAE_{name}", language)
-    (line,) = re.findall(r"^- .*workflow.*`mkv`.*", page, re.MULTILINE)
-    opens, _, rest = line.rpartition("does not open" if name == "DecodeVideo" else ";")
-    videos = {media.codec_named(codec).suffix[1:] for codec in media.CODECS}
-    videos -= IMAGES if name == "EncodeVideo" else set()
-    assert {*NAME.findall(opens)} == videos - UNOPENED
-    assert {*NAME.findall(rest)} == videos & UNOPENED
 
 
 def test_the_readme_lists_every_node_in_menu_order():

@@ -2,7 +2,6 @@
 
 import functools
 
-import pytest
 import torch
 
 from fast_video_vae.tests.nodes.diffusion import inputs, load_model, random_weights
@@ -28,10 +27,6 @@ DEFAULTS = {
     "lora_mode": "auto",
     "free_high": False,
 }
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @functools.lru_cache(maxsize=4)  # two kinds; all of them would take 1 GB

@@ -5,7 +5,6 @@ import random
 import pytest
 import torch
 
-from fast_video_vae.tests.nodes.diffusion import KINDS
 from fast_video_vae.tests.nodes.lora.lora_models import (
     ROUNDING,
     apply,
@@ -27,7 +26,6 @@ from fast_video_vae.tests.nodes.sampling.sampler_models import (
     run,
     samples,
     shifted,
-    slow,
 )
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("comfyui")]
@@ -57,7 +55,6 @@ def calls(monkeypatch):
     [
         ("wan21-t2v", 4, 2),  # the boundary is 0.875
         ("wan22-14b-i2v", 8, 3),  # 0.9, of sigmas 1, 0.972, 0.9375, 0.893; channels of an image
-        slow("vace", 4, 2),
     ],
 )
 def test_two_experts_equal_two_advanced_samplers(kind, steps, at):
@@ -74,6 +71,39 @@ def test_a_preset_fills_in_what_is_auto(calls):
     assert calls == expected  # one row: no negative pass
     last = run(steps=0, start_at_step=39, **AUTO)["report"].splitlines()  # published for two
     assert last == ["uni_pc, 1 steps", "low noise: steps 1-1, noise level 0.3821 to 0.0000, CFG 3"]
+
+
+# Kind of model and number of experts; steps, sampler, shift, CFG of both, boundary.
+PUBLISHED = [
+    ({"image_model": "flux"}, 1, (20, "euler", None, 4.0, 4.0, 0.875)),
+    ({"image_model": "qwen_image"}, 1, (50, "euler", None, 4.0, 4.0, 0.875)),
+    ({"image_model": "wan2.1"}, 1, (50, "uni_pc", 5.0, 5.0, 4.0, 0.875)),
+    ({"image_model": "wan2.1", "in_dim": 36}, 1, (40, "uni_pc", 5.0, 5.0, 4.0, 0.875)),
+    ({"image_model": "wan2.1", "out_dim": 48}, 1, (50, "uni_pc", 5.0, 5.0, 4.0, 0.875)),
+    ({"image_model": "wan2.1"}, 2, (40, "uni_pc", 12.0, 4.0, 3.0, 0.875)),
+    ({"image_model": "wan2.1", "in_dim": 36}, 2, (40, "uni_pc", 5.0, 3.5, 3.5, 0.9)),
+    ({"image_model": "wan2.1", "model_type": "animate"}, 1, (20, "uni_pc", 5.0, 1.0, 4.0, 0.875)),
+    ({"image_model": "wan2.1", "model_type": "s2v"}, 1, (40, "uni_pc", 3.0, 4.5, 4.0, 0.875)),
+]
+
+
+def test_presets_have_the_published_settings():
+    """Of wan/configs, generate.py of Wan 2.1, the model card of Qwen-Image, and lightx2v."""
+    from fast_video_vae.nodes.sampling.plan import preset_for
+
+    def values(name, config, count, **given):
+        found = preset_for(name, config, {"cfg_high": None, **given}, experts=count)
+        firsts = (each[0] for each in (found.shift_high, found.cfg_high, found.cfg_low))
+        return found.steps, found.sampler, *firsts, found.boundary
+
+    for config, count, expected in PUBLISHED:
+        assert values("base", config, count) == expected
+    for name, steps, plain in (("4-step", 4, 0), ("8-step", 8, 0), ("three-phase", 8, 2)):
+        config, count, (*_, boundary) = PUBLISHED[5]
+        assert values(name, config, count) == (steps, "euler", 5.0, 1.0, 1.0, boundary)
+        found = preset_for(name, config, {"cfg_high": None}, experts=2)
+        assert (found.scheduler, found.plain_steps, found.plain_cfg) == ("simple", plain, 3.5)
+    assert values("4-step", PUBLISHED[1][0], 1, steps=6)[::2] == (6, None, 1.0)
 
 
 # The first four are steps, the others noise levels; of 4 steps at shift 5, 0.9375 and 0.8333333 are
@@ -109,11 +139,10 @@ def text(values, own, draw):
     return ",".join(f"{value:g}" for value in draw.choice((mine, values)))
 
 
-@pytest.mark.parametrize("seed", [0, slow(1), slow(2)])
 @pytest.mark.parametrize("boundary", BOUNDARIES, ids=str)
-def test_a_run_equals_its_steps_by_comfyuis_sampler(calls, boundary, seed):
+def test_a_run_equals_its_steps_by_comfyuis_sampler(calls, boundary):
     """A run of ComfyUI's sampler for each step, with the model, levels and guidance of the step."""
-    draw = random.Random(f"{boundary} {seed}")
+    draw = random.Random(f"{boundary} 0")
     given, shift, cfg = drawn(boundary, draw)
     high, low = experts().values()
     file = lora(0)
@@ -161,7 +190,7 @@ def test_a_run_equals_its_steps_by_comfyuis_sampler(calls, boundary, seed):
         ("wan21-t2v", "uni_pc", 1.0),
         ("wan21-t2v", "euler", 0.5),  # of a latent with a mask
         ("qwen-image", "euler", 1.0),
-        *(slow(kind, "euler", 1.0) for kind in KINDS if kind not in ("wan21-t2v", "qwen-image")),
+        ("wan22-5b", "euler", 1.0),
     ],
 )
 def test_one_expert_of_any_kind_equals_ksampler(kind, sampler, denoise):
@@ -169,6 +198,7 @@ def test_one_expert_of_any_kind_equals_ksampler(kind, sampler, denoise):
     if denoise < 1:
         latent = {"samples": torch.randn(1, 16, 3, 8, 8), "noise_mask": torch.ones(1, 1, 3, 8, 8)}
         latent["noise_mask"][..., :4] = 0
+        latent["batch_index"] = [2]  # as from a node that picks it from a batch
     if "wan" in model.model.model_config.unet_config["image_model"]:
         model = shifted(model, 5.0)  # the shift of the preset; other models keep their own
     same = {"denoise": denoise, "steps": 3}
@@ -179,7 +209,7 @@ def test_one_expert_of_any_kind_equals_ksampler(kind, sampler, denoise):
 
 
 # Models of euler_cfg_pp run the negative pass even at CFG 1, through a function that they add.
-@pytest.mark.parametrize("sampler", ["uni_pc", slow("dpmpp_2m"), "euler_cfg_pp"])
+@pytest.mark.parametrize("sampler", ["uni_pc", "euler_cfg_pp"])
 def test_a_multistep_sampler_continues_over_the_switch(sampler):
     """Two experts with equal weights act as one model; two samplers in a row would restart."""
     one = expert()
@@ -240,11 +270,8 @@ def test_loras_of_each_expert_equal_comfyuis_loader(mode):
     given = {"loras_high": stack(files[0], 0.8), "loras_low": stack(files[1], 0.8)}
     result = samples(**given, lora_mode=mode)
     assert relative_error(result, in_two(high, low)) < ROUNDING
-    # One stack for both, whose strengths say which is whose; of the node and of Apply LoRA.
-    both = stack(files[1], "0;0.8", before=stack(files[0], "0.8;0"))
-    again = samples(loras_high=both, loras_low=both, lora_mode=mode)
-    assert relative_error(again, result) < ROUNDING
-    if mode == "auto":
+    if mode == "auto":  # one stack for both, whose strengths say which is whose, by Apply LoRA
+        both = stack(files[1], "0;0.8", before=stack(files[0], "0.8;0"))
         applied = {name: apply(model, both)[0] for name, model in models.items()}
         assert relative_error(samples(**applied), result) < ROUNDING
 

@@ -92,14 +92,12 @@ def test_a_stopped_run_and_its_preview_end_at_once_and_the_next_run_succeeds(exp
 @pytest.mark.parametrize(
     ("node", "given", "said", "only"),
     [
-        ("WanSampler", {"shift_low": "-1"}, "shift_low: got -1; expected.* 0", "shift_low is"),
         (
             "WanSampler",
             {"boundary": "early", "cfg_high": "one"},
             "cfg_high: got 'one'; expected.*; boundary: got 'early'; expected.*",
             "cfg_high and boundary are",
         ),
-        ("LoraStack", {"blocks": "9-3"}, "blocks '9-3'.*", "blocks is"),
         ("LoraStack", {"strength": "strong", "blocks": "9-3"}, "strength .*; blocks [^(]*", None),
     ],
 )
@@ -126,32 +124,18 @@ def test_the_whole_clip_plays_while_a_run_computes_unless_previews_are_off(exper
     """For a client that supports it, with the node of a preview."""
     from PIL import Image
 
-    def played(steps, seed, method, client):
-        workflow = Graph(128)
-        node, _ = workflow.saved(steps=steps, seed=seed)
-        prompt_id = expert_server.queue(workflow, client, preview_method=method)
-        expert_server.wait(prompt_id)
-        # A client gets previews between the start and the end of its prompt.
-        start = events.wait("execution_start", 30, prompt_id=prompt_id).time_s
-        end = events.wait("executing", 30, prompt_id=prompt_id, node=None).time_s
-        sent = [each for each in events.all("preview") if start <= each.time_s <= end]
-        return prompt_id, node, sent, end - start
-
     client, events = "with-metadata", expert_server.listen("with-metadata", **FEATURES)
     events.wait("feature_flags", 10)
-    for method in ("none", "default"):  # the server was started without --preview-method
-        *_, sent, seconds = played(20, len(method), method, client)
-        assert sent == []
-    steps = min(1000, round(4 * 20 / seconds) + 2)  # about 4 s, in which the clip plays four times
-    prompt_id, node, sent, _ = played(steps, 1, "auto", client)
+    for method, steps in (("none", 5), ("auto", 30)):
+        workflow = Graph(128)
+        node, _ = workflow.saved(steps=steps, seed=steps)
+        prompt_id = expert_server.queue(workflow, client, preview_method=method)
+        expert_server.wait(prompt_id)
+        events.wait("executing", 30, prompt_id=prompt_id, node=None)
+        assert bool(events.all("preview")) == (method == "auto")
+    sent = events.all("preview", prompt_id=prompt_id, node_id=node, image_type="image/jpeg")
+    assert sent == events.all("preview")
     assert len({hashlib.sha256(each.data["image"]).digest() for each in sent}) >= LATENT_FRAMES
     opened = [Image.open(io.BytesIO(each.data["image"])) for each in sent]
     # ComfyUI enlarges a picture to its --preview-size.
     assert {(each.format, each.size) for each in opened} == {("JPEG", (512, 512))}
-    # The thread adds four pictures per second to those of the steps.
-    assert len(sent) > steps + 4
-    for each in sent:
-        assert each.data["node_id"] == each.data["display_node_id"] == node
-        assert each.data["prompt_id"] == prompt_id
-        assert each.data["image_type"] == "image/jpeg"
-    assert THREAD_NAME not in names_of_threads(expert_server, 1)

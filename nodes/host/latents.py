@@ -1,8 +1,15 @@
-"""Latents that do not fill the patches of a diffusion model."""
+"""The video or images of a LATENT, and latents that do not fill the patches of a model."""
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from ...kernels import log_once
+
+
+def first_of(samples: Tensor) -> Tensor:
+    """Return the samples of a LATENT; of one with audio, those without it."""
+    return samples.unbind()[0] if samples.is_nested else samples
 
 
 def log_cut_patches(model: str, size: Sequence[int], patch: Sequence[int], step: int) -> None:
