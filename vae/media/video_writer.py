@@ -175,6 +175,7 @@ class VideoWriter:
             self._open_encoder(dtype)
 
     def _open_encoder(self, dtype: torch.dtype) -> None:
+        """Open the encoder as `encoding` says, and the file."""
         encoder, bit_depth, pixels = self.encoding
         maker = FrameMaker(self.codec.name, pixels, bit_depth, self._dither, self.fps)
         context: dict[str, Any] = dict(maker.tags)
@@ -188,7 +189,11 @@ class VideoWriter:
         size = self._shape[1], self._shape[0]
         settings = Settings(encoder, options, self.fps, size, pixels, context)
         with ExitStack() as stack:
-            container = self._container()
+            if self.codec.is_sequence:
+                folder = ImageFolder(self._draft.part, self.codec.suffix, self._metadata)
+                container = cast(OutputContainer, folder)
+            else:
+                container = new_container(self._draft.part, self._format, self._metadata)
             stack.callback(container.close)
 
             def add_sound() -> None:  # after the stream of the frames
@@ -203,13 +208,6 @@ class VideoWriter:
             stack.pop_all()
         self._output = container, stream, maker
 
-    def _container(self) -> OutputContainer:
-        if self.codec.is_sequence:
-            folder = ImageFolder(self._draft.part, self.codec.suffix)
-            folder.metadata.update(self._metadata)
-            return cast(OutputContainer, folder)
-        return new_container(self._draft.part, self._format, self._metadata)
-
     def _close(self, kind: type[BaseException] | None, *_: object) -> None:
         """Finish or discard the file; runs before `whole_file` renames or removes it."""
         if kind is None and not self.frames:
@@ -220,28 +218,25 @@ class VideoWriter:
         try:
             if kind is None:
                 with errors_name(self.path), closing(container):
-                    self._finish(container, stream)
-            else:
-                # Closing copies the whole file to move the index to the front, unless the name is
-                # gone. Windows keeps the name of an open file.
-                with suppress(OSError):
-                    self._draft.part.unlink()
-                # Another error is being raised; this one repeats it for the same disk.
-                with suppress(FFmpegError):
-                    container.close()
+                    last = stream.encode(None)
+                    if self.encoding.encoder == "libx265" and self.frames <= X265_DELAY:
+                        for packet in last:
+                            packet.dts = packet.pts
+                    container.mux(last)
+                    if self._sound:
+                        self._sound.write_until(self.frames / self.fps)
+                        self._sound.close()
+                return
+            # Closing copies the whole file to move the index to the front, unless the name is gone.
+            # Windows keeps the name of an open file.
+            with suppress(OSError):
+                self._draft.part.unlink()
+            # Another error is being raised; this one repeats it for the same disk.
+            with suppress(FFmpegError):
+                container.close()
         finally:
             if isinstance(stream, SegmentEncoder):
                 stream.close()
-
-    def _finish(self, container: OutputContainer, stream: VideoStream | SegmentEncoder) -> None:
-        last = stream.encode(None)
-        if self.encoding.encoder == "libx265" and self.frames <= X265_DELAY:
-            for packet in last:
-                packet.dts = packet.pts
-        container.mux(last)
-        if self._sound:
-            self._sound.write_until(self.frames / self.fps)
-            self._sound.close()
 
 
 def new_container(

@@ -19,7 +19,9 @@ from fast_video_vae.vae.media import (
 )
 
 VIDEOS = [name for name in CODECS if not codec_named(name).is_sequence]
-PAIRS = [(name, suffix) for name in VIDEOS for suffix in codec_named(name).suffixes]
+# Every codec in its own container, and every container.
+PAIRS = [*((name, codec_named(name).suffix) for name in VIDEOS), ("h264", ".mkv"), ("av1", ".webm"),
+         ("hevc", ".mov")]  # fmt: skip
 # Least PSNR in dB for `moving_clip`. PyAV's wheels include an encoder for each codec.
 LEAST_DB = {"h264": 42, "hevc": 42, "vp9": 40, "av1": 42, "prores": 45, "prores4444": 45}
 PIXELS = {"ffv1": "bgr0", "prores": "yuv422p10le", "prores4444": "yuv444p12le"}
@@ -27,11 +29,11 @@ PIXELS = {"ffv1": "bgr0", "prores": "yuv422p10le", "prores4444": "yuv444p12le"}
 
 @pytest.mark.parametrize(("codec", "suffix"), PAIRS)
 def test_every_codec_round_trips(tmp_path, capfd, codec, suffix):
-    frames = moving_clip(9, 72, 96)
+    frames = moving_clip(5, 72, 96)
     path = write(tmp_path / f"a{suffix}", frames, Fraction(30000, 1001), codec=codec)
     assert capfd.readouterr() == ("", "")  # no banner of an encoder
     video = read_video(path)
-    assert (video.height, video.width, video.estimated_frames) == (72, 96, 9)
+    assert (video.height, video.width, video.estimated_frames) == (72, 96, 5)
     # PyAV before 18 has no rate for the packets of another process; Matroska rounds times to 1 ms.
     known = codec != "av1" or suffix == ".mp4" or int(av.__version__.partition(".")[0]) >= 18
     assert abs(video.fps / Fraction(30000, 1001) - 1) <= (0 if known else 0.004)
@@ -54,8 +56,8 @@ def test_every_codec_round_trips(tmp_path, capfd, codec, suffix):
     ["h264", "prores", *(pytest.param(each, marks=pytest.mark.slow) for each in ("hevc", "vp9"))],
 )
 def test_higher_quality_gives_better_and_larger_files(tmp_path, codec):
-    grain = torch.randn(6, 96, 128, 1, generator=torch.Generator().manual_seed(0))
-    frames = (moving_clip(6, 96, 128).float() + 12 * grain).clamp(0, 255).to(torch.uint8)
+    grain = torch.randn(4, 64, 96, 1, generator=torch.Generator().manual_seed(0))
+    frames = (moving_clip(4, 64, 96).float() + 12 * grain).clamp(0, 255).to(torch.uint8)
     found = []
     for quality in (0, 40, None, 100, 70):
         path = tmp_path / f"{quality}{codec_named(codec).suffix}"
@@ -78,15 +80,10 @@ def test_higher_quality_gives_better_and_larger_files(tmp_path, codec):
         ("h264", 0, 64, "64x0; h264 needs at least"),
     ],
 )
-def test_an_unsupported_size_is_refused(tmp_path, codec, height, width, message):
+def test_an_unsupported_size_is_refused(codec, height, width, message):
     with refused(message):
         check_size(codec, height, width)
-    with refused(message):
-        VideoWriter(tmp_path / f"a{codec_named(codec).suffix}", 24, codec=codec).check(
-            height, width
-        )
     check_size("ffv1", height or 1, width)
-    assert not list(tmp_path.iterdir())
 
 
 def test_the_error_for_a_missing_encoder_lists_the_available_ones(tmp_path, monkeypatch):

