@@ -37,9 +37,9 @@ _LINEAR = (0, 2, 8)
 def upright(
     path: Path, size: tuple[int, int], scaler: int, *, deep: bool
 ) -> Callable[[av.VideoFrame], Tensor]:
-    """Return a conversion to upright RGB of one size, `[height, width, 3]`, for a single thread.
+    """Return a conversion to upright RGB `[height, width, 3]` of a size, uint8, or uint16 if `deep`.
 
-    It gives uint8 in 0-255, or uint16 in 0-65535 if `deep`.
+    It is for a single thread.
     """
     reformatter, top = VideoReformatter(), 65535 if deep else 255
 

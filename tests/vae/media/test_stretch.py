@@ -52,7 +52,7 @@ def test_a_range_is_exact(tmp_path, container, codec, suffix):
 
 def test_a_range_skips_earlier_frames(tmp_path):
     generator = torch.Generator().manual_seed(0)
-    noise = torch.randint(256, (300, 16, 32, 3), dtype=torch.uint8, generator=generator)
+    noise = torch.randint(256, (300, 48, 64, 3), dtype=torch.uint8, generator=generator)
     whole = write_with(tmp_path / "a.mp4", noise, "mp4", prepare=short_groups).read_bytes()
 
     class Counted(io.BytesIO):
