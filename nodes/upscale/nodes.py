@@ -116,27 +116,9 @@ class UpscaleVideo(io.ComfyNode):
         denoise: float = 1.0,
     ) -> io.NodeOutput:
         """Upscale what is not finished yet."""
+        given = locals()  # its fields have the names of the widgets
         wanted.check_window(window)
-        asked = wanted.Wanted(
-            multiplier=multiplier,
-            shorter_side=shorter_side,
-            seed=seed,
-            window=window,
-            overlap=overlap,
-            cuts=cuts,
-            color=color,
-            codec=codec,
-            quality=quality,
-            filename_prefix=filename_prefix,
-            save_to=save_to,
-            bit_depth=bit_depth,
-            scale_method=scale_method,
-            steps=steps,
-            cfg=cfg,
-            sampler_name=sampler_name,
-            scheduler=scheduler,
-            denoise=denoise,
-        )
+        asked = wanted.Wanted(**{name: given[name] for name in wanted.Wanted.__annotations__})
         path, result = start.upscaled(video, model, vae, asked, cls.hidden)
         return io.NodeOutput(
             videos.FileVideo(str(path)), timing.text(), ui=ui.PreviewVideo([result])

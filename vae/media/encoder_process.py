@@ -2,8 +2,7 @@
 
 It reads pickles from stdin: per segment its patience in seconds and its settings, the planes of
 each frame, and None. It writes pickles to stdout: per segment a whole MP4 file, or the code and the
-text of an error. It ends with its caller, even if the encoder hangs, and by itself with `HUNG` if a
-step of the encoder takes longer than its patience.
+text of an error. It ends with its caller, and with `HUNG` if a step takes longer than its patience.
 """
 
 import faulthandler
@@ -11,11 +10,9 @@ import io
 import os
 import pickle
 import sys
-import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from fractions import Fraction
-from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import av
@@ -96,24 +93,18 @@ def main() -> None:
     """Encode segments until the caller ends, or one fails."""
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # nothing else writes to that pipe
-    requests: SimpleQueue[Any] = SimpleQueue()
-
-    def work() -> None:
-        reply: Any = b""
+    reply: Any = b""
+    with suppress(EOFError, KeyboardInterrupt, OSError, pickle.UnpicklingError):
         while isinstance(reply, bytes):
-            patience, *settings = requests.get()
+            patience, *settings = pickle.load(sys.stdin.buffer)
+            frames = iter(lambda: pickle.load(sys.stdin.buffer), None)
             try:
-                reply = encoded(Settings(*settings), iter(requests.get, None), patience)
+                reply = encoded(Settings(*settings), frames, patience)
             except Exception as error:
                 text = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
                 reply = getattr(error, "errno", None) or 0, text
             pickle.dump(reply, output)
             output.flush()
-
-    threading.Thread(target=work, daemon=True).start()
-    with suppress(EOFError, KeyboardInterrupt, OSError, pickle.UnpicklingError):
-        while True:
-            requests.put(pickle.load(sys.stdin.buffer))
     os._exit(0)
 
 

@@ -59,10 +59,11 @@ def join_parts(
         raise ValueError(f"there are no parts of {target}; expected at least one")
     if audio is not None and next(audio.blocks(), None) is None:
         audio = None  # some players stop at an empty track
-    form, encoder = container_of(kind, target), sound_encoder(kind, target) if audio else ""
+    form = container_of(kind, target)
+    sound = (audio, sound_encoder(kind, target)) if audio else None
     with whole_file(target, overwrite=others is None, others=others) as draft, errors_name(target):
         with new_container(draft.part, form, metadata or {}, exact=True) as output:
-            found = _joined(parts, output, rate, audio and (audio, encoder), passed)
+            found = _joined(parts, output, rate, sound, passed)
         if frames not in (None, found):
             raise ValueError(f"the parts of {target} have {found} frames; expected {frames}")
     return draft.path
