@@ -37,7 +37,7 @@ _LINEAR = (0, 2, 8)
 def upright(
     path: Path, size: tuple[int, int], scaler: int, *, deep: bool
 ) -> Callable[[av.VideoFrame], Tensor]:
-    """Return a conversion to upright RGB `[height, width, 3]` of a size, uint8, or uint16 if `deep`.
+    """Return a conversion to upright RGB `[height, width, 3]` of a size, uint8, or uint16 if deep.
 
     It is for a single thread.
     """

@@ -2,15 +2,17 @@
 
 import itertools
 import logging
+import math
 import random
 from fractions import Fraction
 
 import pytest
 import torch
 
-from fast_video_vae.tests.videos import numbered_clip, numbers, pieces_of, write_with
+from fast_video_vae.tests.videos import av, numbered_clip, numbers, pieces_of, write_with
 from fast_video_vae.vae.media import read_video
 from fast_video_vae.vae.media.cadence import cadence
+from fast_video_vae.vae.media.timestamps import TimedFrame, paced, timed
 
 NTSC_FILM = Fraction(24000, 1001)
 
@@ -98,6 +100,62 @@ def test_jitter_neither_repeats_nor_drops_frames(tmp_path, caplog, times, fps, s
         assert torch.equal(torch.stack(list(video.frames())), pieces_of(video))
     assert "it is read at" not in caplog.text or fps != NTSC_FILM  # the files declare 24
     assert abs(len(times) / video.fps - times[-1] / 1000) < 2 / video.fps
+
+
+def test_another_rate_shows_the_nearest_frame_and_a_range_that_on_screen(tmp_path):
+    times = [0, 100, 150, 900, 2000, 2010, 3000]
+    video = read_video(irregular(tmp_path / "a.mkv", times))
+    for fps in (Fraction(1, 2), Fraction(5), Fraction(16), Fraction(30000, 1001), Fraction(60)):
+        found = shown(video, fps=fps)
+        for tick in range(math.ceil(3 * fps)):
+            away = [abs(Fraction(time, 1000) - tick / fps) for time in times]
+            # Distances within the rounding of files are equal: the earlier frame is shown.
+            first = next(
+                n for n, each in enumerate(away) if each < min(away) + Fraction(12, 10_000)
+            )
+            assert found[tick] == first, (fps, tick)
+    # The frame on screen, unless the next one starts soon.
+    for start, number in ((1.0, 3), (1.98, 4), (2.0, 4), (2.004, 5)):
+        assert shown(video, start=start, fps=video.fps)[0] == number
+
+
+@pytest.mark.parametrize(
+    ("times", "fps", "end", "expected"),
+    [
+        ([0, 1, 2, 5, 6, 7], 1, None, [0, 1, 2, 2, 2, 3, 4]),  # a pause
+        ([0, 1, 2, 9], 1, None, [0, 1, *[2] * 7]),  # the last frame lasts until 9
+        ([0, 1, 2, 9], 1, 4, [0, 1, 2, 2]),  # but not past the end
+        ([0, 1, 1, 1, 4, 5], 1, None, [0, 1, 2, 3, 4]),  # equal times
+        ([0, 0.2, 0.4, 0.6, 3, 4], 1, None, [2, 3, 3, 4]),  # too fast
+        ([0, 1.4, 1.7, 3.4, 4], 1, None, [0, 1, 2, 3]),  # jitter
+    ],
+)
+def test_pauses_repeat_frames_and_bursts_drop_them(times, fps, end, expected):
+    pairs = enumerate(itertools.pairwise(map(Fraction, times)))
+    items = [TimedFrame(begin, until, number) for number, (begin, until) in pairs]
+    found = paced(items, Fraction(fps), items[0].time, end, steady=True)
+    assert [frame for frame, count in found for _ in range(count)] == expected
+
+
+def frame_at(milliseconds):
+    frame = av.VideoFrame(16, 16, "gray")
+    frame.pts, frame.time_base = milliseconds, Fraction(1, 1000)
+    return frame
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        ([None, None, None], [0, 40, 80]),
+        ([0, 40, 30, 80], [0, 40, 40, 80]),  # damage
+        ([0, 40, 5000, 5040], [0, 40, 5000, 5040]),  # a pause
+        ([0, 40, 9_000_000, 9_000_040], [0, 40, 80, 120]),  # another clock
+        ([5000, 5040, 0, 40], [5000, 5040, 5080, 5120]),  # the clock restarts
+    ],
+)
+def test_a_jump_of_the_clock_is_not_a_pause(times, expected):
+    found = timed([frame_at(time) for time in times], Fraction(0), Fraction(25))
+    assert [round(1000 * item.time) for item in found] == expected
 
 
 @pytest.mark.parametrize(
