@@ -119,3 +119,16 @@ def test_an_invalid_file_prefix_is_refused(comfyui, tmp_path, prefix, windows, r
     (tmp_path / "file").touch()
     with refused("^filename_prefix is ", reason) if reason else contextlib.nullcontext():
         check_prefix(prefix, tmp_path, windows=windows)
+
+
+def test_names_are_numbered_past_those_that_exist(output):
+    from fast_video_vae.nodes.host.api import io
+    from fast_video_vae.nodes.host.numbering import saved, unused_names
+
+    (output / "a" / "b").mkdir(parents=True)
+    (output / "a" / "b" / "x64_00007_.png").touch()
+    names = unused_names("a/b/x%width%", io.FolderType.output, ".mp4", 32, 64)
+    first, second = next(names), next(names)
+    assert (first.name, second.name) == ("x64_00008_.mp4", "x64_00009_.mp4")
+    shown = saved(second, io.FolderType.output)
+    assert (shown.filename, shown.subfolder, shown.type) == (second.name, "a/b", "output")
