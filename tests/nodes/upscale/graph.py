@@ -2,8 +2,14 @@
 
 from fast_video_vae.tests.nodes.vae.pairs import node, v3_node
 
+# What the node has by default.
+KSAMPLER = {"steps": 1, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0}
 
-def stock_graph(images, model, vae, *, multiplier, seed, window, overlap, color="lab"):
+
+def stock_graph(
+    images, model, vae, *, multiplier, seed, window, overlap, color="lab", scale_method="lanczos",
+    **sampling,
+):  # fmt: skip
     """The IMAGE of ComfyUI's graph for one scene, an IMAGE."""
     seedvr = lambda name, **inputs: v3_node("nodes_seedvr", name, **inputs)  # noqa: E731
     kind = {"resize_type": "scale by multiplier", "multiplier": multiplier}
@@ -11,7 +17,7 @@ def stock_graph(images, model, vae, *, multiplier, seed, window, overlap, color=
         "nodes_post_processing",
         "ResizeImageMaskNode",
         input=images,
-        scale_method="lanczos",
+        scale_method=scale_method,
         resize_type=kind,
     )
     (padded,) = seedvr("SeedVR2Preprocess", resized_images=resized)
@@ -23,8 +29,8 @@ def stock_graph(images, model, vae, *, multiplier, seed, window, overlap, color=
     sampled = []
     for chunk in chunks:
         positive, negative = seedvr("SeedVR2Conditioning", model=model, vae_conditioning=chunk)
-        options = {"steps": 1, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple"}
-        options |= {"positive": positive, "negative": negative, "denoise": 1.0, "seed": seed}
+        options = KSAMPLER | sampling
+        options |= {"positive": positive, "negative": negative, "seed": seed}
         sampled += node("KSampler", model=model, latent_image=chunk, **options)
     (merged,) = seedvr("SeedVR2TemporalMerge", latents=sampled, temporal_overlap=[shared])
     (decoded,) = node("VAEDecode", samples=merged, vae=vae)

@@ -50,20 +50,25 @@ def images_of(path):
 
 # A shorter window at the end of a scene; windows that share latents; a scene within one window.
 # Lengths that fill no latent, and one frame.
+SAMPLING = {"steps": 2, "cfg": 1.5, "sampler_name": "dpmpp_2m", "scheduler": "karras"}
+
+
 @pytest.mark.parametrize(
-    ("lengths", "window", "overlap", "cuts"),
-    [((22, 6), 13, 1, "auto"), ((26,), 13, 2, "none"), ((6, 1, 3), 5, 0, "0, 6;7")],
+    ("lengths", "window", "overlap", "cuts", "more"),
+    [
+        ((22, 6), 13, 1, "auto", {}),
+        ((26,), 13, 2, "none", {"scale_method": "bicubic"}),
+        ((6, 1, 3), 5, 0, "0, 6;7", SAMPLING | {"denoise": 0.7}),
+    ],
 )
 def test_the_frames_are_those_of_the_graph(
-    lengths, window, overlap, cuts, model, stock, vae, output, tmp_path
+    lengths, window, overlap, cuts, more, model, stock, vae, output, tmp_path
 ):
     clips = scenes(*lengths, height=18, width=26)
-    options = {"multiplier": 1.5, "seed": 3, "window": window, "overlap": overlap}
-    expected = [
-        stock_graph(clip.float() / 255, model, stock, color="adain", **options) for clip in clips
-    ]
+    options = {"multiplier": 1.5, "seed": 3, "window": window, "overlap": overlap, "color": "adain"}
+    expected = [stock_graph(clip.float() / 255, model, stock, **options | more) for clip in clips]
     video = from_file(write(tmp_path / "in.mkv", torch.cat(clips), 16, codec="ffv1"))
-    path = upscale(video, model, vae, cuts=cuts, color="adain", codec="ffv1", **options)
+    path = upscale(video, model, vae, cuts=cuts, codec="ffv1", **options | more)
     found, expected = images_of(path), torch.cat(expected)
     assert found.shape == expected.shape
     assert found.shape[1:3] == (26, 38)  # 27 x 39, to even sides
@@ -76,9 +81,11 @@ def test_a_video_in_memory_is_upscaled_like_a_file(model, vae, output, tmp_path)
     file = write(tmp_path / "in.mkv", clip, 16, codec="ffv1")
     videos = [from_file(file), from_file(file), held(clip)]
     videos[1]._VideoFromFile__file = io.BytesIO(file.read_bytes())
-    options = SHORT | {"multiplier": 8.0, "shorter_side": 18}
-    first, *others = [images_of(upscale(each, model, vae, **options)) for each in videos]
+    options = SHORT | {"multiplier": 8.0, "shorter_side": 18, "bit_depth": "10", "color": "none"}
+    paths = [upscale(each, model, vae, **options) for each in videos]
+    first, *others = map(images_of, paths)
     assert first.shape == (7, 18, 18, 3)
+    assert read_video(paths[0]).bit_depth == 10
     for other in others:
         assert (first - other).abs().max() <= 1e-4
 
@@ -135,6 +142,8 @@ def test_a_stopped_run_goes_on_to_the_same_file(
     for number, stop in enumerate(stops):
         stopped(*stop, file, **options)
         assert ("going on after frame" in caplog.text) == (number > 1)
+        assert (output / "unfinished upscales").exists() == (stop[0] != "_read")
+        assert ("frames are finished, in" in caplog.text) == (stop[0] != "_read")
     found = Path(upscale(from_file(file), model, vae, **options))
     assert found.name == "upscaled_00002_.mkv"
     assert found.read_bytes() == expected
@@ -269,24 +278,20 @@ def test_a_window_follows_the_memory(comfyui, monkeypatch, caplog):
 
 
 def test_the_vae_leaves_the_device_for_the_model(model, vae, output, tmp_path, monkeypatch):
+    """Where memory runs out: first other models leave, then what the VAE remembers."""
     from fast_video_vae.nodes.upscale import run, wanted
 
     file = write(tmp_path / "in.mkv", *scenes(18), 16, codec="ffv1")
     expected = Path(upscale(from_file(file), model, vae, **SHORT)).read_bytes()
-    sample, park, failed, moved = wanted.Wanted.sampled, run.Run._park, [], []
+    sample, park, events = wanted.Wanted.sampled, run.Run._park, []
 
-    def once(self, *arguments):
-        if not failed:
-            failed.append(1)
+    def failing(*arguments):
+        events.append("sampled")
+        if events.count("sampled") in (2, 3):  # in the second window
             raise torch.OutOfMemoryError
-        self_run[0]._park()  # as where the memory is short
-        return sample(self, *arguments)
+        return sample(*arguments)
 
-    self_run = [None]
-    begin = run.Run._scene
-    monkeypatch.setattr(run.Run, "_scene", lambda self: [self_run.insert(0, self), begin(self)][1])
-    monkeypatch.setattr(run.Run, "_park", lambda self: [moved.append(1), park(self)][1])
-    monkeypatch.setattr(wanted.Wanted, "sampled", once)
+    monkeypatch.setattr(wanted.Wanted, "sampled", failing)
+    monkeypatch.setattr(run.Run, "_park", lambda self: [events.append("parked"), park(self)])
     assert Path(upscale(from_file(file), model, vae, **SHORT)).read_bytes() == expected
-    assert failed
-    assert len(moved) >= 3
+    assert events[:5] == ["sampled"] * 3 + ["parked", "sampled"]

@@ -105,6 +105,7 @@ def test_a_range_has_the_bytes_and_the_sound_of_its_frames(fast, output):
         ("0-0", -1, 0, 1),
         (" 4 - 9 ", 1, 4, 10),  # over the borders of latents
         ("12-", 0, 12, 17),
+        ("7", 2, 7, 8),
     ):
         options = {"codec": "ffv1", "bit_depth": "8", "frames": text, "chunk": chunk}
         video = decode(fast, latents(5), audio=sound, **options)

@@ -9,7 +9,7 @@ import torch
 
 from fast_video_vae.tests.builders import refused
 from fast_video_vae.tests.videos import av, moving_clip, stacked, write
-from fast_video_vae.vae.media import Audio
+from fast_video_vae.vae.media import Audio, read_audio
 
 
 def sine(samples, rate, channels=2):
@@ -58,6 +58,24 @@ def test_audio_is_written_and_ends_with_the_video(
         error = (sound[:, part] - wave[:, part])[heard_well].square().mean().sqrt()
         # One level of 16 bits, or about 20 dB below the tones, whose RMS is 0.28.
         assert error < (1 / 32768 if name in ("flac", "pcm_s16le") else 0.03)
+
+
+def test_audio_is_read_from_a_time_on(tmp_path):
+    wave = sine(48_000, 32_000, 2)
+    path = write(tmp_path / "a.mkv", moving_clip(36), codec="ffv1", audio=Audio(wave, 32_000))
+    whole, part = read_audio(path), read_audio(path, 0.5)
+    assert (whole.sample_rate, part.channels) == (32_000, 2)
+    assert (whole.waveform - wave).abs().max() < 1e-4
+    assert torch.equal(part.waveform, whole.waveform[:, 16_000:])
+    for name, start, message in (
+        ("a.mkv", 1.5, "has no audio at 1.5 s or later"),
+        ("b.mp4", 0, "has no audio; expected a file with an audio stream"),
+        ("c.txt", 0, "cannot be read as audio"),
+    ):
+        write(tmp_path / "b.mp4", moving_clip(2))
+        (tmp_path / "c.txt").write_text("x")
+        with refused(message, name):
+            read_audio(tmp_path / name, start)
 
 
 def test_audio_and_frames_are_interleaved(tmp_path):

@@ -96,6 +96,7 @@ def test_a_varying_rate_keeps_its_timing(tmp_path, caplog, name, suffix):
 def test_jitter_neither_repeats_nor_drops_frames(tmp_path, caplog, times, fps, suffix):
     video = read_video(irregular(tmp_path / f"a.{suffix}", times))
     assert fps is None or abs(video.fps / fps - 1) < 0.0002
+    assert not video.varies
     with caplog.at_level(logging.INFO):
         assert torch.equal(torch.stack(list(video.frames())), pieces_of(video))
     assert "it is read at" not in caplog.text or fps != NTSC_FILM  # the files declare 24

@@ -86,6 +86,30 @@ def test_an_unsupported_size_is_refused(codec, height, width, message):
     check_size("ffv1", height or 1, width)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the encoder of a GPU may work")
+def test_a_hardware_encoder_that_fails_gives_way_to_software(tmp_path, monkeypatch, caplog):
+    codecs._report_software.cache_clear()
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            assert codecs.find_encoding(codec_named("h264"), hardware=True).encoder == "libx264"
+        said = "no hardware encoder for h264 works here; software is used"
+        assert caplog.text.count(said) == 1
+        # Each is tried before; one can fail with a video.
+        monkeypatch.setattr(codecs, "_works", lambda encoding: encoding.encoder == "h264_nvenc")
+        formats = codecs._pixel_formats
+        monkeypatch.setattr(
+            codecs,
+            "_pixel_formats",
+            lambda name: ("yuv420p",) if "nvenc" in name else formats(name),
+        )
+        writer = VideoWriter(tmp_path / "a.mp4", 24, hardware=True)
+        assert writer.encoding.encoder == "h264_nvenc"
+        with writer:
+            writer.write(moving_clip(2, 64, 64))
+        assert "h264_nvenc failed at 64x64; using software" in caplog.text
+    assert len(stacked(writer.path)) == 2
+
+
 def test_the_error_for_a_missing_encoder_lists_the_available_ones(tmp_path, monkeypatch):
     assert CODECS == ("h264", "hevc", "vp9", "av1", "ffv1", "prores", "prores4444", "png", "exr")
     with refused("codec is 'divx'; expected one of h264, hevc"):
