@@ -69,6 +69,14 @@ def test_higher_quality_gives_better_and_larger_files(tmp_path, codec):
         assert len({size for _, size in found}) == 4
 
 
+def test_quality_is_linear_from_the_worst_value_to_70_and_to_the_best():
+    x264, prores = (codecs.find_encoding(codec_named(name)) for name in ("h264", "prores"))
+    expected = {0: "51", 35: "33.5", 60: "21", None: "16", 70: "16", 85: "8.5", 100: "1"}
+    assert {each: x264.options(each)["crf"] for each in expected} == expected
+    assert x264.options(70, dithered=True) == {"crf": "15", "aq-strength": "2", "mbtree": "0"}
+    assert [prores.options(each)["profile"] for each in (0, 24, 70, 100)] == ["0", "1", "3", "3"]
+
+
 @pytest.mark.parametrize(
     ("codec", "height", "width", "message"),
     [
