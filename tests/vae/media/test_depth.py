@@ -298,6 +298,8 @@ def test_a_folder_of_images_is_whole_or_absent(tmp_path):
     assert names == [f"frame_{n:05}.png" for n in range(3)]
     with pytest.importorskip("PIL.Image").open(tmp_path / "shot" / names[0]) as image:
         assert json.loads(image.text["prompt"]) == {"a": "ü\U0001f600"}
+    with pytest.importorskip("PIL.Image").open(tmp_path / "shot" / names[1]) as image:
+        assert not image.text
     with refused("shot exists already; expected the name of a new folder"):
         write(path, pictures, codec="png")
     (tmp_path / "empty").mkdir()
