@@ -13,11 +13,10 @@ from comfy.model_management import throw_exception_if_processing_interrupted
 from torch import Tensor
 
 from ...vae import media
-from ..video.source import FileSource, Fit, Source, about_video
+from ..video.source import Fit, Images, Source, about_video
 
 # Frames that wait for the model, and most bytes of them: 86 frames of 1920 x 1080 in 8 bits.
 _AHEAD, _AHEAD_BYTES = 128, 512 << 20
-_TOGETHER = 4  # frames of a tensor that are read at once
 _TICK_S = 0.1
 # FFmpeg's documentation of its filter `select` advises a score from 0.3 to 0.5.
 _SCORE = 0.3
@@ -34,7 +33,8 @@ class Frame(NamedTuple):
 
     def image(self) -> Tensor:
         """Return `[1, H, W, 3]` float32 in [0, 1]."""
-        return _floats(self.picture.unsqueeze(0))
+        picture = self.picture.unsqueeze(0)
+        return picture if picture.is_floating_point() else picture.float() / 255
 
 
 class Reader:
@@ -110,29 +110,10 @@ class Reader:
     def _read(self, first: int) -> Iterator[Frame]:
         # The test sees every frame, so a cut does not depend on where the reading starts.
         begins = _begins(self._source.size, self._cuts)
-        number = 0
-        for pictures in _pictures(self._source):
-            cuts = [begins(number + at, picture) for at, picture in enumerate(pictures)]
-            skipped = max(0, first - number)
-            if skipped < len(pictures):
-                for at, picture in enumerate(self._resize(_floats(pictures[skipped:])), skipped):
-                    yield Frame(number + at, picture, cuts[at])
-            number += len(pictures)
-
-
-def _floats(pictures: Tensor) -> Tensor:
-    """Return pictures in [0, 1]; floats may be beyond, as in ComfyUI."""
-    is_float = pictures.is_floating_point()
-    return pictures if is_float else pictures.float() / torch.iinfo(pictures.dtype).max
-
-
-def _pictures(source: Source) -> Iterator[Tensor]:
-    """Yield all frames `[n, H, W, 3]`, a few at a time: uint8, uint16, or floats in [0, 1]."""
-    if isinstance(source, FileSource):
-        yield from (piece[0].movedim(0, -1) for piece in source.pieces(Fit()))
-        return
-    for at in range(0, source.count, _TOGETHER):
-        yield source.read(range(at, min(at + _TOGETHER, source.count)))[..., :3].float()
+        for number, picture in enumerate(Images(self._source, Fit())):
+            is_cut = begins(number, picture[..., :3])
+            if number >= first:
+                yield Frame(number, self._resize(picture[None, ..., :3])[0], is_cut)
 
 
 def _begins(size: tuple[int, int], cuts: Collection[int] | None) -> Callable[[int, Tensor], bool]:

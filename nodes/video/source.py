@@ -79,10 +79,8 @@ class Images:
         self.shape = (source.estimate(fit) or _UNKNOWN, *(fit.size or source.size), 3)
 
     def __iter__(self) -> Iterator[Tensor]:
-        for piece in self._source.pieces(self._fit):
-            is_float = piece.is_floating_point()
-            unit = (piece + 1) / 2 if is_float else piece.float() / torch.iinfo(piece.dtype).max
-            yield from unit[0].movedim(0, -1)
+        for images in self._source.images(self._fit):
+            yield from images
 
 
 class FileSource:
@@ -100,6 +98,11 @@ class FileSource:
     def pieces(self, fit: Fit) -> Iterator[Tensor]:
         """Yield `[1, C, t, H, W]` in the form of `fit`, uint8, or uint16 for more than 8 bits."""
         return self._file.pieces(frames=_FRAMES, **vars(fit), **self._window)
+
+    def images(self, fit: Fit) -> Iterator[Tensor]:
+        """Yield the same as IMAGEs."""
+        pieces = (piece[0].movedim(0, -1) for piece in self.pieces(fit))
+        return (each.float() / torch.iinfo(each.dtype).max for each in pieces)
 
     def estimate(self, fit: Fit) -> int | None:
         """Return the number of frames in the form of `fit`; None: unknown."""
@@ -234,6 +237,10 @@ class Tensors:
 
     def pieces(self, fit: Fit) -> Iterator[Tensor]:
         """Yield `[1, C, t, H, W]` in the form of `fit`, floats in [-1, 1]."""
+        return (images.movedim(-1, 0).unsqueeze(0) * 2 - 1 for images in self.images(fit))
+
+    def images(self, fit: Fit) -> Iterator[Tensor]:
+        """Yield the same as IMAGEs, a few frames each."""
         height, width = (side - side % fit.multiple for side in fit.size or self.size)
         if not height or not width:
             wanted = f", requested as {fit.size[1]}x{fit.size[0]}" if fit.size else ""
@@ -251,8 +258,7 @@ class Tensors:
                 method = "area" if fit.size[0] < self.size[0] else "lanczos"
                 frames = comfy.utils.common_upscale(frames, *fit.size[::-1], method, "center")
             top, left = (frames.shape[2] - height) // 2, (frames.shape[3] - width) // 2
-            frames = frames[:, :, top : top + height, left : left + width]
-            yield (frames * 2 - 1).movedim(0, 1).unsqueeze(0)
+            yield frames[:, :, top : top + height, left : left + width].movedim(1, -1)
 
     def estimate(self, fit: Fit) -> int:
         """Return the number of frames in the form of `fit`."""

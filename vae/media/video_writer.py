@@ -17,6 +17,7 @@ import av
 import torch
 from av.container import OutputContainer
 from av.error import FFmpegError
+from av.packet import Packet
 from av.video.stream import VideoStream
 from torch import Tensor
 
@@ -146,10 +147,18 @@ class VideoWriter:
                     f"frames are {_size(frames.shape[1:])}; expected {_size(self._shape)}"
                 )
             for picture in frames.detach().cpu().contiguous():
-                container.mux(stream.encode(make(picture, self.frames)))
+                packets = stream.encode(make(picture, self.frames))
                 self.frames += 1
-                if self._sound:
-                    self._sound.write_until(self.frames / self.fps)
+                self._mux(container, packets)
+
+    def _mux(self, container: OutputContainer, packets: list[Packet]) -> None:
+        """Store packets of frames, and the sound up to the frames that are encoded."""
+        # The stream of the sound follows that of the frames, which is there with their packets.
+        if packets and self._audio and not self._sound:
+            self._sound = SoundTrack(self._audio, container, self._sound_encoder)
+        container.mux(packets)
+        if self._sound:
+            self._sound.write_until(self.frames / self.fps)
 
     def cancel(self) -> None:
         """Make `write` raise in another thread, even while the encoder hangs."""
@@ -195,16 +204,8 @@ class VideoWriter:
             else:
                 container = new_container(self._draft.part, self._format, self._metadata)
             stack.callback(container.close)
-
-            def add_sound() -> None:  # after the stream of the frames
-                if self._audio:
-                    self._sound = SoundTrack(self._audio, container, self._sound_encoder)
-
-            if SegmentEncoder.serves(encoder):
-                stream = SegmentEncoder(settings, container, add_sound)
-            else:
-                stream = add_stream(container, settings)
-                add_sound()
+            serves = SegmentEncoder.serves(encoder)
+            stream = (SegmentEncoder if serves else add_stream)(container, settings)
             stack.pop_all()
         self._output = container, stream, maker
 
@@ -222,9 +223,8 @@ class VideoWriter:
                     if self.encoding.encoder == "libx265" and self.frames <= X265_DELAY:
                         for packet in last:
                             packet.dts = packet.pts
-                    container.mux(last)
+                    self._mux(container, last)
                     if self._sound:
-                        self._sound.write_until(self.frames / self.fps)
                         self._sound.close()
                 return
             # Closing copies the whole file to move the index to the front, unless the name is gone.

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from fast_video_vae.tests.builders import refused
-from fast_video_vae.tests.nodes.upscale.graph import stock_graph, upscale
 from fast_video_vae.tests.nodes.upscale.models import seedvr2_model
-from fast_video_vae.tests.nodes.vae.pairs import accelerated, narrow_seedvr2
+from fast_video_vae.tests.nodes.vae.pairs import accelerated, narrow_seedvr2, node, v3_node
 from fast_video_vae.tests.nodes.video.clips import from_file, held
 from fast_video_vae.tests.seedvr2 import random_seedvr2
 from fast_video_vae.tests.videos import moving_clip, write
@@ -20,6 +19,53 @@ av = pytest.importorskip("av", reason="PyAV is not installed")
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
 
 SHORT = {"multiplier": 1.0, "window": 9, "overlap": 1, "codec": "ffv1"}
+
+
+# What the node has by default.
+KSAMPLER = {"steps": 1, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0}
+
+
+def stock_graph(
+    images, model, vae, *, multiplier, seed, window, overlap, color="lab", scale_method="lanczos",
+    **sampling,
+):  # fmt: skip
+    """The IMAGE of ComfyUI's graph for one scene, an IMAGE."""
+    seedvr = lambda name, **inputs: v3_node("nodes_seedvr", name, **inputs)  # noqa: E731
+    kind = {"resize_type": "scale by multiplier", "multiplier": multiplier}
+    (resized,) = v3_node(
+        "nodes_post_processing",
+        "ResizeImageMaskNode",
+        input=images,
+        scale_method=scale_method,
+        resize_type=kind,
+    )
+    (padded,) = seedvr("SeedVR2Preprocess", resized_images=resized)
+    (latent,) = node("VAEEncode", pixels=padded, vae=vae)
+    mode = {"chunking_mode": "manual", "frames_per_chunk": window}
+    chunks, shared = seedvr(
+        "SeedVR2TemporalChunk", latent=latent, temporal_overlap=overlap, chunking_mode=mode
+    )
+    sampled = []
+    for chunk in chunks:
+        positive, negative = seedvr("SeedVR2Conditioning", model=model, vae_conditioning=chunk)
+        options = KSAMPLER | sampling
+        options |= {"positive": positive, "negative": negative, "seed": seed}
+        sampled += node("KSampler", model=model, latent_image=chunk, **options)
+    (merged,) = seedvr("SeedVR2TemporalMerge", latents=sampled, temporal_overlap=[shared])
+    (decoded,) = node("VAEDecode", samples=merged, vae=vae)
+    inputs = {"original_resized_images": resized, "color_correction_method": color}
+    return seedvr("SeedVR2PostProcessing", images=decoded, **inputs)[0]
+
+
+def upscale(video, model, vae, **inputs):
+    """The file that our node writes, with the defaults of its widgets."""
+    from fast_video_vae.nodes.upscale.nodes import UpscaleVideo
+
+    schema = UpscaleVideo.define_schema().inputs
+    defaults = {each.id: each.default for each in schema if hasattr(each, "default")}
+    inputs = defaults | {"video": video, "model": model, "vae": vae} | inputs
+    made = UpscaleVideo.PREPARE_CLASS_CLONE({"hidden_inputs": {}}).execute(**inputs)
+    return made.args[0].get_stream_source()
 
 
 @pytest.fixture(scope="module")
