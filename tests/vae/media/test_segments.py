@@ -137,7 +137,7 @@ KILLED = """
 import sys
 from fast_video_vae.tests.videos import moving_clip
 from fast_video_vae.vae.media import VideoWriter, segments
-segments._SCRIPT, segments.PATIENCE_S = sys.argv[2], (3.0,)
+segments._SCRIPT, segments.PATIENCE_S = sys.argv[2], (1.5,)
 with VideoWriter(sys.argv[1], 24, codec="av1") as writer:
     writer.write(moving_clip(1, 64, 64))
     print(writer._output[1]._process.pid, flush=True)

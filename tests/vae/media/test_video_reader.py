@@ -130,15 +130,14 @@ def test_the_error_for_a_bad_file_is_one_line_with_its_name(tmp_path, name, make
         list(read_video(path).frames())
 
 
-OTHERS = [("ffv1", "mkv"), ("vp9", "webm")]
 PEAKS = """
 import resource, sys
 from fast_video_vae.tests.videos import moving_clip
 from fast_video_vae.vae.media import BackgroundWriter, VideoWriter, read_video
-side, *lengths = map(int, sys.argv[3:])
+side, *lengths = map(int, sys.argv[2:])
 picture = moving_clip(1, side, side)
 for frames in lengths:
-    with VideoWriter(sys.argv[1], 24, codec=sys.argv[2], overwrite=True) as writer:
+    with VideoWriter(sys.argv[1], 24, overwrite=True) as writer:
         with BackgroundWriter(writer.write) as background:
             for shift in range(frames):
                 background.put(picture.roll(shift, 2))
@@ -149,12 +148,8 @@ for frames in lengths:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Python measures no peak memory on Windows")
-@pytest.mark.parametrize(
-    ("codec", "suffix"),
-    [("h264", "mp4"), *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHERS)],
-)
-def test_memory_does_not_grow_with_length(tmp_path, codec, suffix):
-    command = script_command(PEAKS, tmp_path / f"a.{suffix}", codec, 256, 33, 161)
+def test_memory_does_not_grow_with_length(tmp_path):
+    command = script_command(PEAKS, tmp_path / "a.mp4", 256, 33, 161)
     peaks = list(map(int, succeeded(command).stdout.split()))
     # In KiB: half the YUV bytes of the additional frames, a quarter of their RGB bytes.
     assert peaks[1] - peaks[0] < 256 * 256 * 1.5 / 1024 / 2 * (161 - 33)
