@@ -1,10 +1,10 @@
 """The choice of devices that share a video, in the names of ComfyUI's own nodes.
 
-Select VAE Device and its siblings call the devices that ComfyUI uses `gpu:0`, `gpu:1` and so on, in
-the order of `get_all_torch_devices` (comfy/model_management.py of 0.33). A workflow that was saved
-on another machine may name devices that this one lacks; as in those nodes, they are left out.
+Select VAE Device calls the devices of `get_all_torch_devices` (0.33) `gpu:0`, `gpu:1` and so on. A
+workflow of another machine may name devices that this one lacks; as there, they are left out.
 """
 
+import functools
 import itertools
 import re
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ ONE, ALL = "one", "all"
 
 _NAME = re.compile(r"gpu:([0-9]{1,4})")
 
-# With more devices the widget lists the first two, the first three and so on: 5 have 15 selections.
+# With more devices the widget does not list all selections: 5 have 15.
 _MOST_SELECTED = 4
 
 
@@ -48,11 +48,16 @@ def devices_input() -> list[io.Input]:
     count = len(accelerators())
     if count < 2:
         return []
+    # Two or more, but not all; of many devices the first two, the first three and so on.
+    chosen = functools.partial(itertools.combinations, range(count))
+    groups = [group for size in range(2, count) for group in chosen(size)]
+    if count > _MOST_SELECTED:
+        groups = [tuple(range(size)) for size in range(2, count)]
     return [
         OpenInput(
             "devices",
             check_selection,  # this machine may lack the devices of a workflow
-            options=_options(count),
+            options=[ONE, ALL, *map(_joined, groups)],
             default=ONE,
             tooltip="Devices that share the work on each video; the result is the same. one: the "
             "device of the VAE, as ComfyUI chooses it. all: every GPU that ComfyUI uses. Names of "
@@ -94,16 +99,6 @@ def names(devices: Sequence[torch.device]) -> str:
     """Return the names of `devices` in ComfyUI's nodes, such as "gpu:0, gpu:1"."""
     found = accelerators()
     return ", ".join(f"gpu:{found.index(each)}" if each in found else str(each) for each in devices)
-
-
-def _options(count: int) -> list[str]:
-    """Return the choices for `count` devices; a selection has two or more, but not all."""
-    sizes = range(2, count)
-    if count <= _MOST_SELECTED:
-        groups = [group for size in sizes for group in itertools.combinations(range(count), size)]
-    else:
-        groups = [tuple(range(size)) for size in sizes]
-    return [ONE, ALL, *map(_joined, groups)]
 
 
 def _joined(numbers: Sequence[int]) -> str:

@@ -32,20 +32,18 @@ def in_turn(
     Raises:
         ExhaustedError: Memory ran out each time, or in a part of the work that has tried all.
     """
-    ways = {"": False, "with all models unloaded": False}
-    if last is not None:
-        ways[last] = True
+    ways = ["", "with all models unloaded", *([] if last is None else [last])]
 
-    def settings() -> Iterator[bool]:
-        for words, is_last in ways.items():
+    def settings() -> Iterator[str]:
+        for words in ways:
             if words:
                 text = "Fast Video VAE: memory ran out in %s; trying again, %s"
                 _logger.warning(text, task, words)
                 free_others(device)
-            yield is_last
+            yield words
 
-    def run(is_last: bool) -> Iterator[_T]:
-        yield do(is_last)
+    def run(words: str) -> Iterator[_T]:
+        yield do(words == last)
 
     def failed(error: Exception) -> bool:
         return is_out_of_memory(error) and not isinstance(error, ExhaustedError)

@@ -67,8 +67,4 @@ def show_text(text: str) -> None:
 def stop_between_layers(layers: Iterable[nn.Module]) -> None:
     """Check for an interrupt before each of `layers`: a chunk of large frames can take minutes."""
     for layer in layers:
-        layer.register_forward_pre_hook(_check)
-
-
-def _check(module: nn.Module, inputs: tuple[object, ...]) -> None:
-    throw_exception_if_processing_interrupted()
+        layer.register_forward_pre_hook(lambda *_: throw_exception_if_processing_interrupted())

@@ -1,12 +1,10 @@
 """Time measurement of a prompt: pieces of work, logged as one table when the prompt has ended.
 
-A piece belongs to the prompt that runs in its context; a thread that a node starts has one only in
-`contextvars.copy_context()` of the node. The time of a piece excludes the pieces within it, such as
-a kernel's build, so the rows add up to the measured time. Two CUDA events measure device time; only
-a table waits for the device.
+A piece belongs to the prompt of its context, which a thread has in `contextvars.copy_context()` of
+the node. Its time excludes the pieces within it, so the rows add up to the measured time. Two CUDA
+events measure device time; only a table waits for the device. Facts are from ComfyUI 0.33.
 
 FAST_VIDEO_VAE_TIMING sets the output: `table` (default), `json`: one line; `0` or `off`: none.
-Facts about ComfyUI here are from execution.py and comfy_execution/ of 0.33.
 """
 
 import json
@@ -57,12 +55,11 @@ class _Piece(NamedTuple):
 
     def seconds(self) -> float:
         """Return the seconds of the device if both ends have events, otherwise of the host."""
-        try:
-            if self.first.event is not None and self.last.event is not None:
-                self.last.event.synchronize()
-                return self.first.event.elapsed_time(self.last.event) / 1e3
-        except RuntimeError:  # events of two devices, or a failed device
-            pass
+        begin, end = self.first.event, self.last.event
+        with suppress(RuntimeError):  # events of two devices, or a failed device
+            if begin is not None and end is not None:
+                end.synchronize()
+                return begin.elapsed_time(end) / 1e3
         return self.last.seconds - self.first.seconds
 
 
@@ -173,10 +170,10 @@ def _prepared(threads: set[int], start: float, end: float) -> Iterator[_Piece]:
     dynamo = sys.modules.get("torch._dynamo.utils")
     since = time.time() - clock()  # its times are times of day, and without a thread
     for each in getattr(dynamo, "get_compilation_metrics", list)():
-        ends = [us / 1e6 - since for us in (each.start_time_us, each.end_time_us) if us]
-        done += [("compile", "", *ends, min(threads))] if len(ends) == 2 else []
+        ends = [(us or 0) / 1e6 - since for us in (each.start_time_us, each.end_time_us)]
+        done.append(("compile", "", *ends, min(threads)))
     for kind, label, first, last, thread in done:
-        if thread in threads and start <= first and last <= end:
+        if thread in threads and start <= first <= last <= end:
             yield _Piece(kind, label, Instant(first), Instant(last), thread)
 
 

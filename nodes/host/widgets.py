@@ -35,8 +35,7 @@ PRECISIONS = (AUTO, INT8)
 # A removed choice, which means `INT8`.
 INT8_AND_ENCODE = "int8 and encode"
 
-# Workflows keep values by position, and older ones have others in this place: those of a removed
-# widget, and the devices.
+# Workflows keep values by position: older ones have those of a removed widget, or the devices.
 _REMOVED = (INT8_AND_ENCODE, "exact", "fast")
 
 

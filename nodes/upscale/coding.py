@@ -5,6 +5,7 @@ sampler needs the room. A scene that is continued in another process remembers n
 `WARM_UP` results are computed again and dropped, after which the bits are the same.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -96,9 +97,8 @@ class SceneEncoder(_Turns):
             self._skip = 0
         with closing(self._turn(count)) as means:
             first = next(means, None)
-            if first is None:
-                return None
-            return driver.moved(self._vae, _chained(first, means))
+            done = itertools.chain([first], means)
+            return None if first is None else driver.moved(self._vae, done)
 
 
 class SceneDecoder(_Turns):
@@ -122,14 +122,8 @@ class SceneDecoder(_Turns):
         count = latent.shape[2]
         if not count:
             return
-        frames = self._vae.first_stage_model.config.frames(count) if self._is_first else 4 * count
         self._latents.extend(latent.split(1, dim=2))
-        self._is_first = False
+        frames, self._is_first = 4 * count - 3 * self._is_first, False
         with closing(self._turn(frames)) as found:
             for piece in found:
                 yield media.pictures_of(piece, torch.float32)
-
-
-def _chained(first: Tensor, rest: Iterator[Tensor]) -> Iterator[Tensor]:
-    yield first
-    yield from rest

@@ -11,9 +11,9 @@ from ..host.input_checks import check_text, checked
 from ..host.lazy import Later
 from ..host.widgets import AUTO, CATEGORY, timing_output
 from ..video.inputs import DEPTHS, QUALITY
-from ..video.target import FOLDERS, workflow_tags
+from ..video.target import FOLDERS
 
-start, cuts_of = Later("nodes.upscale.start"), Later("nodes.upscale.cuts")
+start, wanted = Later("nodes.upscale.start"), Later("nodes.upscale.wanted")
 timing, videos = Later("nodes.host.timing"), Later("nodes.video.videos")
 
 _TEXTS = {
@@ -84,8 +84,8 @@ class UpscaleVideo(io.ComfyNode):
         """Check what the widgets alone do not, before anything runs."""
         return check_text(
             {
-                "window": lambda: _check_window(window or 0),
-                "cuts": lambda: cuts_of.parsed(cuts or ""),
+                "window": lambda: wanted.check_window(window or 0),
+                "cuts": lambda: wanted.parsed_cuts(cuts or ""),
             }
         )
 
@@ -116,37 +116,13 @@ class UpscaleVideo(io.ComfyNode):
         denoise: float = 1.0,
     ) -> io.NodeOutput:
         """Upscale what is not finished yet."""
-        _check_window(window)
-        sampling: dict[str, Any] = {"seed": seed, "steps": steps, "cfg": cfg, "denoise": denoise}
-        path, result = start.upscaled(
-            video,
-            model,
-            vae,
-            start.Wanted(
-                start.Resize(multiplier, shorter_side, scale_method),
-                sampling | {"sampler_name": sampler_name, "scheduler": scheduler},
-                window,
-                overlap,
-                cuts,
-                color,
-            ),
-            start.Place(
-                codec,
-                {"quality": quality, "bit_depth": DEPTHS[bit_depth]},
-                filename_prefix,
-                save_to,
-                workflow_tags(cls.hidden),
-                start.graph_mark(cls.hidden),
-            ),
-        )
+        given = locals()  # its fields have the names of the widgets
+        wanted.check_window(window)
+        asked = wanted.Wanted(**{name: given[name] for name in wanted.Wanted.__annotations__})
+        path, result = start.upscaled(video, model, vae, asked, cls.hidden)
         return io.NodeOutput(
             videos.FileVideo(str(path)), timing.text(), ui=ui.PreviewVideo([result])
         )
-
-
-def _check_window(window: int) -> None:
-    if window and window % 4 != 1:
-        raise ValueError(f"window: got {window} frames; expected 0, or 4 n + 1, such as 45 or 49")
 
 
 def _inputs() -> list[io.Input]:

@@ -1,47 +1,27 @@
 """The frames of a video at their new size, from any frame on, read ahead by a thread."""
 
-import queue
-import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from fractions import Fraction
+from typing import Any, NamedTuple
 
+import av
 import torch
+from av.error import BlockingIOError as NotYet
 from comfy.model_management import throw_exception_if_processing_interrupted
-from comfy_extras.nodes_post_processing import ResizeImageMaskNode
 from torch import Tensor
 
-from ...kernels import first_line, is_out_of_memory
-from ..video.source import FileSource, Fit, Source, about_video
+from ...vae import media
+from ..video.source import Fit, Images, Source, about_video
 
 # Frames that wait for the model, and most bytes of them: 86 frames of 1920 x 1080 in 8 bits.
 _AHEAD, _AHEAD_BYTES = 128, 512 << 20
-_TOGETHER = 4  # frames of a tensor that are read at once
 _TICK_S = 0.1
-# Resized by Pillow, in 8 bits.
-LANCZOS = "lanczos"
-
-
-@dataclass(frozen=True)
-class Resize:
-    """A new size, as of ComfyUI's Resize Image."""
-
-    multiplier: float
-    shorter_side: int  # in pixels; 0: by the multiplier
-    method: str
-
-    def __call__(self, images: Tensor) -> Tensor:
-        """Return `[n, H, W, 3]` in [0, 1] at the new size."""
-        kind: dict[str, object] = {"resize_type": "scale by multiplier"}
-        kind["multiplier"] = self.multiplier
-        if self.shorter_side:
-            kind = {"resize_type": "scale shorter dimension", "shorter_size": self.shorter_side}
-        return ResizeImageMaskNode.execute(images, self.method, kind).args[0]
-
-    def size(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Return the new height and width of frames."""
-        height, width = self(torch.zeros(1, *size, 3)).shape[1:3]
-        return height, width
+# FFmpeg's documentation of its filter `select` advises a score from 0.3 to 0.5.
+_SCORE = 0.3
+# Frames are compared at this width: the score is a mean over pixels.
+_WIDTH = 320
 
 
 class Frame(NamedTuple):
@@ -62,50 +42,60 @@ class Reader:
 
     Args:
         source: The video, which only this reader reads.
-        resize: The new size.
-        cuts: Makes the test for cuts, for one pass over the video; None: it has none.
+        resize: Takes images `[n, H, W, 3]` to the new size.
+        cuts: The frames that begin a scene; None: they are found.
     """
 
     def __init__(
         self,
         source: Source,
-        resize: Resize,
-        cuts: Callable[[], Callable[[int, Tensor], bool]] | None = None,
+        resize: Callable[[Tensor], Tensor],
+        cuts: Collection[int] | None = (),
     ) -> None:
         self._source, self._resize, self._cuts = source, resize, cuts
-        self._stop: threading.Event | None = None
-        self._thread: threading.Thread | None = None
-        self._frames: queue.Queue[Frame | BaseException | None] = queue.Queue()
-        self._next: list[Frame | None] = []  # the frame that was looked at
+        self._pool: ThreadPoolExecutor | None = None
+        self._frames: Any = None  # a generator
+        self._coming: deque[Future[Frame | None]] = deque()
+        self._ahead = 1
         self.number = 0  # of the next frame
 
     def __enter__(self) -> "Reader":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._close()
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            self._frames.close()
+        self._pool = None
+        self._coming.clear()
 
     def seek(self, number: int) -> None:
         """Continue with a frame; other frames than the next one are read from the start."""
-        if self._thread is None or self.number != number:
-            self._close()
-            stop, frames = threading.Event(), queue.Queue[Frame | BaseException | None](1)
-            self._stop, self._frames, self._next, self.number = stop, frames, [], number
-            arguments = number, frames, stop
-            self._thread = threading.Thread(target=self._work, args=arguments, daemon=True)
-            self._thread.start()
+        if self._pool is None or self.number != number:
+            self.__exit__()
+            self._pool, self._frames = ThreadPoolExecutor(1), self._read(number)
+            self.number = number
 
     def peek(self) -> Frame | None:
         """Return the next frame, which stays the next one; None: the video has ended."""
-        if not self._next:
-            self._next = [self._arrived()]
-        return self._next[0]
+        while len(self._coming) < self._ahead:
+            self._coming.append(self._pool.submit(self._following))
+        throw_exception_if_processing_interrupted()
+        while not self._coming[0].done():
+            wait([self._coming[0]], _TICK_S)
+            throw_exception_if_processing_interrupted()
+        with about_video():
+            frame = self._coming[0].result()
+        if frame is not None:
+            self._ahead = max(2, min(_AHEAD, _AHEAD_BYTES // frame.picture.nbytes))
+        return frame
 
     def take(self) -> Frame | None:
         """Return the next frame; None: the video has ended."""
         frame = self.peek()
         if frame is not None:
-            self._next, self.number = [], self.number + 1
+            self._coming.popleft()
+            self.number += 1
         return frame
 
     def images(self, count: int) -> Tensor:
@@ -113,71 +103,44 @@ class Reader:
         found = iter(self.take, None)
         return torch.cat([frame.image() for _, frame in zip(range(count), found, strict=False)])
 
-    def _arrived(self) -> Frame | None:
-        while True:
-            throw_exception_if_processing_interrupted()
-            try:
-                item = self._frames.get(timeout=_TICK_S)
-            except queue.Empty:
-                continue
-            if isinstance(item, RuntimeError) and not is_out_of_memory(item):
-                raise ValueError(f"video: {first_line(item)}") from item
-            if isinstance(item, BaseException):
-                with about_video():
-                    raise item
-            return item
-
-    def _close(self) -> None:
-        if self._stop is not None and self._thread is not None:
-            self._stop.set()
-            self._thread.join()
-        self._stop = self._thread = None
-
-    def _work(self, first: int, frames: queue.Queue, stop: threading.Event) -> None:
-        """Put the frames from `first` on, then None or an error, until `stop` is set."""
-
-        def put(item: object) -> None:
-            while not stop.is_set():
-                try:
-                    frames.put(item, timeout=_TICK_S)
-                    return
-                except queue.Full:
-                    continue
-
-        try:
-            with torch.inference_mode():
-                for frame in self._read(first):
-                    frames.maxsize = max(2, min(_AHEAD, _AHEAD_BYTES // frame.picture.nbytes))
-                    put(frame)
-                    if stop.is_set():
-                        return
-            put(None)
-        except BaseException as error:
-            put(error)
+    @torch.inference_mode()
+    def _following(self) -> Frame | None:
+        return next(self._frames, None)
 
     def _read(self, first: int) -> Iterator[Frame]:
-        begins = None if self._cuts is None else self._cuts()
-        number = 0
-        for pictures in _pictures(self._source):
-            # The test sees every frame, so a cut does not depend on where the reading starts.
-            cuts = [begins is not None and begins(number + at, p) for at, p in enumerate(pictures)]
-            skipped = max(0, first - number)
-            if skipped < len(pictures):
-                for at, picture in enumerate(self._resized(pictures[skipped:]), skipped):
-                    yield Frame(number + at, picture, cuts[at])
-            number += len(pictures)
-
-    def _resized(self, pictures: Tensor) -> Tensor:
-        whole = 1.0 if pictures.is_floating_point() else torch.iinfo(pictures.dtype).max
-        images = self._resize(pictures.float() / whole)
-        # A quarter of the memory for frames that wait, with the same values.
-        return (images * 255).round().to(torch.uint8) if self._resize.method == LANCZOS else images
+        # The test sees every frame, so a cut does not depend on where the reading starts.
+        begins = _begins(self._source.size, self._cuts)
+        for number, picture in enumerate(Images(self._source, Fit())):
+            is_cut = begins(number, picture[..., :3])
+            if number >= first:
+                yield Frame(number, self._resize(picture[None, ..., :3])[0], is_cut)
 
 
-def _pictures(source: Source) -> Iterator[Tensor]:
-    """Yield all frames `[n, H, W, 3]`, a few at a time: uint8, uint16, or floats in [0, 1]."""
-    if isinstance(source, FileSource):
-        yield from (piece[0].movedim(0, -1) for piece in source.pieces(Fit()))
-        return
-    for at in range(0, source.count, _TOGETHER):
-        yield source.read(range(at, min(at + _TOGETHER, source.count)))[..., :3].float()
+def _begins(size: tuple[int, int], cuts: Collection[int] | None) -> Callable[[int, Tensor], bool]:
+    """Return what takes each frame, and tells whether a scene begins there.
+
+    Without `cuts` that is a frame which has little in common with the one before.
+    """
+    if cuts is not None:
+        return lambda number, _: number in cuts
+    height, width = size
+    small, form, tick = min(width, _WIDTH), av.VideoFormat("rgb24"), Fraction(1)
+    graph = av.filter.Graph()
+    graph.link_nodes(
+        graph.add_buffer(width=width, height=height, format=form, time_base=tick),
+        graph.add("scale", f"{small}:{max(1, round(height * small / width))}:flags=area"),
+        graph.add("select", f"gt(scene,{_SCORE})"),
+        graph.add("buffersink"),
+    ).configure()
+
+    def begins(number: int, picture: Tensor) -> bool:
+        pixels = media.convert_pictures(picture[None], torch.uint8)[0].contiguous()
+        frame = av.VideoFrame.from_ndarray(pixels.numpy(), format="rgb24")
+        frame.pts, frame.time_base = number, tick
+        graph.push(frame)
+        try:
+            return graph.pull().pts == number
+        except NotYet:
+            return False
+
+    return begins

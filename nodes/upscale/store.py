@@ -7,18 +7,20 @@ so no other run continues it.
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import io
 import json
 import logging
 import os
 import shutil
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
@@ -40,7 +42,7 @@ class State:
     """What is done. Numbers of latents are those of a scene."""
 
     length: int  # latents of a window
-    overlap: int
+    overlap: int  # latents that two windows share; fewer than `length`
     parts: int = 0  # finished files
     frames: int = 0  # in them
     scene: int = 0  # the first frame of the scene
@@ -51,19 +53,24 @@ class State:
     # The last latents that are sampled, of which the last ones may change.
     latent: Tensor = dataclasses.field(default_factory=lambda: torch.empty(1, 0, 0, 0, 0))
 
+    @property
+    def step(self) -> int:
+        """Latents from a window to the next one."""
+        return self.length - self.overlap
+
 
 class Store:
-    """The folder of a run with some inputs."""
+    """The folder of a run with some inputs, whose parts have a suffix."""
 
-    def __init__(self, base: Path, inputs: dict[str, Any]) -> None:
-        self._inputs = json.dumps(inputs, sort_keys=True)
+    def __init__(self, base: Path, inputs: dict[str, Any], suffix: str) -> None:
+        self._inputs, self._suffix = json.dumps(inputs, sort_keys=True), suffix
         self.folder = base / FOLDER / hashlib.sha256(self._inputs.encode()).hexdigest()[:16]
 
-    def part(self, number: int, suffix: str) -> Path:
-        """Return the name of a part."""
-        return self.folder / f"{number:05}{suffix}"
+    def parts(self, count: int) -> list[Path]:
+        """Return the names of the first parts."""
+        return [self.folder / f"{number:05}{self._suffix}" for number in range(count)]
 
-    def load(self, suffix: str) -> State | None:
+    def load(self) -> State | None:
         """Return where a run goes on; None: it has not finished a window."""
         try:
             with safe_open(self.folder / _STATE, "pt") as file:
@@ -72,17 +79,9 @@ class Store:
                     return None
                 latent = file.get_tensor("latent").clone()  # Windows keeps an open file
                 state = State(**json.loads(found["state"]), latent=latent)
-        except (OSError, KeyError, TypeError, ValueError):
+        except (OSError, KeyError, TypeError, ValueError, SafetensorError):
             return None
-        except Exception as error:  # safetensors has an error of its own for a broken file
-            if type(error).__name__ != "SafetensorError":
-                raise
-            return None
-        try:
-            found = [file_mark(self.part(number, suffix)) for number in range(state.parts)]
-        except OSError:
-            found = None
-        if found != state.marks:
+        if [file_mark(each) for each in self.parts(state.parts) if each.is_file()] != state.marks:
             _logger.warning("Fast Video VAE: a finished part in %s has changed", self.folder)
             return None
         return state
@@ -90,9 +89,7 @@ class Store:
     def create(self) -> None:
         """Make the folder, and check that files can be written there."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        probe = self.folder / "probe"
-        probe.write_bytes(b"")
-        probe.unlink()
+        tempfile.TemporaryFile(dir=self.folder).close()
 
     def save(self, state: State) -> None:
         """Replace the state."""
@@ -110,29 +107,21 @@ class Store:
 
 def graph_mark(prompt: Mapping[str, Any] | None, node: str | None) -> str:
     """Return a hash of the nodes that the inputs of a node come from, whatever their names are."""
-    known: dict[str, str] = {}
-
-    def of(name: str) -> str:
-        if name not in known:
-            known[name] = ""  # of a circle, which ComfyUI refuses
-            found = prompt[name]
-            inputs = {
-                key: [of(str(value[0])), value[1]] if _is_link(value, prompt) else value
-                for key, value in found["inputs"].items()
-            }
-            text = json.dumps([found["class_type"], inputs], sort_keys=True, default=str)
-            known[name] = hashlib.sha256(text.encode()).hexdigest()
-        return known[name]
-
     if not prompt or node not in prompt:
         return ""
-    links = prompt[node]["inputs"].items()
-    found = {key: [of(str(value[0])), value[1]] for key, value in links if _is_link(value, prompt)}
-    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
 
+    @functools.cache
+    def of(name: str) -> str:
+        found, given = prompt[name], {}
+        for key, value in found["inputs"].items():
+            if isinstance(value, list) and len(value) == 2 and str(value[0]) in prompt:
+                given[key] = [of(str(value[0])), value[1]]
+            elif name != node:
+                given[key] = value
+        text = json.dumps([found["class_type"], given], sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()
 
-def _is_link(value: object, prompt: Mapping[str, Any]) -> bool:
-    return isinstance(value, list) and len(value) == 2 and str(value[0]) in prompt
+    return of(node)
 
 
 def file_mark(source: object) -> list[object]:
@@ -152,10 +141,9 @@ def tensors_mark(tensors: Iterable[tuple[str, Tensor]]) -> str:
     found = hashlib.sha256()
     for name, tensor in tensors:
         found.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
-        try:
+        # Some weights are in a form of their own.
+        with contextlib.suppress(RuntimeError, NotImplementedError, TypeError, ValueError):
             flat = tensor.detach().reshape(-1)
             some = flat[:: max(1, len(flat) // _SAMPLED)][: _SAMPLED + 1].cpu().contiguous()
             found.update(some.view(torch.uint8).numpy().tobytes())
-        except (RuntimeError, NotImplementedError, TypeError, ValueError):
-            continue  # a weight in a form of its own
     return found.hexdigest()

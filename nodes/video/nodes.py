@@ -2,10 +2,8 @@
 
 from collections.abc import Iterator
 from fractions import Fraction
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import folder_paths
 import torch
 from torch import Tensor
 
@@ -17,7 +15,6 @@ from ..host.input_checks import checked
 from ..host.lazy import Later
 from ..host.progress import Progress
 from ..host.widgets import AUTO, CATEGORY, DTYPES, log_unused, timing_output
-from .file_prefix import check_prefix
 from .inputs import DEPTHS, SWITCHES, decode_inputs, encode_inputs
 from .target import VideoTarget, workflow_tags
 
@@ -87,7 +84,6 @@ class DecodeVideo(io.ComfyNode):
         target = VideoTarget(_rate(fps), codec, filename_prefix, save_to, writer)
         # Errors come before the work is done.
         frame_range(frames, None)
-        check_prefix(filename_prefix, Path(folder_paths.get_directory_by_type(save_to)))
         latent = comfy_vae.one_video(vae, samples["samples"])
         target.sound(audio, range(0))
         options = library.StreamOptions(chunk or None, DTYPES.get(dtype))
@@ -188,14 +184,14 @@ def _decoded(
     images = images.reshape(-1, *images.shape[-3:])
     target.check(*images.shape[1:])
     wanted = frame_range(frames, len(images))
-    return _pictures(images if alpha else images[..., :3], wanted, dtype), wanted, images.shape[1:3]
+    images = images[wanted.start : wanted.stop, ..., : 4 if alpha else 3]
+    return _pictures(images, dtype), wanted, images.shape[1:3]
 
 
-def _pictures(images: Tensor, wanted: range, dtype: torch.dtype) -> Iterator[Tensor]:
+def _pictures(images: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
     """Yield an IMAGE in a dtype of `VideoWriter`, a few frames at a time."""
-    progress = Progress(len(wanted))
-    for start in wanted[::_FRAMES]:
-        part = images[start : min(start + _FRAMES, wanted.stop)]
+    progress = Progress(len(images))
+    for part in images.split(_FRAMES):
         pictures = media.convert_pictures(part, dtype)
         progress.passed(len(pictures), pictures)
         yield pictures

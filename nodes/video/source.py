@@ -22,14 +22,11 @@ _logger = logging.getLogger(__name__)
 
 # Frames of a piece: those of a latent. A longer piece would not be faster.
 _FRAMES = 4
-
 # More frames than a video has.
 _UNKNOWN = 1 << 31
-
 # Seconds by which the times of sound differ from its samples where it pauses: times are rounded,
 # and a packet has 20 ms or more.
 _PAUSE_S = 0.015
-
 # Tags of a container, which are not about the video in it.
 _OF_CONTAINERS = ("major_brand", "minor_version", "compatible_brands", "encoder", "duration")
 
@@ -41,10 +38,11 @@ def about_video() -> Iterator[None]:
     """Put the name of the input before the message of an error of the file."""
     try:
         yield
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"video: {error}") from None
     except (OSError, ValueError) as error:
-        kinds = FileNotFoundError, OSError, ValueError
-        kind = next(each for each in kinds if isinstance(error, each))
-        raise kind(f"video: {error}") from (error if kind is OSError else None)
+        kind = OSError if isinstance(error, OSError) else ValueError
+        raise kind(f"video: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -81,10 +79,8 @@ class Images:
         self.shape = (source.estimate(fit) or _UNKNOWN, *(fit.size or source.size), 3)
 
     def __iter__(self) -> Iterator[Tensor]:
-        for piece in self._source.pieces(self._fit):
-            is_float = piece.is_floating_point()
-            unit = (piece + 1) / 2 if is_float else piece.float() / torch.iinfo(piece.dtype).max
-            yield from unit[0].movedim(0, -1)
+        for images in self._source.images(self._fit):
+            yield from images
 
 
 class FileSource:
@@ -95,21 +91,22 @@ class FileSource:
         # Each source has a place of its own in a file in memory, whose bytes are not copied.
         self._source = source if isinstance(source, str) else io.BytesIO(source.getvalue())
         start, duration = video.get_active_trim_window()
-        self._start, self._duration = start, duration or None
+        self._window = {"start": start, "duration": duration or None}
         self._file = media.read_video(self._source)
-        self.fps = self._file.fps
-        self.size = self._file.height, self._file.width
+        self.fps, self.size = self._file.fps, (self._file.height, self._file.width)
 
     def pieces(self, fit: Fit) -> Iterator[Tensor]:
         """Yield `[1, C, t, H, W]` in the form of `fit`, uint8, or uint16 for more than 8 bits."""
-        window = {"start": self._start, "duration": self._duration}
-        return self._file.pieces(frames=_FRAMES, **vars(fit), **window)
+        return self._file.pieces(frames=_FRAMES, **vars(fit), **self._window)
+
+    def images(self, fit: Fit) -> Iterator[Tensor]:
+        """Yield the same as IMAGEs."""
+        pieces = (piece[0].movedim(0, -1) for piece in self.pieces(fit))
+        return (each.float() / torch.iinfo(each.dtype).max for each in pieces)
 
     def estimate(self, fit: Fit) -> int | None:
         """Return the number of frames in the form of `fit`; None: unknown."""
-        return self._file.estimate(
-            fps=fit.fps, start=self._start, duration=self._duration, limit=fit.limit
-        )
+        return self._file.estimate(fps=fit.fps, limit=fit.limit, **self._window)
 
     def sound(self, fit: Fit) -> Sound | None:
         """Return the AUDIO of the frames in the form of `fit`; None: there is none."""
@@ -124,9 +121,9 @@ class FileSource:
 
         With `as_written` channels that files of this pack have no layout for are mixed down.
         """
-        lengths = [each for each in (self._duration, fit.seconds(self.fps)) if each is not None]
-        begin = self._file.origin + Fraction(self._start)
-        end = begin + Fraction(min(lengths)) if lengths else None
+        lengths = [self._window["duration"], fit.seconds(self.fps)]
+        seconds = min([each for each in lengths if each is not None], default=None)
+        begin = self._file.origin + Fraction(self._window["start"])
         with self._opened() as container:
             stream = _heard(container)
             if stream is None:
@@ -134,7 +131,7 @@ class FileSource:
             layout, rate = stream.codec_context.layout, stream.rate
         if as_written:
             layout = av.AudioLayout(media.layout_of(layout.nb_channels))
-        length = None if end is None else round((end - begin) * rate)
+        length = None if seconds is None else round(Fraction(seconds) * rate)
         return Track(self._opened, layout, rate, begin, length)
 
     def tags(self) -> dict[str, str]:
@@ -173,10 +170,10 @@ class Track:
         done, least = 0, round(_PAUSE_S * self.sample_rate)  # samples from `begin` on; a pause
         following: int | None = None  # where the block before ends
         for start, block in self._decoded():
-            begin = following if start is None else start
-            if following is not None and abs(begin - following) < least:
-                begin = following
-            following = (begin := begin or 0) + block.shape[1]
+            begin = start
+            if begin is None or (following is not None and abs(begin - following) < least):
+                begin = following or 0
+            following = begin + block.shape[1]
             if begin > done:
                 yield torch.zeros(self.channels, min(begin, end) - done)
             heard = block[:, max(0, done - begin) : max(0, end - begin)]
@@ -198,9 +195,8 @@ class Track:
                 except av.error.FFmpegError as error:
                     if not broken:
                         at = float((packet.pts or 0) * (packet.time_base or 0) - self.begin)
-                        _logger.warning(
-                            "Fast Video VAE: the audio is broken at %.2f s: %s", at, error
-                        )
+                        text = "Fast Video VAE: the audio is broken at %.2f s: %s"
+                        _logger.warning(text, at, error)
                     broken = True
                     continue
                 for frame in frames:
@@ -241,6 +237,10 @@ class Tensors:
 
     def pieces(self, fit: Fit) -> Iterator[Tensor]:
         """Yield `[1, C, t, H, W]` in the form of `fit`, floats in [-1, 1]."""
+        return (images.movedim(-1, 0).unsqueeze(0) * 2 - 1 for images in self.images(fit))
+
+    def images(self, fit: Fit) -> Iterator[Tensor]:
+        """Yield the same as IMAGEs, a few frames each."""
         height, width = (side - side % fit.multiple for side in fit.size or self.size)
         if not height or not width:
             wanted = f", requested as {fit.size[1]}x{fit.size[0]}" if fit.size else ""
@@ -258,8 +258,7 @@ class Tensors:
                 method = "area" if fit.size[0] < self.size[0] else "lanczos"
                 frames = comfy.utils.common_upscale(frames, *fit.size[::-1], method, "center")
             top, left = (frames.shape[2] - height) // 2, (frames.shape[3] - width) // 2
-            frames = frames[:, :, top : top + height, left : left + width]
-            yield (frames * 2 - 1).movedim(0, 1).unsqueeze(0)
+            yield frames[:, :, top : top + height, left : left + width].movedim(1, -1)
 
     def estimate(self, fit: Fit) -> int:
         """Return the number of frames in the form of `fit`."""

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import folder_paths
 import torch
 from comfy.cli_args import args
 from comfy.model_management import throw_exception_if_processing_interrupted
@@ -22,9 +23,9 @@ from torch import Tensor
 # The writer is imported on first use, so that ComfyUI starts without it.
 from ... import vae as library
 from ...vae import media
+from ..host import numbering
 from ..host.api import io, ui
 from ..host.error_text import about
-from ..host.numbering import saved, unused_names
 
 if TYPE_CHECKING:
     from ...vae.media import Audio, VideoWriter
@@ -47,8 +48,10 @@ class VideoTarget:
     @cached_property
     def form(self) -> "VideoWriter":
         """A writer that writes nothing: `dtype` and `keeps_alpha` of the pictures to write."""
+        folder = Path(folder_paths.get_directory_by_type(self.folder))
+        numbering.check_prefix(self.prefix, folder)
         with about("codec"):
-            return self._writer(Path("x" + media.codec_named(self.codec).suffix))
+            return self.writer(Path("x" + media.codec_named(self.codec).suffix))
 
     def check(self, height: int, width: int, channels: int = 3) -> None:
         """Check that the file can be written, before any work is done."""
@@ -72,10 +75,8 @@ class VideoTarget:
     ) -> tuple[Path, ui.SavedResult]:
         """Write pictures `[n, H, W, C]` to a file, and return its path and frontend entry."""
         with closing(pieces):
-            kind = io.FolderType(self.folder)
-            names = unused_names(self.prefix, kind, self.form.codec.suffix, *size)
-            path = next(names)
-            with self._writer(path, others=names, audio=audio, metadata=tags) as writer:
+            names = self.names(*size)
+            with self.writer(next(names), others=names, audio=audio, metadata=tags) as writer:
                 with media.BackgroundWriter(
                     writer.write, dtype=self.form.dtype, cancel=writer.cancel
                 ) as background:
@@ -83,11 +84,21 @@ class VideoTarget:
                         put = functools.partial(background.put, pictures)
                         library.retried(put, torch.device("cpu"), "a decode")
                 throw_exception_if_processing_interrupted()
-        shown = min(writer.path.iterdir()) if writer.codec.is_sequence else writer.path
-        return writer.path, saved(shown, kind)
+        return writer.path, self.saved(writer.path)
 
-    def _writer(self, path: Path, **more: Any) -> "VideoWriter":  # noqa: ANN401
+    def writer(self, path: Path, **more: Any) -> "VideoWriter":  # noqa: ANN401
+        """Return a writer with these options, and `more`."""
         return media.VideoWriter(path, self.fps, codec=self.codec, **self.options, **more)
+
+    def names(self, height: int, width: int) -> Iterator[Path]:
+        """Yield unused names for the file."""
+        kind = io.FolderType(self.folder)
+        return numbering.unused_names(self.prefix, kind, self.form.codec.suffix, height, width)
+
+    def saved(self, path: Path) -> ui.SavedResult:
+        """Return the entry of the file for the frontend; of a folder that of its first image."""
+        shown = min(path.iterdir()) if path.is_dir() else path
+        return numbering.saved(shown, io.FolderType(self.folder))
 
 
 def workflow_tags(hidden: io.HiddenHolder | None) -> dict[str, str]:

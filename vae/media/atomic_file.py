@@ -42,7 +42,7 @@ def whole_file(
     `x_2.mp4` and so on; `overwrite` replaces the older file instead.
     """
     path = Path(path)
-    with _appearing(path, others or _numbered(path, path.suffix), overwrite=overwrite) as draft:
+    with _appearing(path, path.suffix, others, overwrite=overwrite) as draft:
         if path.exists() and not path.is_file():
             kind = "a folder" if path.is_dir() else "a device"
             raise ValueError(f"{path} is {kind}; expected the name of a file to write")
@@ -60,7 +60,7 @@ def whole_folder(
 ) -> Iterator[Draft]:
     """Yield a new folder, which takes its name as a file does; an empty one may be there."""
     path = Path(path)
-    with _appearing(path, others or _numbered(path, "")) as draft:
+    with _appearing(path, "", others) as draft:
         if others is None and path.exists() and not (path.is_dir() and not any(path.iterdir())):
             raise ValueError(f"{path} exists already; expected the name of a new folder")
         draft.part.mkdir()
@@ -68,11 +68,16 @@ def whole_folder(
 
 
 @contextmanager
-def _appearing(path: Path, others: Iterator[Path], *, overwrite: bool = False) -> Iterator[Draft]:
+def _appearing(
+    path: Path, suffix: str, others: Iterator[Path] | None, *, overwrite: bool = False
+) -> Iterator[Draft]:
     """Give what the body makes the first free name, or remove it after an error.
 
     A symbolic link `path` is kept, and the name is that of what it points to.
     """
+    # `x_2.mp4` and so on for `x.mp4`; a long name is cut, as systems limit its bytes.
+    stem = path.name.removesuffix(suffix)[:60]
+    numbered = (path.with_name(f"{stem}_{number}{suffix}") for number in itertools.count(2))
     final = path.resolve()
     part = final.with_name(f".{final.name[:40]}.{secrets.token_hex(4)}.part")
     draft = Draft(part, path)
@@ -84,7 +89,7 @@ def _appearing(path: Path, others: Iterator[Path], *, overwrite: bool = False) -
         if overwrite:
             part.replace(final)
         else:
-            names = itertools.chain([path], others)
+            names = itertools.chain([path], others or numbered)
             draft.path = next(name for name in names if _takes(part, name.resolve()))
         unfinished.discard(part)
     except BaseException as error:
@@ -97,12 +102,6 @@ def _appearing(path: Path, others: Iterator[Path], *, overwrite: bool = False) -
             if unnamed or named:
                 raise OSError(error.errno, error.strerror, str(path)) from error
         raise
-
-
-def _numbered(path: Path, suffix: str) -> Iterator[Path]:
-    """Yield `x_2.mp4` and so on for `x.mp4`; a long name is cut, as systems limit its bytes."""
-    stem = path.name.removesuffix(suffix)[:60]
-    return (path.with_name(f"{stem}_{number}{suffix}") for number in itertools.count(2))
 
 
 def _takes(part: Path, final: Path) -> bool:

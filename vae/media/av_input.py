@@ -1,5 +1,6 @@
 """Decoding of a video file with PyAV; every problem of a file becomes an error of one line."""
 
+import io
 import os
 import stat
 from collections.abc import Iterator
@@ -34,30 +35,6 @@ MISSING_SECONDS = 0.5
 MISSING_SHARE = 0.1
 
 
-class _Window:
-    """A file object with its own position, so that a video in memory can be read twice at once.
-
-    FFmpeg seeks from the start or the end alone.
-    """
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._place = 0
-
-    def read(self, count: int = -1) -> bytes:
-        self._file.seek(self._place)
-        data = self._file.read(count)
-        self._place += len(data)
-        return data
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._place = self._file.seek(offset, whence)
-        return self._place
-
-    def tell(self) -> int:
-        return self._place
-
-
 @contextmanager
 def opened(
     path: Path, file: BinaryIO | None = None
@@ -69,13 +46,16 @@ def opened(
             if not stat.S_ISREG(os.fstat(found.fileno()).st_mode):
                 raise ValueError(f"{path} is not a file; expected a video")
     else:
+        # A video in memory can be read twice at once; its bytes are not copied.
+        file = io.BytesIO(file.getvalue()) if type(file) is io.BytesIO else file
         size = file.seek(0, os.SEEK_END)
+        file.seek(0)
     if not size:
         raise ValueError(f"{path} is empty; expected a video")
     with ExitStack() as stack:
         with faults_name(path, "is not a video that FFmpeg can read, or it is truncated"):
             # "file:" keeps FFmpeg from reading a colon in the name as a protocol.
-            container = open_media(f"file:{path}" if file is None else _Window(file))
+            container = open_media(f"file:{path}" if file is None else file)
             stack.enter_context(container)
             stream = _video_stream(path, container, size)
         yield container, stream

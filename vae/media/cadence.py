@@ -1,8 +1,7 @@
 """The constant frame rate at which a video is read.
 
-The declared rate may be wrong: Matroska stores a default that the times need not follow, and MP4 an
-average that no frame follows. So the times of the frames decide, as far as they are known without
-reading the whole file.
+The declared rate may be wrong: the default of a Matroska file, or the average of an MP4 file. So
+the times of the frames decide, as far as they are known without reading the whole file.
 """
 
 import itertools
@@ -45,8 +44,7 @@ LOWEST, LIMIT = Fraction(1, 3600), 10_000
 def sampled(stream: VideoStream, packets: Iterator[Packet]) -> tuple[list[Packet], list[float]]:
     """Take the first packets, and return them with sorted times in seconds; none if one lacks it.
 
-    They are the decoding times of all frames if the file has an index and PyAV (from 17 on) reads
-    it, otherwise the display times of these packets.
+    With an index (PyAV from 17 on reads it) they are the decoding times of all frames.
     """
     taken: list[Packet] = []
     size = 0
@@ -82,12 +80,20 @@ def cadence(times: Sequence[float], announced: Sequence[Fraction]) -> tuple[Frac
     middle = (len(times) - 1) / 2
     apart = sum((index - middle) * (time - times[0]) for index, time in enumerate(times))
     measured = _kept(sum((index - middle) ** 2 for index in range(len(times))) / apart)
-    spreads = {rate: _spread(times, rate) for rate in (*known, *_usual(measured), measured)}
+    spreads = {}  # of the times around those of a constant rate, in frames
+    for rate in (*known, *_usual(measured), measured):
+        off = [(time - times[0]) * float(rate) - index for index, time in enumerate(times)]
+        spreads[rate] = max(off) - min(off)
     most = min(JITTER, min(spreads.values()) + BETTER)
     for rate, spread in spreads.items():
         if spread <= most:
             return rate, True
-    dominant = _dominant(times)
+    # The rate of the shorter intervals keeps most frames despite pauses: of the first quartile, as
+    # a few frames may be close together by accident.
+    apart = sorted(late - early for early, late in itertools.pairwise(times) if late > early)
+    quartile = apart[len(apart) // 4]
+    equal = [each for each in apart if abs(each - quartile) <= quartile / 4]
+    dominant = min(_kept(len(equal) / sum(equal)), HIGHEST)
     near = [rate for rate in known if is_near(rate, dominant)]
     return [*near, *_usual(dominant), dominant][0], False
 
@@ -95,24 +101,6 @@ def cadence(times: Sequence[float], announced: Sequence[Fraction]) -> tuple[Frac
 def is_near(rate: Fraction, other: Fraction) -> bool:
     """Return whether `rate` is within 1 % of `other`."""
     return abs(rate - other) <= NEAR * other
-
-
-def _spread(times: Sequence[float], rate: Fraction) -> float:
-    """Return the spread of the times around those of a constant rate, in frames."""
-    fps = float(rate)
-    off = [(time - times[0]) * fps - index for index, time in enumerate(times)]
-    return max(off) - min(off)
-
-
-def _dominant(times: Sequence[float]) -> Fraction:
-    """Return the rate of the shorter intervals, so that most frames are kept despite pauses.
-
-    It is the rate of the first quartile, because a few frames may be close together by accident.
-    """
-    apart = sorted(late - early for early, late in itertools.pairwise(times) if late > early)
-    quartile = apart[len(apart) // 4]
-    equal = [each for each in apart if abs(each - quartile) <= quartile / 4]
-    return min(_kept(len(equal) / sum(equal)), HIGHEST)
 
 
 def _usual(rate: Fraction) -> list[Fraction]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 LOG = logging.getLogger(__name__)
 # Container and audio encoder by the suffix of the file.
@@ -157,20 +157,8 @@ _ENCODERS = {
 }
 
 
-def _exact(name: str, suffix: str, formats: dict[int, str], alpha: dict[int, str]) -> Codec:
-    """Return a format of RGB of any size, without the loss that quality is about."""
-    return Codec(
-        name,
-        (suffix,),
-        (name,),
-        even=(1, 1),
-        bit_depth=16,
-        formats=formats,
-        alpha_formats=alpha,
-        lossy=False,
-    )
-
-
+# RGB of any size, without the loss that quality is about.
+_EXACT: dict[str, Any] = {"even": (1, 1), "bit_depth": 16, "lossy": False}
 _MP4 = (".mp4", ".mov", ".m4v", ".mkv")
 # prores_ks is 2 dB better, but takes 3 times as long, and 16 times as long on noise.
 _PRORES = ((".mov", ".mkv"), ("prores",), "pcm_s16le", (1, 2))
@@ -181,16 +169,26 @@ _TABLE = (
     Codec("vp9", (".webm", ".mkv", ".mp4"), ("libvpx-vp9",)),
     # SVT-AV1 4.1 crashes at a width of 16.
     Codec("av1", (".mp4", ".webm", ".mkv"), ("libsvtav1", "libaom-av1"), least=64),
-    _exact(
-        "ffv1",
-        ".mkv",
-        {8: "bgr0", 10: "gbrp10le", 16: "gbrp16le"},
-        {8: "bgra", 10: "gbrap10le", 16: "gbrap16le"},
+    Codec(
+        *("ffv1", (".mkv",), ("ffv1",)),
+        formats={8: "bgr0", 10: "gbrp10le", 16: "gbrp16le"},
+        alpha_formats={8: "bgra", 10: "gbrap10le", 16: "gbrap16le"},
+        **_EXACT,
     ),
     Codec("prores", *_PRORES, formats={10: "yuv422p10le"}),
     Codec("prores4444", *_PRORES, formats={10: "yuv444p10le"}, alpha_formats={10: "yuva444p10le"}),
-    _exact("png", ".png", {8: "rgb24", 16: "rgb48be"}, {8: "rgba", 16: "rgba64be"}),
-    _exact("exr", ".exr", {16: "gbrpf32le"}, {16: "gbrapf32le"}),
+    Codec(
+        *("png", (".png",), ("png",)),
+        formats={8: "rgb24", 16: "rgb48be"},
+        alpha_formats={8: "rgba", 16: "rgba64be"},
+        **_EXACT,
+    ),
+    Codec(
+        *("exr", (".exr",), ("exr",)),
+        formats={16: "gbrpf32le"},
+        alpha_formats={16: "gbrapf32le"},
+        **_EXACT,
+    ),
 )
 CODECS = tuple(codec.name for codec in _TABLE)
 

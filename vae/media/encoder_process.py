@@ -2,8 +2,7 @@
 
 It reads pickles from stdin: per segment its patience in seconds and its settings, the planes of
 each frame, and None. It writes pickles to stdout: per segment a whole MP4 file, or the code and the
-text of an error. It ends with its caller, even if the encoder hangs, and by itself with `HUNG` if a
-step of the encoder takes longer than its patience.
+text of an error. It ends with its caller, and with `HUNG` if a step takes longer than its patience.
 """
 
 import faulthandler
@@ -11,15 +10,14 @@ import io
 import os
 import pickle
 import sys
-import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from fractions import Fraction
-from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import av
 from av.container import OutputContainer
+from av.packet import Packet
 
 # The code with which `faulthandler` ends a process.
 HUNG = 1
@@ -58,62 +56,55 @@ def encoded(settings: Settings, frames: Iterable[list[bytes]], patience: float =
     If a step of the encoder takes longer than `patience` in seconds, the process ends; 0: it waits.
     """
     file, taken, made = io.BytesIO(), 0, 0
-    _watch(patience, busy=True)
+
+    def step(work: Callable[..., Any], *given: object) -> Any:  # noqa: ANN401
+        if not patience:
+            return work(*given)
+        faulthandler.dump_traceback_later(patience, exit=True)
+        try:
+            return work(*given)
+        finally:  # the caller may take its time
+            faulthandler.cancel_dump_traceback_later()
+
+    def encode(number: int, planes: list[bytes]) -> list[Packet]:
+        frame = av.VideoFrame(*settings.size, settings.pixels)
+        for plane, data in zip(frame.planes, planes, strict=True):
+            plane.update(data)
+        frame.pts, frame.time_base = number, 1 / settings.rate
+        return stream.encode(frame)
+
     with av.open(file, "w", format="mp4") as container:
-        stream = add_stream(container, settings)
-        _watch(patience, busy=False)
+        stream = step(add_stream, container, settings)
         for taken, planes in enumerate(frames, 1):
-            _watch(patience, busy=True)
-            frame = av.VideoFrame(*settings.size, settings.pixels)
-            for plane, data in zip(frame.planes, planes, strict=True):
-                plane.update(data)
-            frame.pts, frame.time_base = taken - 1, 1 / settings.rate
-            packets = stream.encode(frame)
+            packets = step(encode, taken - 1, planes)
             made += len(packets)
             container.mux(packets)
-            _watch(patience, busy=False)  # the caller may take its time
-        _watch(patience, busy=True)
-        for packet in stream.codec_context.encode_lazy(None):
+        last = stream.codec_context.encode_lazy(None)
+        while (packet := step(next, last, None)) is not None:
             made += 1
             packet.stream = stream
             container.mux(packet)
-            _watch(patience, busy=True)
-    _watch(patience, busy=False)
     if made != taken:
         raise RuntimeError(f"{made} of {taken} frames were encoded")
     return file.getvalue()
-
-
-def _watch(patience: float, *, busy: bool) -> None:
-    if patience and busy:
-        faulthandler.dump_traceback_later(patience, exit=True)
-    elif patience:
-        faulthandler.cancel_dump_traceback_later()
 
 
 def main() -> None:
     """Encode segments until the caller ends, or one fails."""
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # nothing else writes to that pipe
-    requests: SimpleQueue[Any] = SimpleQueue()
-
-    def work() -> None:
-        reply: Any = b""
+    reply: Any = b""
+    with suppress(EOFError, KeyboardInterrupt, OSError, pickle.UnpicklingError):
         while isinstance(reply, bytes):
-            patience, *settings = requests.get()
+            patience, *settings = pickle.load(sys.stdin.buffer)
+            frames = iter(lambda: pickle.load(sys.stdin.buffer), None)
             try:
-                reply = encoded(Settings(*settings), iter(requests.get, None), patience)
+                reply = encoded(Settings(*settings), frames, patience)
             except Exception as error:
-                _watch(patience, busy=False)
                 text = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
                 reply = getattr(error, "errno", None) or 0, text
             pickle.dump(reply, output)
             output.flush()
-
-    threading.Thread(target=work, daemon=True).start()
-    with suppress(EOFError, KeyboardInterrupt, OSError, pickle.UnpicklingError):
-        while True:
-            requests.put(pickle.load(sys.stdin.buffer))
     os._exit(0)
 
 

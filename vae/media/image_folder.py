@@ -25,9 +25,8 @@ _PNG_START = 33
 class ImageFolder:
     """A folder of `.png` or `.exr` images; the first PNG has the metadata."""
 
-    def __init__(self, folder: Path, suffix: str) -> None:
-        self.metadata: dict[str, str] = {}
-        self._folder, self._suffix = folder, suffix
+    def __init__(self, folder: Path, suffix: str, metadata: Mapping[str, str]) -> None:
+        self._folder, self._suffix, self._metadata = folder, suffix, metadata
         self._written = 0
 
     def add_stream(
@@ -44,7 +43,7 @@ class ImageFolder:
         for packet in packets:
             data = bytes(packet)
             if not self._written and self._suffix == ".png":
-                texts = b"".join(map(_text, self.metadata.items()))
+                texts = b"".join(map(_text, self._metadata.items()))
                 data = data[:_PNG_START] + texts + data[_PNG_START:]
             path = self._folder / NAME.format(self._written, self._suffix)
             with path.open("wb") as file:

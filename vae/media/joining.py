@@ -33,18 +33,23 @@ def join_parts(
     metadata: Mapping[str, str] | None = None,
     frames: int | None = None,
     passed: Callable[[int], object] = lambda count: None,
-) -> None:
+    others: Iterator[Path] | None = None,
+) -> Path:
     """Write the frames of `parts`, files of `VideoWriter` with the same settings, to one file.
 
     Args:
         parts: The files in order of time, without sound.
-        path: The new file, which appears when it is complete, in place of an older one.
+        path: The new file, which appears when it is complete.
         fps: Frames per second of the parts.
         codec: Their codec, one of `available_codecs`, but none of images.
         audio: The sound, which is encoded and cut to the length of the video.
         metadata: Tags of the new file.
         frames: The number of their frames; None: it is not checked.
         passed: Called for each frame with 1; what it raises ends the work.
+        others: Names in place of `path` if it is taken; None: an older file is replaced.
+
+    Returns:
+        The name of the new file.
 
     Raises:
         ValueError: There are no parts, their encoders had other settings, or frames are missing.
@@ -54,77 +59,59 @@ def join_parts(
         raise ValueError(f"there are no parts of {target}; expected at least one")
     if audio is not None and next(audio.blocks(), None) is None:
         audio = None  # some players stop at an empty track
-    with whole_file(target, overwrite=True) as draft, errors_name(target):
-        form = container_of(kind, target)
+    form = container_of(kind, target)
+    sound = (audio, sound_encoder(kind, target)) if audio else None
+    with whole_file(target, overwrite=others is None, others=others) as draft, errors_name(target):
         with new_container(draft.part, form, metadata or {}, exact=True) as output:
-            encoder = sound_encoder(kind, target) if audio else ""
-            found = _Joined(output, rate, audio, encoder).add(parts, passed)
+            found = _joined(parts, output, rate, sound, passed)
         if frames not in (None, found):
             raise ValueError(f"the parts of {target} have {found} frames; expected {frames}")
+    return draft.path
 
 
-class _Joined:
-    """The streams of the new file."""
+def _joined(
+    parts: Sequence[Path],
+    output: OutputContainer,
+    rate: Fraction,
+    audio: tuple[Sound, str] | None,
+    passed: Callable[[int], object],
+) -> int:
+    """Copy all parts, and the sound with its encoder along with them; return the frames."""
+    delay, done = _delay(parts, rate), 0
+    settings, stream, sound = b"", None, None  # settings of the decoder are in the file once
+    for part in parts:
+        with av.open(f"file:{part}") as file:
+            own: Any = file.streams.video[0]
+            found, offset = bytes(own.codec_context.extradata or b""), done
+            if stream is None:
+                settings, stream = found, copied_stream(output, own, rate)
+                stream.codec_context.codec_tag = own.codec_context.codec_tag
+                sound = audio and SoundTrack(audio[0], output, audio[1])
+            elif found != settings:
+                raise ValueError(f"{part} has other settings of the encoder than {parts[0]}")
+            for packet, number in _packets(file, rate):
+                packet.pts, packet.dts = offset + number, done - delay
+                packet.time_base, packet.duration, packet.stream = 1 / rate, 1, stream
+                output.mux(packet)
+                done += 1
+                if sound:
+                    sound.write_until(done / rate)
+                passed(1)
+    if sound:
+        sound.close()
+    return done
 
-    def __init__(
-        self, output: OutputContainer, rate: Fraction, audio: Sound | None, encoder: str
-    ) -> None:
-        self._output, self._rate, self._audio, self._encoder = output, rate, audio, encoder
-        self._stream: Any = None
-        self._sound: SoundTrack | None = None
-        self._frames = 0
 
-    def add(self, parts: Sequence[Path], passed: Callable[[int], object]) -> int:
-        """Copy all parts, and the sound along with them; return the number of frames."""
-        delay, settings = self._delay(parts), b""  # those of the decoder are in the file once
-        for part in parts:
-            with av.open(f"file:{part}") as file:
-                own: Any = file.streams.video[0]
-                found = bytes(own.codec_context.extradata or b"")
-                if self._stream is None:
-                    settings = found
-                    self._begin(own)
-                elif found != settings:
-                    raise ValueError(f"{part} has other settings of the encoder than {parts[0]}")
-                self._copy(_packets(file, self._rate), delay, passed)
-        if self._sound:
-            self._sound.close()
-        return self._frames
-
-    def _begin(self, like: Any) -> None:  # noqa: ANN401, a stream of PyAV
-        self._stream = stream = copied_stream(self._output, like, self._rate)
-        stream.codec_context.codec_tag = like.codec_context.codec_tag
-        if self._audio is not None:
-            self._sound = SoundTrack(self._audio, self._output, self._encoder)
-
-    def _delay(self, parts: Sequence[Path]) -> int:
-        """Return how many frames decoding is ahead of showing, in the part where it is most."""
-        found = 0
-        for part in parts:
-            with av.open(f"file:{part}") as file:
-                if not file.streams.video[0].codec_context.has_b_frames:
-                    return 0
-                shown = (number for _, number in _packets(file, self._rate))
-                found = max(found, *(at - number for at, number in enumerate(shown)))
-        return found
-
-    def _copy(
-        self,
-        packets: Iterator[tuple[Packet, int]],
-        delay: int,
-        passed: Callable[[int], object],
-    ) -> None:
-        """Copy the packets of a part behind those before it."""
-        offset = self._frames
-        for packet, number in packets:
-            packet.pts, packet.dts = offset + number, self._frames - delay
-            packet.time_base, packet.duration = 1 / self._rate, 1
-            packet.stream = self._stream
-            self._output.mux(packet)
-            self._frames += 1
-            if self._sound:
-                self._sound.write_until(self._frames / self._rate)
-            passed(1)
+def _delay(parts: Sequence[Path], rate: Fraction) -> int:
+    """Return how many frames decoding is ahead of showing, in the part where it is most."""
+    found = 0
+    for part in parts:
+        with av.open(f"file:{part}") as file:
+            if not file.streams.video[0].codec_context.has_b_frames:
+                return 0
+            numbers = enumerate(number for _, number in _packets(file, rate))
+            found = max(found, *(at - number for at, number in numbers))
+    return found
 
 
 def _packets(file: InputContainer, rate: Fraction) -> Iterator[tuple[Packet, int]]:

@@ -10,7 +10,6 @@ import logging
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
@@ -51,11 +50,9 @@ except BaseException:
 class SegmentEncoder:
     """Encodes frames as a video stream of PyAV does, by a process with settings for it."""
 
-    def __init__(
-        self, settings: Settings, container: OutputContainer, begin: Callable[[], None]
-    ) -> None:
-        """Prepare; `begin` is called when the stream has been added to `container`."""
-        self._settings, self._container, self._begin = settings, container, begin
+    def __init__(self, container: OutputContainer, settings: Settings) -> None:
+        """Prepare; the stream is added to `container` with the first packets."""
+        self._container, self._settings = container, settings
         self._kept: list[list[bytes]] = []  # the frames of a segment
         self._done = 0  # frames before them
         self._process: subprocess.Popen[bytes] | None = None
@@ -143,7 +140,6 @@ class SegmentEncoder:
             own = file.streams.video[0]
             if self._stream is None:
                 self._stream = copied_stream(self._container, own, rate)
-                self._begin()
             for packet in file.demux(own):
                 if packet.size:
                     packet.pts = packet.dts = self._done

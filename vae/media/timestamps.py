@@ -1,8 +1,7 @@
 """Times of the frames of a video: selection of a range, and conversion to a constant frame rate.
 
-Times are exact fractions of a second, counted from the first frame of the file. FFmpeg's filter
-`fps` shows the latest frame at each time instead of the nearest one, and repeats and drops frames
-whose times jitter, so frames are chosen here.
+Times are exact fractions of a second from the first frame on. FFmpeg's filter `fps` repeats and
+drops frames whose times jitter, so frames are chosen here.
 """
 
 import math
@@ -15,8 +14,8 @@ import av
 # Matroska and WebM round times to 1 ms, so a frame may be 0.5 ms off; the rest covers a decimal
 # that the user rounded.
 SLACK = Fraction(6, 10_000)
-# A frame keeps its turn when it is less than this many frames off. Below 1, so that a missing frame
-# is noticed; above 1/2, so that jitter neither repeats nor drops frames.
+# Most frames that a frame is off its turn: below 1, so that a missing frame is noticed; above 1/2,
+# so that jitter neither repeats nor drops frames.
 LEEWAY = Fraction(3, 4)
 # Frames closer than this, in frames, are closer than jitter explains, and do not get a turn each.
 HASTE = Fraction(1, 3)
@@ -54,11 +53,7 @@ def timed(
 
 
 def since(frames: Iterator[TimedFrame], start: Fraction, pause: Fraction) -> Iterator[TimedFrame]:
-    """Drop the frames before `start`.
-
-    If no frame starts within `pause` seconds of it, the frame on screen at `start` comes first,
-    with its own time.
-    """
+    """Drop the frames before `start`, but not the one on screen if none follows within `pause`."""
     shown: TimedFrame | None = None
     for item in frames:
         if item.time >= start - SLACK:
@@ -83,15 +78,11 @@ def paced(
 ) -> Iterator[tuple[av.VideoFrame, int]]:
     """Convert frames to a constant rate; yield each one shown, and how often in a row.
 
-    At `start + n / fps` the frame nearest in time is shown, and the earlier one of two that are
-    equally near within the rounding of files.
-
-    `steady` is for the video's own rate. There each frame is shown once and in order while it is
-    less than `LEEWAY` frames from its turn, so jitter and rounding change nothing. A frame before a
-    pause is repeated, and of frames that come too fast the earlier ones are dropped, so that no
-    frame is shown `LEEWAY` frames too early or late. `lasts`: the last frame is shown for its own
-    duration, and not once, if every frame lasted as declared. (In MP4 the duration is the time to
-    the frame decoded next, which is not the one shown next if frames are reordered.)
+    At `start + n / fps` the frame nearest in time is shown, the earlier one of two. `steady`, for
+    the video's own rate: each frame is shown once while it is less than `LEEWAY` frames from its
+    turn; one before a pause is repeated, and of frames that come too fast the earlier ones are
+    dropped. `lasts`: the last frame is shown for its duration if all frames lasted as declared,
+    else once: in MP4 the duration is the time to the frame decoded next, not the one shown next.
     """
     last: TimedFrame | None = None
     shown = 0

@@ -37,9 +37,9 @@ _LINEAR = (0, 2, 8)
 def upright(
     path: Path, size: tuple[int, int], scaler: int, *, deep: bool
 ) -> Callable[[av.VideoFrame], Tensor]:
-    """Return a conversion to upright RGB of one size, `[height, width, 3]`, for a single thread.
+    """Return a conversion to upright RGB `[height, width, 3]` of a size, uint8, or uint16 if deep.
 
-    It gives uint8 in 0-255, or uint16 in 0-65535 if `deep`.
+    It is for a single thread.
     """
     reformatter, top = VideoReformatter(), 65535 if deep else 255
 
@@ -104,7 +104,16 @@ def _target(frame: av.VideoFrame) -> tuple[str, int, int]:
 
 def _displayed(frame: av.VideoFrame) -> av.VideoFrame:
     """Convert floats of linear light with the primaries of BT.709 to 16 bits for a display."""
-    light = _floats(frame)
+    # PyAV makes no array of halves.
+    planes: tuple[Any, ...] = frame.planes  # buffers, which their type does not declare
+    dtype = f"{'>' if frame.format.is_big_endian else '<'}f{2 if 'f16' in frame.format.name else 4}"
+    count = len(frame.format.components) // len(planes)  # of a pixel in a plane
+    size = frame.height, frame.width, count
+    rows = [np.frombuffer(plane, dtype).reshape(frame.height, -1) for plane in planes]
+    parts = [each[:, : count * frame.width].reshape(size) for each in rows]
+    if len(parts) > 1:
+        parts = [parts[2], *parts[:2], *parts[3:]]  # planes: G, B, R
+    light = np.concatenate(parts, axis=2).astype(np.float32)
     if light.shape[2] in (2, 4):
         # OpenEXR stores colors times alpha.
         alpha = light[..., -1:]
@@ -116,18 +125,3 @@ def _displayed(frame: av.VideoFrame) -> av.VideoFrame:
         light = torch.where(light <= 0.0031308, 12.92 * light, curve)
     levels = (light * 65535).round_().numpy()
     return av.VideoFrame.from_ndarray(levels.astype(np.uint16), format="rgb48le")
-
-
-def _floats(frame: av.VideoFrame) -> np.ndarray:
-    """Return the components of a frame of floats, `[H, W, C]`, which PyAV cannot do for halves."""
-    planes: tuple[Any, ...] = frame.planes  # buffers, which their type does not declare
-    dtype = f"{'>' if frame.format.is_big_endian else '<'}f{2 if 'f16' in frame.format.name else 4}"
-    count = len(frame.format.components) // len(planes)  # of a pixel in a plane
-    parts = [
-        np.frombuffer(plane, dtype).reshape(frame.height, -1)[:, : count * frame.width]
-        for plane in planes
-    ]
-    if len(parts) > 1:
-        parts = [parts[2], *parts[:2], *parts[3:]]  # planes: G, B, R
-    shape = frame.height, frame.width, -1
-    return np.concatenate([part.reshape(shape) for part in parts], axis=2).astype(np.float32)

@@ -17,6 +17,7 @@ import av
 import torch
 from av.container import OutputContainer
 from av.error import FFmpegError
+from av.packet import Packet
 from av.video.stream import VideoStream
 from torch import Tensor
 
@@ -146,10 +147,18 @@ class VideoWriter:
                     f"frames are {_size(frames.shape[1:])}; expected {_size(self._shape)}"
                 )
             for picture in frames.detach().cpu().contiguous():
-                container.mux(stream.encode(make(picture, self.frames)))
+                packets = stream.encode(make(picture, self.frames))
                 self.frames += 1
-                if self._sound:
-                    self._sound.write_until(self.frames / self.fps)
+                self._mux(container, packets)
+
+    def _mux(self, container: OutputContainer, packets: list[Packet]) -> None:
+        """Store packets of frames, and the sound up to the frames that are encoded."""
+        # The stream of the sound follows that of the frames, which is there with their packets.
+        if packets and self._audio and not self._sound:
+            self._sound = SoundTrack(self._audio, container, self._sound_encoder)
+        container.mux(packets)
+        if self._sound:
+            self._sound.write_until(self.frames / self.fps)
 
     def cancel(self) -> None:
         """Make `write` raise in another thread, even while the encoder hangs."""
@@ -175,6 +184,7 @@ class VideoWriter:
             self._open_encoder(dtype)
 
     def _open_encoder(self, dtype: torch.dtype) -> None:
+        """Open the encoder as `encoding` says, and the file."""
         encoder, bit_depth, pixels = self.encoding
         maker = FrameMaker(self.codec.name, pixels, bit_depth, self._dither, self.fps)
         context: dict[str, Any] = dict(maker.tags)
@@ -188,27 +198,16 @@ class VideoWriter:
         size = self._shape[1], self._shape[0]
         settings = Settings(encoder, options, self.fps, size, pixels, context)
         with ExitStack() as stack:
-            container = self._container()
-            stack.callback(container.close)
-
-            def add_sound() -> None:  # after the stream of the frames
-                if self._audio:
-                    self._sound = SoundTrack(self._audio, container, self._sound_encoder)
-
-            if SegmentEncoder.serves(encoder):
-                stream = SegmentEncoder(settings, container, add_sound)
+            if self.codec.is_sequence:
+                folder = ImageFolder(self._draft.part, self.codec.suffix, self._metadata)
+                container = cast(OutputContainer, folder)
             else:
-                stream = add_stream(container, settings)
-                add_sound()
+                container = new_container(self._draft.part, self._format, self._metadata)
+            stack.callback(container.close)
+            serves = SegmentEncoder.serves(encoder)
+            stream = (SegmentEncoder if serves else add_stream)(container, settings)
             stack.pop_all()
         self._output = container, stream, maker
-
-    def _container(self) -> OutputContainer:
-        if self.codec.is_sequence:
-            folder = ImageFolder(self._draft.part, self.codec.suffix)
-            folder.metadata.update(self._metadata)
-            return cast(OutputContainer, folder)
-        return new_container(self._draft.part, self._format, self._metadata)
 
     def _close(self, kind: type[BaseException] | None, *_: object) -> None:
         """Finish or discard the file; runs before `whole_file` renames or removes it."""
@@ -220,28 +219,24 @@ class VideoWriter:
         try:
             if kind is None:
                 with errors_name(self.path), closing(container):
-                    self._finish(container, stream)
-            else:
-                # Closing copies the whole file to move the index to the front, unless the name is
-                # gone. Windows keeps the name of an open file.
-                with suppress(OSError):
-                    self._draft.part.unlink()
-                # Another error is being raised; this one repeats it for the same disk.
-                with suppress(FFmpegError):
-                    container.close()
+                    last = stream.encode(None)
+                    if self.encoding.encoder == "libx265" and self.frames <= X265_DELAY:
+                        for packet in last:
+                            packet.dts = packet.pts
+                    self._mux(container, last)
+                    if self._sound:
+                        self._sound.close()
+                return
+            # Closing copies the whole file to move the index to the front, unless the name is gone.
+            # Windows keeps the name of an open file.
+            with suppress(OSError):
+                self._draft.part.unlink()
+            # Another error is being raised; this one repeats it for the same disk.
+            with suppress(FFmpegError):
+                container.close()
         finally:
             if isinstance(stream, SegmentEncoder):
                 stream.close()
-
-    def _finish(self, container: OutputContainer, stream: VideoStream | SegmentEncoder) -> None:
-        last = stream.encode(None)
-        if self.encoding.encoder == "libx265" and self.frames <= X265_DELAY:
-            for packet in last:
-                packet.dts = packet.pts
-        container.mux(last)
-        if self._sound:
-            self._sound.write_until(self.frames / self.fps)
-            self._sound.close()
 
 
 def new_container(

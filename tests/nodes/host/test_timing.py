@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fast_video_vae.tests.nodes.server import AUTO, VAE_FILE, VIDEO, PromptError, Workflow
-from fast_video_vae.tests.nodes.vae.pairs import ours
+from fast_video_vae.tests.nodes.vae.pairs import clip, ours, v3_node
 
 pytestmark = pytest.mark.comfyui
 
@@ -76,18 +76,6 @@ def clock(timing, monkeypatch):
     return clock
 
 
-@pytest.fixture
-def measured(timing, monkeypatch, caplog):
-    """End the prompt, and return the report that it logs as JSON, and the seconds of each kind."""
-
-    def ended():
-        monkeypatch.setenv("FAST_VIDEO_VAE_TIMING", "json")
-        report = json.loads(logged(caplog)[-1])
-        return report, {row["kind"]: row["seconds"] for row in report["rows"]}
-
-    return ended
-
-
 def finish(prompt):
     """Notify the providers of caches, as ComfyUI does at the end of every prompt."""
     from comfy_execution.cache_provider import _get_cache_providers
@@ -96,12 +84,29 @@ def finish(prompt):
         provider.on_prompt_end(prompt)
 
 
-def logged(caplog, prompt="a"):
+@pytest.fixture
+def logged(timing, caplog):
     """End a prompt, and return what it logs."""
-    caplog.clear()
-    with caplog.at_level(logging.INFO):
-        finish(prompt)
-    return [record.getMessage() for record in caplog.records if "timing" in record.name]
+
+    def ended(prompt="a"):
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            finish(prompt)
+        return [record.getMessage() for record in caplog.records if "timing" in record.name]
+
+    return ended
+
+
+@pytest.fixture
+def measured(logged, monkeypatch):
+    """End the prompt, and return the report that it logs as JSON, and the seconds of each kind."""
+
+    def ended():
+        monkeypatch.setenv("FAST_VIDEO_VAE_TIMING", "json")
+        report = json.loads(logged()[-1])
+        return report, {row["kind"]: row["seconds"] for row in report["rows"]}
+
+    return ended
 
 
 def in_thread(function, *arguments):
@@ -110,7 +115,7 @@ def in_thread(function, *arguments):
     thread.join()
 
 
-def test_a_table_has_the_rows_in_the_order_of_the_work_and_is_logged_once(timing, clock, caplog):
+def test_a_table_has_the_rows_in_the_order_of_the_work_and_is_logged_once(timing, clock, logged):
     assert timing.text() == NOTHING
     pieces = [("of another pack", "", 1.0), ("denoise", "high noise", 2.0)]
     pieces += [("denoise", "high noise", 1.0), ("denoise", "low noise", 3.0)]
@@ -128,27 +133,23 @@ def test_a_table_has_the_rows_in_the_order_of_the_work_and_is_logged_once(timing
         "  of another pack                       1    1.000",
     ]
     assert timing.text().splitlines() == table
-    assert [line.splitlines() for line in logged(caplog)] == [table]
-    assert logged(caplog) == []
+    assert [line.splitlines() for line in logged()] == [table]
+    assert logged() == []
 
 
-@pytest.mark.parametrize(
-    ("pieces", "expected"),
-    [
+def test_inner_pieces_are_subtracted_from_outer_ones(timing, measured):
+    for pieces, expected in (
         (
             [("file", 6, 6.5), ("load", 1, 6.5), ("compile", 8.5, 8.75), ("VAE decode", 0, 8.75)],
             {"VAE decode": 3, "load": 5, "compile": 0.25, "file": 0.5},
         ),
-        ([("file", 0, 2), ("VAE decode", 1, 3)], {"file": 2, "VAE decode": 2}),
+        ([("file", 0, 2), ("VAE decode", 1, 3)], {"file": 2, "VAE decode": 2}),  # they overlap
         # Nested pieces of one row count once.
         ([("file", 3, 7), ("load", 1, 7), ("load", 0, 7)], {"load": 3, "file": 4}),
-    ],
-    ids=["within", "overlap", "same"],
-)
-def test_inner_pieces_are_subtracted_from_outer_ones(timing, measured, pieces, expected):
-    for kind, first, last in pieces:
-        timing.add(kind, timing.Instant(first), timing.Instant(last))
-    assert measured()[1] == expected
+    ):
+        for kind, first, last in pieces:
+            timing.add(kind, timing.Instant(first), timing.Instant(last))
+        assert measured()[1] == expected
 
 
 def test_a_device_measures_its_own_seconds_and_waits_for_the_table_alone(
@@ -170,32 +171,19 @@ def test_a_device_measures_its_own_seconds_and_waits_for_the_table_alone(
     assert report == {"prompt": "a", "wall": 11, "measured": 15, "stopped": ""}
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="events need a CUDA device")
-def test_a_real_device_measures_its_own_seconds(timing, measured):
-    torch.cuda.synchronize()
-    with timing.span("denoise", device=CUDA):
-        torch.cuda._sleep(1_000_000_000)  # cycles: half a second
-    assert 0.2 < measured()[1]["denoise"] < 5
-
-
-@pytest.mark.parametrize(("ended", "after"), [("a", "load"), ("another", "no time was measured")])
-def test_nothing_is_logged_if_turned_off_or_the_end_is_not_reported(
-    timing, monkeypatch, caplog, ended, after
-):
-    if ended == "a":
-        monkeypatch.setenv("FAST_VIDEO_VAE_TIMING", " OFF ")
+def test_nothing_is_logged_if_turned_off_or_the_end_is_not_reported(timing, monkeypatch, logged):
     with timing.span("load"):
         pass
-    text = timing.text()
-    assert logged(caplog, ended) == []
-    assert after in (text if ended == "a" else timing.text())
+    assert "load" in timing.text()
+    assert logged("another") == []
+    assert timing.text() == NOTHING
+    monkeypatch.setenv("FAST_VIDEO_VAE_TIMING", " OFF ")
+    with timing.span("load"):
+        pass
+    assert logged() == []
 
 
-@pytest.mark.parametrize(
-    ("error", "mark"),
-    [(RuntimeError, "failed"), (KeyboardInterrupt, "interrupted"), (None, "interrupted")],
-)
+@pytest.mark.parametrize(("error", "mark"), [(RuntimeError, "failed"), (None, "interrupted")])
 def test_a_failed_piece_is_measured_and_marked(timing, clock, measured, error, mark):
     from comfy.model_management import InterruptProcessingException
 
@@ -261,9 +249,9 @@ def test_the_nodes_measure_what_they_do(timing, inference, measured):
 
     (vae,) = ours("Load", vae_name="bundled demo").args
     (vae,) = ours("Accelerate", vae=vae, chunk=2).args
-    frames, video = ours("DemoClip").args
-    ours("Encode", pixels=frames[:5], vae=vae)
-    latent, *_ = ours("EncodeVideo", video=video, vae=vae, max_frames=9).args
+    (video,) = v3_node("nodes_video", "CreateVideo", images=clip(5, 16, 16), fps=16.0)
+    ours("Encode", pixels=clip(5, 16, 16), vae=vae)
+    latent, *_ = ours("EncodeVideo", video=video, vae=vae).args
     _, text = ours("Decode", samples=latent, vae=vae).args
     assert text == timing.text()
     images = torch.zeros(1, 16, 16, 3)  # of a VAE of another pack
@@ -288,7 +276,7 @@ def test_kernel_builds_and_compilations_are_subtracted_from_the_outer_piece(timi
             time.sleep(0.02)
 
     def slow(graph, _):
-        time.sleep(0.3)
+        time.sleep(0.1)
         return graph.forward
 
     torch._dynamo.reset()
@@ -310,7 +298,7 @@ def test_kernel_builds_and_compilations_are_subtracted_from_the_outer_piece(timi
         ("VAE decode", "", 1),
     ]
     assert seconds["kernel build"] >= 0.02
-    assert seconds["compile"] >= 0.3
+    assert seconds["compile"] >= 0.1
     assert report["measured"] == pytest.approx(report["wall"], abs=0.01)
     torch._dynamo.reset()
 
@@ -323,29 +311,19 @@ def test_the_log_has_one_table_per_prompt_over_http(server):
     folder = server.models("vae")
     own = shutil.copy(folder / VAE_FILE, folder / "timed.safetensors").name  # not in any cache
     workflow = Workflow()
-    inputs = {"samples": workflow.latent(32, 13), "vae": workflow.load(own)}
-    decoded, _ = workflow.add("FastVAE_Decode", **inputs)
+    inputs = {"samples": workflow.latent(16, 5), "vae": workflow.load(own)}
     written, _ = workflow.add("FastVAE_DecodeVideo", **inputs, **VIDEO)
-    shown = [workflow.add("PreviewAny", source=[node, 1])[0] for node in (decoded, written)]
+    shown, _ = workflow.add("PreviewAny", source=[written, 1])
     before = len(server.log())
-    outputs = server.run(workflow)
-    texts = [outputs[name]["text"][0] for name in shown]
-    assert re.search(rf"^ *load +{own}.*^ *VAE decode", texts[0], re.MULTILINE | re.DOTALL)
-    assert "file" in texts[1]
+    (text,) = server.run(workflow)[shown]["text"]
+    assert re.search(rf"^ *load +{own}.*^ *VAE decode.*^ *file", text, re.MULTILINE | re.DOTALL)
     log = server.log()[before:]
     (total,) = TOTALS.finditer(log)
     assert 0 < float(total[1]) <= float(total[2]) + 0.001
     assert total[3] == ""
-    table = log[total.start() :].splitlines()
-    assert [line.split()[0] for line in table[2:6]] == ["load", "load", "VAE", "file"]
     before = len(server.log())
-    again = server.run(workflow)  # all outputs come from the cache
-    assert [again[name]["text"][0] for name in shown] == texts
+    assert server.run(workflow)[shown]["text"] == [text]  # all outputs come from the cache
     assert not TOTALS.search(server.log()[before:])
-
-
-def test_a_failed_prompt_reports_its_timings_over_http(server):
-    before, workflow = len(server.log()), Workflow()
     vae = workflow.add("FastVAE_Load", vae_name=VAE_FILE, **AUTO | {"chunk": 7})
     latent = workflow.add("EmptyLatentImage", width=64, height=64, batch_size=1)  # 4 channels
     workflow.add("PreviewImage", images=workflow.add("FastVAE_Decode", samples=latent, vae=vae))

@@ -27,11 +27,11 @@ from fast_video_vae.vae.media import Audio
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
 
 
-@pytest.mark.parametrize(("most", "chunk"), [(1, 0), (4, 1), (12, -1), (99, 1)])
+@pytest.mark.parametrize(("most", "chunk"), [(1, 0), (7, -1), (99, 1)])
 @pytest.mark.parametrize("kind", ["fast", "stock", "picture_vae"])
 def test_a_file_gives_the_latent_of_its_frames(request, kind, tmp_path, caplog, most, chunk):
     """In the depth of the file; frames are pictures for `picture_vae`, and opaque."""
-    vae, pictures, read = request.getfixturevalue(kind), moving_clip(18, 64, 64), min(most, 18)
+    vae, pictures, read = request.getfixturevalue(kind), moving_clip(10, 64, 64), min(most, 10)
     count = read if kind == "picture_vae" else read - (read - 1) % 4
     video = written(pictures, tmp_path / "x.mkv")
     with caplog.at_level(logging.INFO):
@@ -47,11 +47,11 @@ def test_a_file_gives_the_latent_of_its_frames(request, kind, tmp_path, caplog, 
 
 
 def test_images_of_a_video_are_encoded_without_a_file(fast):
-    images = clip(18)  # floats, which keep all of their bits
+    images = clip(10)  # floats, which keep all of their bits
     (video,) = v3_node("nodes_video", "CreateVideo", images=images, fps=12.0, audio=tone(1))
     samples, fps, count, audio = encode(fast, video)
     assert_encoded(samples, fast, images)
-    assert (fps, count) == (12, 17)
+    assert (fps, count) == (12, 9)
     assert audio["waveform"].equal(tone(1)["waveform"])
     assert encode(fast, video, max_frames=6)[3]["waveform"].shape[-1] == 44100 // 2
 
@@ -86,22 +86,20 @@ def test_another_rate_repeats_or_drops_frames_and_another_size_is_center_cropped
     pictures = moving_clip(17, 64, 96)
     video = make(pictures, tmp_path / "x.mkv")
     # Of two equally near frames the earlier.
-    for fps, shown in ((8.0, range(0, 17, 2)), (32.0, [0, 0, 1, 1, 2, 2, 3, 3, 4])):
+    for fps, shown in ((8.0, range(0, 9, 2)), (32.0, [0, 0, 1, 1, 2])):
         samples, *rest = encode(fast, video, fps=fps, max_frames=len(shown))
         assert rest == [fps, len(shown), None]
         assert_encoded(samples, fast, pictures[list(shown)].float() / 255)
     for width, height, expected in (
-        (0, 0, (8, 12)),
         (48, 0, (4, 6)),  # the height follows the aspect ratio
         (0, 32, (4, 6)),
         (64, 64, (8, 8)),  # the sides are cropped
-        (192, 96, (12, 24)),
         (50, 50, (6, 6)),  # to multiples of eight
     ):
-        samples, *_ = encode(fast, video, width=width, height=height, max_frames=5)
+        samples, *_ = encode(fast, video, width=width, height=height, max_frames=1)
         assert samples.shape[-2:] == expected
         if (width, height) == (64, 64):  # no pixel is resized
-            assert_encoded(samples, fast, pictures[:5, :, 16:80].float() / 255)
+            assert_encoded(samples, fast, pictures[:1, :, 16:80].float() / 255)
 
 
 def test_a_file_that_is_not_a_video_is_a_one_line_error(fast, tmp_path):

@@ -1,19 +1,29 @@
-"""Videos with a varying rate keep their timing, those with a constant rate every frame."""
+"""Times of frames: varying and constant rates, other rates, ranges, and files in memory."""
 
+import io
 import itertools
 import logging
+import math
 import random
 from fractions import Fraction
 
 import pytest
 import torch
 
-from fast_video_vae.tests.videos import numbered_clip, numbers, pieces_of, write_with
+from fast_video_vae.tests.videos import (
+    av,
+    moving_clip,
+    numbered_clip,
+    numbers,
+    pieces_of,
+    stacked,
+    write,
+    write_with,
+)
 from fast_video_vae.vae.media import read_video
 from fast_video_vae.vae.media.cadence import cadence
+from fast_video_vae.vae.media.timestamps import TimedFrame, paced, timed
 
-# Matroska, and WebM with it, rounds times to 1 ms.
-CONTAINERS = [("mkv", "matroska"), ("mp4", "mp4")]
 NTSC_FILM = Fraction(24000, 1001)
 
 
@@ -29,11 +39,12 @@ def phone(count):
     return [round(time) for time in itertools.accumulate([0, *apart])]
 
 
-def irregular(path, times, container="matroska"):
+def irregular(path, times):
     def clear(stream):
         stream.bit_rate = 4_000_000  # so the grays are distinct
 
-    clip = numbered_clip(len(times), 32, 32)
+    container = {".mkv": "matroska"}.get(path.suffix, "mp4")
+    clip = numbered_clip(len(times), 16, 16)
     return write_with(path, clip, container, times=times, prepare=clear)
 
 
@@ -59,11 +70,13 @@ VARYING = {
 }
 
 
-@pytest.mark.parametrize(("suffix", "container"), CONTAINERS)
-@pytest.mark.parametrize("name", VARYING)
-def test_a_varying_rate_keeps_its_timing(tmp_path, caplog, suffix, container, name):
+# Matroska, and WebM with it, rounds times to 1 ms; MP4 has an index.
+@pytest.mark.parametrize(
+    ("name", "suffix"), [*((name, "mkv") for name in VARYING), ("one gap", "mp4")]
+)
+def test_a_varying_rate_keeps_its_timing(tmp_path, caplog, name, suffix):
     times, fps, last = VARYING[name]
-    video = read_video(irregular(tmp_path / f"a.{suffix}", times, container))
+    video = read_video(irregular(tmp_path / f"a.{suffix}", times))
     assert fps is None or abs(video.fps / fps - 1) < 0.002  # times in ms
     tick = 1000 / video.fps
     with caplog.at_level(logging.INFO):
@@ -79,25 +92,81 @@ def test_a_varying_rate_keeps_its_timing(tmp_path, caplog, suffix, container, na
     assert f"read at {float(video.fps):.5g} frames per second" in said[0]
 
 
-@pytest.mark.parametrize(("suffix", "container"), CONTAINERS)
 @pytest.mark.parametrize(
-    ("times", "fps"),
+    ("times", "fps", "suffix"),
     [
-        (even(120, NTSC_FILM), NTSC_FILM),
-        (even(60, Fraction(30000, 1001)), None),  # too short to distinguish it from 30
-        (phone(90), None),
-        (even(300, 10), 10),  # more frames than are sampled
+        (even(120, NTSC_FILM), NTSC_FILM, "mkv"),
+        (even(60, Fraction(30000, 1001)), None, "mkv"),  # too short to distinguish it from 30
+        (phone(90), None, "mp4"),
+        (even(300, 10), 10, "mkv"),  # more frames than are sampled
         # 24 per second on a 60 Hz screen: each frame is shown for two or three refreshes
-        ([round(1000 * round(index * 2.5) / 60) for index in range(60)], 24),
+        ([round(1000 * round(index * 2.5) / 60) for index in range(60)], 24, "mkv"),
     ],
 )
-def test_jitter_neither_repeats_nor_drops_frames(tmp_path, caplog, suffix, container, times, fps):
-    video = read_video(irregular(tmp_path / f"a.{suffix}", times, container))
+def test_jitter_neither_repeats_nor_drops_frames(tmp_path, caplog, times, fps, suffix):
+    video = read_video(irregular(tmp_path / f"a.{suffix}", times))
     assert fps is None or abs(video.fps / fps - 1) < 0.0002
+    assert not video.varies
     with caplog.at_level(logging.INFO):
         assert torch.equal(torch.stack(list(video.frames())), pieces_of(video))
     assert "it is read at" not in caplog.text or fps != NTSC_FILM  # the files declare 24
     assert abs(len(times) / video.fps - times[-1] / 1000) < 2 / video.fps
+
+
+def test_another_rate_shows_the_nearest_frame_and_a_range_that_on_screen(tmp_path):
+    times = [0, 100, 150, 900, 2000, 2010, 3000]
+    video = read_video(irregular(tmp_path / "a.mkv", times))
+    for fps in (Fraction(1, 2), Fraction(5), Fraction(16), Fraction(30000, 1001), Fraction(60)):
+        found = shown(video, fps=fps)
+        for tick in range(math.ceil(3 * fps)):
+            away = [abs(Fraction(time, 1000) - tick / fps) for time in times]
+            # Distances within the rounding of files are equal: the earlier frame is shown.
+            first = next(
+                n for n, each in enumerate(away) if each < min(away) + Fraction(12, 10_000)
+            )
+            assert found[tick] == first, (fps, tick)
+    # The frame on screen, unless the next one starts soon.
+    for start, number in ((1.0, 3), (1.98, 4), (2.0, 4), (2.004, 5)):
+        assert shown(video, start=start, fps=video.fps)[0] == number
+
+
+@pytest.mark.parametrize(
+    ("times", "fps", "end", "expected"),
+    [
+        ([0, 1, 2, 5, 6, 7], 1, None, [0, 1, 2, 2, 2, 3, 4]),  # a pause
+        ([0, 1, 2, 9], 1, None, [0, 1, *[2] * 7]),  # the last frame lasts until 9
+        ([0, 1, 2, 9], 1, 4, [0, 1, 2, 2]),  # but not past the end
+        ([0, 1, 1, 1, 4, 5], 1, None, [0, 1, 2, 3, 4]),  # equal times
+        ([0, 0.2, 0.4, 0.6, 3, 4], 1, None, [2, 3, 3, 4]),  # too fast
+        ([0, 1.4, 1.7, 3.4, 4], 1, None, [0, 1, 2, 3]),  # jitter
+    ],
+)
+def test_pauses_repeat_frames_and_bursts_drop_them(times, fps, end, expected):
+    pairs = enumerate(itertools.pairwise(map(Fraction, times)))
+    items = [TimedFrame(begin, until, number) for number, (begin, until) in pairs]
+    found = paced(items, Fraction(fps), items[0].time, end, steady=True)
+    assert [frame for frame, count in found for _ in range(count)] == expected
+
+
+def frame_at(milliseconds):
+    frame = av.VideoFrame(16, 16, "gray")
+    frame.pts, frame.time_base = milliseconds, Fraction(1, 1000)
+    return frame
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        ([None, None, None], [0, 40, 80]),
+        ([0, 40, 30, 80], [0, 40, 40, 80]),  # damage
+        ([0, 40, 5000, 5040], [0, 40, 5000, 5040]),  # a pause
+        ([0, 40, 9_000_000, 9_000_040], [0, 40, 80, 120]),  # another clock
+        ([5000, 5040, 0, 40], [5000, 5040, 5080, 5120]),  # the clock restarts
+    ],
+)
+def test_a_jump_of_the_clock_is_not_a_pause(times, expected):
+    found = timed([frame_at(time) for time in times], Fraction(0), Fraction(25))
+    assert [round(1000 * item.time) for item in found] == expected
 
 
 @pytest.mark.parametrize(
@@ -118,3 +187,133 @@ def test_a_rate_is_found_from_times(times, announced, fps, is_constant):
     found, constant = cadence(times, announced)
     assert constant is is_constant
     assert found == pytest.approx(fps)
+
+
+CONTAINERS = [
+    ("mp4", "h264", "mp4"),
+    ("matroska", "h264", "mkv"),  # declares a duration, but no frame count
+    ("mpegts", "h264", "ts"),
+    ("avi", "mpeg4", "avi"),
+]
+RANGES = [
+    (0.0, 1.0, range(24)),
+    (1.0, 1.0, range(24, 48)),  # begins where the first range ends
+    (5 / 24, 1 / 24, range(5, 6)),  # a single frame
+    (1.26, 0.5, range(31, 43)),  # between two frames
+    (3.0, None, range(72, 100)),
+    (99 / 24, 9.0, range(99, 100)),  # past the end
+]
+
+
+def short_groups(stream):
+    stream.codec_context.gop_size = 10
+
+
+@pytest.mark.parametrize(("container", "codec", "suffix"), CONTAINERS)
+def test_a_range_is_exact(tmp_path, container, codec, suffix):
+    clip = moving_clip(100, 32, 48)
+    path = write_with(tmp_path / f"a.{suffix}", clip, container, codec, prepare=short_groups)
+    video = read_video(path)
+    frames = stacked(video)
+    assert (video.estimated_frames, len(frames), video.fps) == (100, 100, 24)
+    for start, duration, expected in RANGES:
+        found = torch.stack(list(video.frames(start, duration)))
+        assert torch.equal(found, frames[expected.start : expected.stop])
+        assert video.estimate(start=start, duration=duration) == len(expected)
+
+
+def test_a_range_skips_earlier_frames(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randint(256, (300, 48, 64, 3), dtype=torch.uint8, generator=generator)
+    whole = write_with(tmp_path / "a.mp4", noise, "mp4", prepare=short_groups).read_bytes()
+
+    class Counted(io.BytesIO):
+        taken = 0
+
+        def read(self, count=-1):
+            data = super().read(count)
+            self.taken += len(data)
+            return data
+
+    file = Counted(whole)
+    video = read_video(file)
+    file.taken = 0
+    assert len(list(video.frames(295 / 24))) == 5
+    assert file.taken < len(whole) / 4
+
+
+def test_a_video_that_begins_late_counts_from_its_first_frame(tmp_path):
+    times = [10_000 + round(1000 * index / 24) for index in range(48)]
+    for container in ("mp4", "matroska"):
+        video = read_video(write_with(tmp_path / "late", numbered_clip(48), container, times=times))
+        assert video.estimated_frames == len(list(video.frames())) == 48
+        found = list(video.frames(1.0, 0.25))
+        assert numbers(torch.stack(found)) == [24, 25, 26, 27, 28, 29]
+
+
+@pytest.fixture(scope="module")
+def numbered(tmp_path_factory):
+    return read_video(write(tmp_path_factory.mktemp("numbered") / "a.mp4", numbered_clip(24)))
+
+
+@pytest.mark.parametrize(
+    ("fps", "expected"),
+    [
+        (24, list(range(24))),
+        (12, list(range(0, 24, 2))),
+        (48, [number for number in range(24) for _ in range(2)]),
+        (16, [0, 1, 3, 4, 6, 7, 9, 10, 12, 13, 15, 16, 18, 19, 21, 22]),
+    ],
+)
+def test_another_rate_repeats_or_drops_frames(numbered, fps, expected):
+    assert numbers(pieces_of(numbered, fps=Fraction(fps))) == expected
+    assert numbered.estimate(fps=Fraction(fps)) == len(expected)
+
+
+def test_a_frame_limit_ends_reading(numbered):
+    assert [piece.shape[2] for piece in numbered.pieces(limit=6)] == [4, 2]
+    assert numbers(pieces_of(numbered, limit=3, fps=Fraction(8), start=0.5)) == [12, 15, 18]
+    assert numbered.estimate(limit=6) == 6
+
+
+def test_a_file_in_memory_reads_like_a_file_on_disk(tmp_path):
+    path = write(tmp_path / "a.mp4", moving_clip(30))
+    file = io.BytesIO(path.read_bytes())
+    file.read(100)  # its position must not matter
+    video, expected = read_video(file), read_video(path)
+    assert (video.height, video.width, video.fps, video.estimated_frames) == (48, 64, 24, 30)
+    assert torch.equal(stacked(video), stacked(expected))
+    assert torch.equal(stacked(video), stacked(expected))
+    # Two readers at once, each with its own position.
+    for first, second in zip(video.frames(), video.frames(0.5), strict=False):
+        assert not torch.equal(first, second)
+    assert len(list(video.frames(0.5))) == 18
+    assert not file.closed
+    with path.open("rb") as opened:
+        assert len(list(read_video(opened).frames())) == 30
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"start": -1.0}, "start is -1.0 s; expected 0 or more"),
+        ({"start": float("nan")}, "start is nan s"),
+        ({"start": 60.0}, r"a\.mp4 lasts 1\.00 s; start is 60\.0 s"),
+        ({"duration": 0.0}, "duration is 0.0 s; expected more than 0"),
+        ({"fps": 0}, "fps is 0; expected more than 0 and less than 10000"),
+        ({"fps": float("nan")}, "fps is nan"),
+        ({"fps": 10_000}, "fps is 10000"),
+        ({"limit": 0}, "limited to 0; expected at least 1"),
+        ({"frames": 0}, "frames are 0"),
+        ({"multiple": 49}, r"a\.mp4 is 64x48; expected at least 49x49"),
+        ({"size": (4, 4), "multiple": 8}, r"a\.mp4 is 64x48, requested as 4x4; expected"),
+    ],
+)
+def test_an_impossible_range_is_an_error_before_any_work(numbered, options, message):
+    with pytest.raises(ValueError, match=message):
+        numbered.pieces(**options)
+
+
+def test_a_range_after_the_last_frame_is_an_error(numbered):
+    with pytest.raises(ValueError, match=r"a\.mp4 has no frame at 1\.1 s or later"):
+        next(numbered.pieces(start=1.1))

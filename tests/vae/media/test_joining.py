@@ -12,7 +12,11 @@ from fast_video_vae.vae.media import Audio, VideoWriter, available_codecs, codec
 av = pytest.importorskip("av", reason="PyAV is not installed")
 
 RATE = Fraction(30000, 1001)
-CODECS = [name for name in available_codecs() if not codec_named(name).is_sequence]
+QUICK = ("h264", "av1", "ffv1")  # with B-frames, of another process, in Matroska
+CODECS = [
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+    for name in available_codecs() if not codec_named(name).is_sequence
+]  # fmt: skip
 
 
 def parts_of(folder, codec, lengths, size=(64, 96), **options):

@@ -47,6 +47,7 @@ def stored(shape, **metadata):
         (stored((2, 16, 1, 2, 2)), ValueError, r"is \[2, 16, 1, 2, 2\]"),  # two videos
         (stored((1, 16, 0, 2, 2)), ValueError, r"is \[1, 16, 0, 2, 2\]; expected"),
         (stored((1, 16, 1, 2, 2), fps="x"), ValueError, "gives its fps as 'x'; expected a number"),
+        (stored((1, 16, 1, 2, 2), fps="0"), ValueError, "gives its fps as '0'; expected a number"),
         # Fraction would create a number of a billion digits
         (stored((1, 16, 1, 2, 2), fps="1e999999999"), ValueError, "its fps as '1e999999999'; exp"),
     ],

@@ -12,7 +12,6 @@ from fast_video_vae.tests.videos import (
     COLOR_ERROR,
     av,
     moving_clip,
-    pieces_of,
     stacked,
     write,
     write_with,
@@ -21,37 +20,19 @@ from fast_video_vae.tests.videos import (
 from fast_video_vae.vae.media import read_video
 
 
-@pytest.mark.parametrize(
-    ("frames", "size", "expected"),
-    [
-        (1, 4, [1]),  # a single frame
-        (9, 4, [4, 4, 1]),
-    ],
-)
-def test_pieces_hold_consecutive_frames(tmp_path, frames, size, expected):
-    video = read_video(write(tmp_path / "a.mp4", moving_clip(frames)))
-    pieces = list(video.pieces(frames=size))
-    assert [piece.shape for piece in pieces] == [(1, 3, count, 48, 64) for count in expected]
-    assert pieces[0].dtype == torch.uint8
-    assert torch.equal(pieces_of(video, frames=size), stacked(video))
-
-
-@pytest.mark.parametrize(
-    ("height", "width", "expected"),
-    [
-        (50, 70, (48, 64)),  # the same crop on both sides
-        (33, 21, (32, 16)),  # odd, and not a multiple of swscale's block size
-    ],
-)
-def test_pieces_are_center_cropped(tmp_path, height, width, expected):
-    frames = moving_clip(3, height, width)
-    path = write_with(tmp_path / "a.mkv", frames, "matroska", "ffv1", pix_fmt="bgr0")
-    video = read_video(path)
-    assert (video.height, video.width) == (height, width)
-    top, left = (height - expected[0]) // 2, (width - expected[1]) // 2
-    (piece,) = video.pieces(multiple=8)
-    kept = frames[:, top : top + expected[0], left : left + expected[1]]
-    assert torch.equal(piece[0].permute(1, 2, 3, 0), kept)  # FFV1 is lossless
+def test_pieces_hold_consecutive_frames_which_are_cropped_about_the_center(tmp_path):
+    for frames, count, expected in ((1, 4, [1]), (9, 4, [4, 4, 1])):
+        # An odd size, which is no multiple of swscale's block size.
+        clip = moving_clip(frames, 33, 21)
+        path = write_with(tmp_path / "a.mkv", clip, "matroska", "ffv1", pix_fmt="bgr0")
+        video = read_video(path)
+        assert (video.height, video.width) == (33, 21)
+        pieces = list(video.pieces(frames=count, multiple=8))
+        assert [piece.shape for piece in pieces] == [(1, 3, each, 32, 16) for each in expected]
+        assert pieces[0].dtype == torch.uint8
+        kept = clip[:, 0:32, 2:18]
+        assert torch.equal(torch.cat(pieces, 2)[0].permute(1, 2, 3, 0), kept)  # FFV1 is lossless
+        assert torch.equal(stacked(video), clip)
 
 
 @pytest.mark.parametrize(
@@ -149,15 +130,14 @@ def test_the_error_for_a_bad_file_is_one_line_with_its_name(tmp_path, name, make
         list(read_video(path).frames())
 
 
-OTHERS = [("ffv1", "mkv"), ("vp9", "webm")]
 PEAKS = """
 import resource, sys
 from fast_video_vae.tests.videos import moving_clip
 from fast_video_vae.vae.media import BackgroundWriter, VideoWriter, read_video
-side, *lengths = map(int, sys.argv[3:])
+side, *lengths = map(int, sys.argv[2:])
 picture = moving_clip(1, side, side)
 for frames in lengths:
-    with VideoWriter(sys.argv[1], 24, codec=sys.argv[2], overwrite=True) as writer:
+    with VideoWriter(sys.argv[1], 24, overwrite=True) as writer:
         with BackgroundWriter(writer.write) as background:
             for shift in range(frames):
                 background.put(picture.roll(shift, 2))
@@ -168,12 +148,8 @@ for frames in lengths:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Python measures no peak memory on Windows")
-@pytest.mark.parametrize(
-    ("codec", "suffix"),
-    [("h264", "mp4"), *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHERS)],
-)
-def test_memory_does_not_grow_with_length(tmp_path, codec, suffix):
-    command = script_command(PEAKS, tmp_path / f"a.{suffix}", codec, 256, 65, 257)
+def test_memory_does_not_grow_with_length(tmp_path):
+    command = script_command(PEAKS, tmp_path / "a.mp4", 256, 33, 161)
     peaks = list(map(int, succeeded(command).stdout.split()))
     # In KiB: half the YUV bytes of the additional frames, a quarter of their RGB bytes.
-    assert peaks[1] - peaks[0] < 256 * 256 * 1.5 / 1024 / 2 * (257 - 65)
+    assert peaks[1] - peaks[0] < 256 * 256 * 1.5 / 1024 / 2 * (161 - 33)

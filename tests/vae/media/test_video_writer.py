@@ -21,9 +21,7 @@ from fast_video_vae.tests.videos import (
 from fast_video_vae.vae.media import BackgroundWriter, VideoWriter, frames_to_uint8
 
 
-@pytest.mark.parametrize(
-    "color", [(0, 0, 0), (255, 255, 255), (255, 0, 0), (0, 255, 0), (20, 60, 180), (250, 3, 99)]
-)
+@pytest.mark.parametrize("color", [(0, 0, 0), (255, 255, 255), (20, 60, 180), (250, 3, 99)])
 def test_written_colors_are_bt709(tmp_path, color):
     clip = torch.tensor(color, dtype=torch.uint8).expand(2, 32, 48, 3)
     path = write(tmp_path / "a.mp4", clip, quality=100)
@@ -58,14 +56,13 @@ def test_missing_or_invalid_frames_are_refused(tmp_path, pieces, message):
 
 
 # Full while frames are written, or at the last byte, when the index moves to the front.
-@pytest.mark.parametrize("limit_bytes", [20_000, None])
 @pytest.mark.parametrize(
-    ("codec", "suffix", "threaded"),
+    ("codec", "suffix", "threaded", "limit_bytes"),
     [
-        ("h264", ".mp4", False),
-        ("prores", ".mov", True),
-        ("vp9", ".webm", True),
-        ("ffv1", ".mkv", True),
+        ("h264", ".mp4", False, None),
+        ("prores", ".mov", True, 20_000),
+        ("ffv1", ".mkv", True, None),
+        ("h264", ".mp4", True, 20_000),
     ],
 )
 def test_a_full_disk_leaves_only_the_old_file(
@@ -94,8 +91,8 @@ def test_a_full_disk_leaves_only_the_old_file(
     assert {file.name for file in tmp_path.iterdir()} == {f"a{suffix}", f"whole{suffix}"}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("channels", [3, 4])  # 4: alpha is dropped
+# 4 channels: alpha is dropped.
+@pytest.mark.parametrize(("dtype", "channels"), [(torch.float32, 3), (torch.bfloat16, 4)])
 def test_frames_are_rounded_as_in_comfyui(dtype, channels):
     generator = torch.Generator().manual_seed(0)
     frames = torch.empty(1, channels, 3, 8, 6).uniform_(-1.4, 1.4, generator=generator).to(dtype)
