@@ -33,11 +33,11 @@ def put_all(write, pieces, **options):
 @pytest.fixture(autouse=True)
 def no_thread_is_left():
     yield
-    assert "fast-video-vae-writer" not in [thread.name for thread in threading.enumerate()]
+    assert not any("fast-video-vae-writer" in each.name for each in threading.enumerate())
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("depth", [1, 2, 5])
+@pytest.mark.parametrize("depth", [1, 3])
 def test_pieces_arrive_in_order_on_the_cpu(device, depth):
     got, places, memory = [], [], []
 
@@ -46,7 +46,7 @@ def test_pieces_arrive_in_order_on_the_cpu(device, depth):
         places.append(frames.data_ptr())
         memory.append(weakref.ref(frames.untyped_storage()))
 
-    sizes = [4, *(1 + value % 4 for value in range(40))]
+    sizes = [4, *(1 + value % 4 for value in range(30))]
     planar = [torch.randint(256, (3, n, 8, 6), dtype=torch.uint8, device=device) for n in sizes]
     pieces = [x.permute(1, 2, 3, 0) for x in planar]  # channels first in memory
     with BackgroundWriter(write, depth=depth) as writer:
@@ -90,7 +90,7 @@ def test_at_most_depth_pieces_are_queued():
         writer.put(piece(1))
         third = threading.Thread(target=lambda: writer.put(piece(2)))
         third.start()
-        third.join(0.4)
+        third.join(0.2)
         assert third.is_alive()  # it waits until one of the two is written
         assert started == [0]
         gate.set()
@@ -99,8 +99,9 @@ def test_at_most_depth_pieces_are_queued():
     assert started == [0, 1, 2]
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device", "a.mp4"), SystemExit(3)])
-@pytest.mark.parametrize("pieces", [1, 1000])
+@pytest.mark.parametrize(
+    ("error", "pieces"), [(OSError(28, "No space left", "a.mp4"), 1000), (SystemExit(3), 1)]
+)
 def test_an_error_of_the_thread_is_raised_by_the_next_put_or_at_the_end(error, pieces):
     calls = []
 
@@ -114,9 +115,9 @@ def test_an_error_of_the_thread_is_raised_by_the_next_put_or_at_the_end(error, p
     assert len(calls) == 1  # after an error nothing is written
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("x")])
-def test_an_error_in_the_block_stops_the_thread_within_one_piece(error):
+def test_an_error_in_the_block_stops_the_thread_within_one_piece():
     """It comes before that of the thread."""
+    error = KeyboardInterrupt()
     written, begun = [], threading.Event()
 
     def write(frames):
@@ -160,7 +161,7 @@ def test_the_garbage_collector_can_close_a_writer_in_its_thread():
 
     held.append(pieces())
     next(held[0])
-    (thread,) = [each for each in threading.enumerate() if each.name == "fast-video-vae-writer"]
+    (thread,) = [each for each in threading.enumerate() if "fast-video-vae-writer" in each.name]
     begun.set()
     thread.join(10)
     assert not thread.is_alive()
@@ -179,7 +180,6 @@ def pieces(write, count, act=lambda: None):
             writer.put(frames)
             yield
 """
-DROPPED = "stream = pieces(print, 1000)\nnext(stream); raise OSError"
 DROPPED_BY_A_THREAD = """
 def drop():
     global stream
@@ -196,7 +196,7 @@ for count in (10**6, 20):  # in `put`, and at the end of the block
     try:
         list(pieces(lambda _: time.sleep(0.05), count, interrupt))
     except KeyboardInterrupt:
-        names = [thread.name for thread in threading.enumerate()]
+        names = "".join(thread.name for thread in threading.enumerate())
         print("interrupted", names.count("fast-video-vae-writer"))
 raise OSError
 """
@@ -206,7 +206,6 @@ raise OSError
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
-        (DROPPED, ["tensor([[[[0,", "0,", "0]]]],", "dtype=torch.uint8)"]),
         (DROPPED_BY_A_THREAD, ["tensor([[[[0,", "0,", "0]]]],", "dtype=torch.uint8)"]),
         (INTERRUPTED, ["interrupted", "0"] * 2),
     ],

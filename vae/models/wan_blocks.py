@@ -31,20 +31,9 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.gamma = nn.Parameter(torch.empty(channels, *[1] * ndim))
 
-    def silu(
-        self,
-        x: Tensor,
-        *,
-        out: Tensor | None = None,
-        tail: Tensor | None = None,
-        bias: Tensor | None = None,
-        border: int = 0,
-        codes: Tensor | None = None,
-        saturated: Tensor | None = None,
-    ) -> Tensor:
-        """Compute norm and SiLU of `x`, as `rms_norm_silu` does."""
-        options = {"tail": tail, "out": out, "border": border}
-        return rms_norm_silu(x, self.gamma, bias=bias, codes=codes, saturated=saturated, **options)
+    def silu(self, x: Tensor, **options: Any) -> Tensor:  # noqa: ANN401, those of the op
+        """Compute norm and SiLU of `x`, as `rms_norm_silu` does with `options`."""
+        return rms_norm_silu(x, self.gamma, **options)
 
     def steps(self) -> Tensor:
         """Return the step between two codes of each channel of `silu`, `[C]` in float32."""
