@@ -22,7 +22,7 @@ def bundled():
 def photo():
     """Five frames of the middle of the bundled clip, in [-1, 1]."""
     frames = torch.stack(list(media.read_video(CLIP_PATH).frames(dtype=torch.uint8))[:5])
-    return frames[:, 96:160, 96:160].movedim(-1, 0)[None].float() / 127.5 - 1
+    return frames[:, 96:144, 96:144].movedim(-1, 0)[None].float() / 127.5 - 1
 
 
 def again(vae, latent):

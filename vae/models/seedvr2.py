@@ -124,8 +124,7 @@ class SeedVR2AttentionBlock(CausalLayer):
 class SeedVR2Upsample(CausalLayer):
     """A 1x1x1 convolution, a shuffle of its channels to pixels and frames, and a 3x3x3 convolution.
 
-    With `temporal` one frame becomes two, except for the first latent of a video, whose second
-    frame is left out.
+    With `temporal` one frame becomes two, except for the first latent of a video.
     """
 
     scale = Fraction(2)
@@ -158,10 +157,7 @@ class SeedVR2Downsample(CausalLayer):
 
 
 class ShrinkingConv3d(CausalConv3d):
-    """A causal convolution with stride 2 in space, zero-padded at the right and bottom only.
-
-    The zeros are written into the window, which is copied in any case.
-    """
+    """A causal convolution with stride 2 in space, zero-padded at the right and bottom only."""
 
     def __init__(self, channels: int, *, temporal: bool) -> None:
         taps, stride = (3, 2) if temporal else (1, 1)

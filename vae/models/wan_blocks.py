@@ -22,10 +22,7 @@ from ..layers.temporal_cache import TemporalCache
 
 
 class RMSNorm(nn.Module):
-    """Wan's norm over the channels of each pixel: a scale, no mean, no bias.
-
-    `gamma` has `ndim` dimensions after the first, as in the checkpoint.
-    """
+    """Wan's norm over the channels of each pixel, with a scale of `ndim + 1` dimensions."""
 
     def __init__(self, channels: int, ndim: int = 3) -> None:
         super().__init__()
@@ -188,10 +185,7 @@ def attend(
     mix: Callable[[Tensor], Sequence[Tensor]],
     proj: nn.Module,
 ) -> Tensor:
-    """Add self-attention over the pixels of each frame to `x`, which is not modified.
-
-    `mix` returns queries, keys and values of normed frames, each in their shape.
-    """
+    """Add self-attention over each frame to `x`; `mix` returns queries, keys and values."""
     batch, _, frames, height, width = x.shape
     normed = cache.scratch(x.shape, x)
     norm(x, out=normed)

@@ -31,8 +31,8 @@ def vae():
 
 @pytest.mark.parametrize(
     ("state", "scale"),
-    [({}, 1), ({"out_channels": 12}, 2), ({"image_channels": 4, "out_channels": 4}, 1)],
-    ids=["plain", "2x", "alpha"],
+    [({"out_channels": 12}, 2), ({"image_channels": 4, "out_channels": 4}, 1)],
+    ids=["2x", "alpha"],
 )
 def test_demo_writes_a_video_and_a_sheet_and_ends_with_the_psnr(tmp_path, run, state, scale):
     video = write_clip(tmp_path / "clip.mp4", 9, fps=Fraction(30000, 1001))
@@ -62,7 +62,7 @@ def test_demo_writes_a_video_and_a_sheet_and_ends_with_the_psnr(tmp_path, run, s
 
 @pytest.mark.parametrize("network", [None, "decoder"])
 def test_the_pairs_are_in_step_after_a_restart_too(tmp_path, vae, network):
-    clip, calls, taken = read_video(write_clip(tmp_path / "a.mp4", 33)), [], []
+    clip, calls, taken = read_video(write_clip(tmp_path / "a.mp4", 17)), [], []
 
     def read(**options):
         for piece in clip.pieces(dtype=torch.uint8, **options):
@@ -132,28 +132,20 @@ def test_demo_reduces_a_video_to_half_a_minute_of_cpu_work(width, height, frames
 
 
 def test_videos_of_the_same_name_and_files_of_others_are_kept(tmp_path, done):
-    sources = [
-        write_clip(tmp_path / "a.mp4", 1),
-        write_clip(tmp_path / "a.mkv", 5, codec="ffv1"),
-        write_clip(tmp_path / "other" / "a.mp4", 9),
-    ]
-    out = tmp_path / "out"
+    source, out = write_clip(tmp_path / "a.mp4", 1), tmp_path / "out"
     out.mkdir()
     (out / "a_2_sheet.png").write_bytes(b"holiday")
-    for source in sources:
-        done("demo", source, "--out", out)
-    names = ("a_decoded.mp4", "a_3_decoded.mp4", "a_4_decoded.mp4")
-    assert [read_video(out / name).estimated_frames for name in names] == [1, 5, 9]
+    for options in ((), (), ("--overwrite",)):
+        done("demo", source, "--out", out, *options)
+    names = {"a_decoded.mp4", "a_sheet.png", "a_3_decoded.mp4", "a_3_sheet.png", "a_2_sheet.png"}
+    assert {path.name for path in out.iterdir()} == names
     assert (out / "a_2_sheet.png").read_bytes() == b"holiday"
-    done("demo", sources[2], "--out", out, "--overwrite")
-    assert read_video(out / "a_decoded.mp4").estimated_frames == 9
-    assert len(list(out.iterdir())) == 7
 
 
 def test_only_the_bundled_vae_is_marked_as_small(tmp_path, run, vae_path):
     heights, options = [], ("--overwrite", "--frames-limit", "1")
     for given in ([], ["--vae", vae_path]):
-        lines = run("demo", "--out", tmp_path, *options, *given)[1]
+        lines = run("demo", "--out", tmp_path, *options, "--size", "32x32", *given)[1]
         assert ("small and blurs; --vae FILE" in "\n".join(lines)) == (not given)
         with Image.open(tmp_path / "clip_sheet.png") as sheet:
             heights.append(sheet.height)
