@@ -86,41 +86,29 @@ def test_the_statistics_are_those_of_diffusers(name, state):
     assert config.latent_std == tuple(defaults["latents_std"].default)
 
 
-@pytest.mark.comfyui
-def test_the_statistics_are_those_of_comfyui():
-    state = random_wan22(8, 8)
-    stock(state)  # makes ComfyUI importable
-    from comfy.latent_formats import Wan22
-
-    latent = random_latent(1, 48, 1, 2, 2)
-    vae = load_vae(state)
-    torch.testing.assert_close(vae.normalize(latent), Wan22().process_in(latent))
-    torch.testing.assert_close(vae.denormalize(latent), Wan22().process_out(latent))
-
-
 def test_decode_does_not_clamp():
     state = random_state_dict(8)
     brighter = state | {"decoder.head.2.bias": state["decoder.head.2.bias"] + 3}
     assert load_vae(brighter).decode(random_latent(1, 16, 1, 2, 2)).max() > 2
 
 
-COMFYUI = {
-    "Qwen-Image-Layered": lambda: random_state_dict(8, image_channels=4, out_channels=4),
-    "wan2.2": lambda: random_wan22(8, 16),
-}
-
-
 @pytest.mark.comfyui
-@pytest.mark.parametrize("name", COMFYUI)
-def test_results_equal_comfyui(name):
-    state = COMFYUI[name]()
+@pytest.mark.parametrize("alpha", [False, True])
+def test_results_and_statistics_equal_comfyui(alpha):
+    channels = {"image_channels": 4, "out_channels": 4} if alpha else {}
+    state = random_state_dict(8, **channels) if alpha else random_wan22(8, 16)
     peer, vae = stock(state), load_vae(state, dtype=torch.float32)
+    from comfy.latent_formats import Wan21, Wan22
+
+    latent_format = Wan21() if alpha else Wan22()
     for frames in (1, 9):
         video = random_frames(1, vae.config.image_channels, frames, 32, 16)
         expected = peer.encode(video)
         assert relative_error(vae.encode(video), expected) <= 1e-5
         # neither result is clamped
         assert relative_error(vae.decode(expected), peer.decode(expected)) <= 1e-5
+        torch.testing.assert_close(vae.normalize(expected), latent_format.process_in(expected))
+        torch.testing.assert_close(vae.denormalize(expected), latent_format.process_out(expected))
 
 
 def test_a_single_frame_runs_in_2d_and_equals_the_first_of_a_video(family):
