@@ -296,7 +296,7 @@ SPECIAL = [
 ]
 
 
-@same(max_examples=40)
+@same(max_examples=30)
 @given(SEEDS)
 def test_any_way_gives_the_same_video(seed):
     check_both(seed)

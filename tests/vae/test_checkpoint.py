@@ -48,6 +48,20 @@ def test_the_configuration_is_read_from_the_weights(layout):
     assert len(config.latent_mean) == len(config.latent_std) == config.latent_channels
 
 
+def test_the_standard_vae_of_a_layout_is_the_published_one():
+    narrow = read_checkpoint(LAYOUTS["wan2.1", 16, 3, 2, 8, 4, 8, 8]).config
+    assert narrow.standard() == read_checkpoint(random_state_dict(8)).config
+    wan22 = read_checkpoint(random_wan22(8, 16)).config.standard()
+    assert (wan22.encoder_widths, wan22.decoder_widths) == (
+        (160, 160, 320, 640, 640),
+        (1024, 1024, 1024, 512, 256),
+    )
+    assert (wan22.latent_channels, wan22.patch_size, wan22.image_channels) == (48, 2, 3)
+    seedvr2 = read_checkpoint(random_seedvr2((32, 32, 64, 64))).config.standard()
+    assert seedvr2.encoder_widths == (128, 128, 256, 512, 512)
+    assert seedvr2.decoder_widths == (512, 512, 512, 256, 128)
+
+
 @pytest.mark.parametrize(
     ("encoder_widths", "decoder_widths"),
     [

@@ -19,7 +19,7 @@ pytest.importorskip("PIL", reason="Pillow is not installed")
 from fast_video_vae.tests.vae.families import computes_16_bits
 from fast_video_vae.vae.bench.baselines import contestants
 from fast_video_vae.vae.bench.chart import COLORS, draw_chart
-from fast_video_vae.vae.bench.content import Clip, fitted, random_latent
+from fast_video_vae.vae.bench.content import Clip, fitted, moving_pictures, random_latent
 from fast_video_vae.vae.bench.measure import (
     Contestant,
     compare,
@@ -244,6 +244,19 @@ def test_a_clip_is_cut_to_whole_latents(state, asked, kept):
     latent = random_latent(config, clip)
     assert torch.equal(latent, random_latent(config, clip))
     assert config.decoded_shape(latent.shape)[2:] == (kept[2], kept[1], kept[0])
+    mean, std = torch.tensor([config.latent_mean, config.latent_std]).view(2, 1, -1, 1, 1, 1)
+    assert ((latent - mean) / std).square().mean().item() == pytest.approx(1, abs=0.2)
+    with pytest.raises(ValueError, match="expected at least 1 frame of"):
+        fitted(config, Clip(832, 4, 1))
+
+
+def test_pictures_move_softly_within_the_range():
+    pictures = moving_pictures(Clip(48, 32, 9))
+    assert pictures.shape == (1, 3, 9, 32, 48)
+    assert 0 <= pictures.min() < pictures.max() <= 1
+    assert all(
+        0 < step.max() < 0.5 for each in (2, 3, 4) for step in [pictures.diff(dim=each).abs()]
+    )
 
 
 def test_the_command_measures_and_writes_both_files(tmp_path, run, vae_path, monkeypatch):
