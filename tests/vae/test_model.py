@@ -1,9 +1,7 @@
 """Inputs and outputs of the VAE: shapes, dtypes, errors, statistics, and global switches."""
 
-import functools
 import math
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ import torch
 from fast_video_vae.tests.builders import random_state_dict, refused
 from fast_video_vae.tests.vae.families import random_frames
 from fast_video_vae.vae import StreamOptions, load_vae
-from fast_video_vae.vae.streaming import precision
 from fast_video_vae.vae.validation import check_finite
 
 
@@ -150,22 +147,6 @@ def test_normalize_uses_the_statistics(vae):
     normal = vae.normalize(latent)
     assert normal[1, 4, 2, 1, 0].item() == pytest.approx((latent[1, 4, 2, 1, 0] + 0.1745) / 1.2196)
     torch.testing.assert_close(vae.denormalize(normal), latent)
-
-
-def test_float32_switches_are_set_during_the_computation_only(monkeypatch):
-    seen, owner = [], SimpleNamespace(fp32_precision="tf32")
-    monkeypatch.setattr(
-        precision, "_switches", lambda _: [(owner, "fp32_precision", "ieee", ("ieee",))]
-    )
-    vae = load_vae(random_state_dict(8), dtype=torch.float32)
-    vae.decoder.conv1.register_forward_hook(lambda *_: seen.append(owner.fp32_precision))
-    for _ in vae.decode_stream(torch.zeros(1, 16, 3, 1, 1), StreamOptions(chunk=1)):
-        assert owner.fp32_precision == "tf32"  # restored between two pieces
-    assert set(seen) == {"ieee"}
-    full = functools.partial(precision.full_float32, torch.device("cpu"))
-    with pytest.raises(KeyError), full(), full():  # an error restores them too
-        raise KeyError(owner.fp32_precision)
-    assert owner.fp32_precision == "tf32"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -109,19 +109,6 @@ def test_a_vae_has_a_plan_per_size(lines_of, vae_path, tmp_path):
     assert [line.split()[:2] for line in table] == [[name, "decode"] for name in names]
 
 
-def test_the_bands_of_devices_and_their_memory_follow_the_shares(lines_of, vae_path):
-    widths = {}
-    for shares in ("1,1", "3,1"):
-        options = "--devices", "cpu,cpu", "--shares", shares, "--limit", "6"
-        table = lines_of(vae_path, *options)[12:]
-        text = " ".join(" ".join(table).split())
-        first, last = re.search(r"bands of columns: cpu (\d+)-(\d+)", text).groups()
-        widths[shares] = int(last) - int(first)
-        assert text.count("MiB)") + text.count("MiB, ") >= 2 * len(SIZES)
-        assert max(map(len, table)) <= WIDTH
-    assert widths["3,1"] > widths["1,1"]
-
-
 @pytest.mark.parametrize("arguments", [[], ["cpu:0"]])
 def test_a_device_is_named(lines_of, arguments):
     (line,) = lines_of("--quiet", "--device", *arguments)

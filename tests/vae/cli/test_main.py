@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 
 from fast_video_vae.tests import builders
 from fast_video_vae.tests.builders import installed_command, random_state_dict
-from fast_video_vae.tests.wan22 import random_qwen21
 
 for _package in ("av", "tqdm", "PIL"):
     pytest.importorskip(_package, reason=f"{_package} is not installed")
@@ -21,7 +20,7 @@ for _package in ("av", "tqdm", "PIL"):
 from fast_video_vae.tests.videos import write, write_clip  # noqa: E402
 from fast_video_vae.vae import load_vae  # noqa: E402
 from fast_video_vae.vae.cli.main import REPOSITORY, main  # noqa: E402
-from fast_video_vae.vae.media import load_latent, pictures_of, read_video  # noqa: E402
+from fast_video_vae.vae.media import pictures_of, read_video  # noqa: E402
 
 PROJECT = Path(__file__).resolve().parents[3] / "pyproject.toml"
 # A second thread gains nothing on such small frames, and waits for busy cores.
@@ -224,14 +223,3 @@ def test_the_error_for_a_missing_package_has_the_command_to_install_it(video, va
         r'install it with: pip install "\.\[cli\]" in a clone of https://\S+\n',
         done.stderr,
     )
-
-
-def test_the_commands_support_pictures_of_the_wan_2_2_layout(run, tmp_path, video):
-    vae, file, out = (tmp_path / name for name in ("v.safetensors", "l.safetensors", "o.mp4"))
-    save_file(random_qwen21(), vae)
-    lines = run("info", vae)[1]
-    assert {"family        qwen-image-2.1", "compression   16 in space, 1 in time"} < {*lines}
-    assert run("encode", video, "--vae", vae, "-o", file)[0] == 0
-    assert load_latent(file).latent.shape == (1, 64, 9, 2, 3)
-    assert run("decode", file, "--vae", vae, "-o", out)[0] == 0
-    assert whole_clip(out).shape == (1, 3, 9, 32, 48)
