@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ...kernels import shown
 from .latent_stats import latent_statistics
@@ -134,7 +134,7 @@ class VAEConfig:
         layout it is Wan 2.2 itself.
         """
         if self.family == SEEDVR2:
-            return _seedvr2(_SEEDVR2_LATENTS, 3, *_SEEDVR2_WIDTHS)
+            return _config(SEEDVR2, _SEEDVR2_LATENTS, 3, *_SEEDVR2_WIDTHS)
         if self.family == WAN21:
             base = self.decoder_width
             widths = _standard_widths(base, base, 4)
@@ -212,18 +212,7 @@ def _read_seedvr2(shapes: Shapes) -> VAEConfig:
         )
     latents = _size(shapes, "decoder.conv_in.weight", 1)
     channels = _size(shapes, "decoder.conv_out.weight", 0)
-    return _seedvr2(latents, channels, encoder if has_encoder else None, decoder)
-
-
-def _seedvr2(
-    latents: int, channels: int, encoder: tuple[int, ...] | None, decoder: tuple[int, ...]
-) -> VAEConfig:
-    return replace(
-        _config(SEEDVR2, latents, channels, encoder, decoder),
-        latent_mean=(0.0,) * latents,
-        latent_std=(1.0,) * latents,
-        latent_scale=_SEEDVR2_SCALE,
-    )
+    return _config(SEEDVR2, latents, channels, encoder if has_encoder else None, decoder)
 
 
 def _config(
@@ -238,6 +227,8 @@ def _config(
     taps: int = 3,
 ) -> VAEConfig:
     mean, std = latent_statistics(latent_channels)
+    if family == SEEDVR2:
+        mean, std = (0.0,) * latent_channels, (1.0,) * latent_channels
     return VAEConfig(
         family=family,
         latent_channels=latent_channels,
@@ -251,6 +242,7 @@ def _config(
         latent_std=std,
         patch_size=patch_size,
         taps=taps,
+        latent_scale=_SEEDVR2_SCALE if family == SEEDVR2 else 1.0,
     )
 
 

@@ -91,7 +91,8 @@ def test_the_other_ends_when_a_rank_is_killed(vae_path, latents, tmp_path):
     assert {*tmp_path.iterdir()} == {latents}
 
 
-@pytest.mark.parametrize("second", ["other", pytest.param("missing", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("second", ["other", "missing"])
 def test_a_wrong_rank_ends_all_with_one_line(vae_path, latents, tmp_path, second):
     other = tmp_path / "other"
     save_file({name: 2 * value for name, value in STATES["wan2.1"]().items()}, other)
