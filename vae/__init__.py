@@ -46,25 +46,16 @@ __all__ = [
     "trim_heap",
 ]
 
-_HOMES = {
-    "checkpoint": ("Checkpoint", "build_vae", "load_vae", "read_checkpoint"),
-    "demo": ("CLIP_PATH", "VAE_PATH"),
-    "model": ("VideoVAE",),
-    "models.config": ("SEEDVR2", "LayoutError", "VAEConfig"),
-    "planning.device_memory": ("trim_heap",),
-    "round_trip": ("check_corrections", "encode_corrected"),
-    "streaming.executor": ("rechunk",),
-    "streaming.options": ("StreamOptions",),
-    "streaming.precision": ("eager", "fastest_decode_dtype"),
-    "streaming.memory": ("ExhaustedError", "retried"),
-    "streaming.resume": ("resumed",),
-    "streaming.source": ("Rereadable",),
-    "validation": ("check_finite",),
-}
+# In the order of their weight; those of models and streams are imported by the others too.
+_HOMES = (
+    *("demo", "streaming.options", "streaming.precision", "streaming.memory", "validation"),
+    *("checkpoint", "round_trip", "planning.device_memory", "streaming.executor"),
+    *("streaming.resume", "streaming.source", "models.config"),
+)
 
 
 def __getattr__(name: str) -> object:
-    for home, names in _HOMES.items():
-        if name in names:
-            return getattr(import_module(f".{home}", __name__), name)
+    for home in _HOMES if name in __all__ else ():
+        if hasattr(module := import_module(f".{home}", __name__), name):
+            return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -66,7 +66,8 @@ class BackgroundWriter:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._is_open = False
         if kind is not None:
-            self._stop()
+            self._is_stopped = True
+            self._cancel()
         self._filled.put(None)
         if threading.current_thread() is self._thread:
             return  # the garbage collector closes a dropped stream here; the thread ends by itself
@@ -160,10 +161,6 @@ class BackgroundWriter:
             if left:
                 return None
 
-    def _stop(self) -> None:
-        self._is_stopped = True
-        self._cancel()
-
     def _join(self) -> None:
         """Wait for the thread, which must not write to a removed file, also after an interrupt."""
         # Not Thread.join: before Python 3.13 it treats the thread as ended after an interrupt.
@@ -171,7 +168,8 @@ class BackgroundWriter:
             while not self._ended.wait(TICK_S):
                 pass
         except BaseException:
-            self._stop()
+            self._is_stopped = True
+            self._cancel()
             self._join()
             raise
         self._thread.join()

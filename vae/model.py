@@ -292,9 +292,7 @@ class VideoVAE(PreparedVAE, SharedDevices, VAEWeights):
         job = job_of(*model, single_frame=single_frame, coded=coded)
         limit = self.limit_bytes if options.limit_bytes is None else options.limit_bytes
         limit = empty_limit(job) if limit is None and empty else limit
-        banded = None
-        if cuts:
-            banded = self.team.plan(job, replace(options, limit_bytes=limit))
+        banded = self.team.plan(job, replace(options, limit_bytes=limit)) if cuts else None
         if banded is not None:
             return banded
         return make_plan(job, limit, chunk=options.chunk, tile=options.tile, cuts=cuts)

@@ -10,7 +10,6 @@ the one before, so that what changes slowly, such as saturation, arrives earlier
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,17 +24,6 @@ Counted = Callable[[Iterator[Tensor]], Iterator[Tensor]]
 # Largest error of a latent, as a share of it, after which a step is used whose own error is not
 # measured. The bundled VAE has 0.18, and random weights have 0.8 to 1.3.
 _TRUSTED = 0.5
-
-
-class _Search(NamedTuple):
-    """What is known of a corrected latent after a step; `[B, C_latent, t, h, w]`, per video."""
-
-    goal: Tensor
-    latent: Tensor  # whose error is measured next
-    best: Tensor  # with the least error so far
-    least: Tensor  # this error, squared
-    goes_on: Tensor  # whether `latent` is a new one
-    before: tuple[Tensor, Tensor] | None = None  # the latent of the step before, and its error
 
 
 # A step is used while the errors fall, otherwise the latent with the least error. To measure the
@@ -73,12 +61,13 @@ def encode_corrected(
     tried = functools.partial(retried, device=vae.device, task="an encode", release=options.release)
     stream = vae.encode_stream(frames, options, to_range=to_range)
     plain = vae.joined(list(counted(stream)))
-    search = tried(lambda: _begun(plain))
+    wide = torch.promote_types(plain.dtype, torch.float32)
+    search = tried(lambda: _Search(plain.to(wide)))
     for left in reversed(range(corrections)):
         if not search.goes_on.any():
             break
         found = vae.joined(list(counted(_round_trip(vae, search.latent, options))))
-        search = tried(functools.partial(_stepped, search, found, is_last=not left))
+        tried(functools.partial(search.step, found, is_last=not left))
     return tried(lambda: search.latent.to(plain.dtype))
 
 
@@ -108,31 +97,35 @@ def _round_trip(vae: VideoVAE, latent: Tensor, options: StreamOptions) -> Iterat
     yield from vae.encode_stream(Rereadable(frames), setting)
 
 
-def _begun(plain: Tensor) -> _Search:
-    """Return the search before the first step, from the latent of a plain encode."""
-    goal = plain.to(torch.promote_types(plain.dtype, torch.float32))
-    size = _inner(goal, goal)
-    return _Search(goal, goal, goal, torch.full_like(size, torch.inf), size.isfinite())
+class _Search:
+    """The search, in each video, for the latent whose error against the plain encode is least."""
 
+    def __init__(self, goal: Tensor) -> None:
+        self.goal = self.latent = self.best = goal  # that to measure next, that of the least error
+        self.size = _inner(goal, goal)
+        self.least = torch.full_like(self.size, torch.inf)  # the least error, squared
+        self.goes_on = self.size.isfinite()  # whether `latent` is a new one
+        self.before: tuple[Tensor, Tensor] | None = None  # the latent before, and its error
 
-def _stepped(search: _Search, found: Tensor, *, is_last: bool) -> _Search:
-    """Return the search after a step, from what `search.latent` is `found` to encode to."""
-    goal, latent, before = search.goal, search.latent, search.before
-    error = goal - found
-    size = _inner(error, error)
-    goes_on = search.goes_on & (size < search.least)
-    best = torch.where(goes_on, latent, search.best)
-    least = torch.where(goes_on, size, search.least)
-    if is_last:
-        goes_on = goes_on & (size < _TRUSTED**2 * _inner(goal, goal))
-    step = latent + error
-    if before is not None:
-        moved, changed = latent - before[0], error - before[1]
-        # The share of the step before in the mix whose error is least, if errors are linear.
-        share = (_inner(error, changed) / _inner(changed, changed)).nan_to_num(0, 0, 0)
-        step = step - share * (moved + changed)
-    step = torch.where(goes_on, step, best)
-    return _Search(goal, step, best, least, goes_on, (latent, error))
+    def step(self, found: Tensor, *, is_last: bool) -> None:
+        """Go on from what `latent` is `found` to encode to."""
+        latent, error = self.latent, self.goal - found
+        size = _inner(error, error)
+        goes_on = self.goes_on & (size < self.least)
+        best = torch.where(goes_on, latent, self.best)
+        least = torch.where(goes_on, size, self.least)
+        if is_last:
+            goes_on = goes_on & (size < _TRUSTED**2 * self.size)
+        step = latent + error
+        if self.before is not None:
+            moved, changed = latent - self.before[0], error - self.before[1]
+            # The share of the step before in the mix whose error is least, if errors are linear.
+            share = (_inner(error, changed) / _inner(changed, changed)).nan_to_num(0, 0, 0)
+            step = step - share * (moved + changed)
+        step = torch.where(goes_on, step, best)
+        # In the end, because a step is done again where memory runs out.
+        self.best, self.least, self.goes_on = best, least, goes_on
+        self.latent, self.before = step, (latent, error)
 
 
 def _inner(one: Tensor, other: Tensor) -> Tensor:

@@ -1,18 +1,13 @@
 """Checks of the arguments of the VAE, with one line per error."""
 
 import math
-import sys
 import warnings
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from .models.config import MODELS, VAEConfig
-
-# A warning is for the code that is in neither folder: torch has frames between ours.
-_FOLDERS = str(Path(__file__).parent), str(Path(torch.__file__).parent)
 
 # Elements that are checked at once for finite values.
 _CHECKED_AT_ONCE = 1 << 24
@@ -70,27 +65,22 @@ def check_tensor(tensor: object, name: str, channels: int, sources: tuple[str, .
     """Check what frames and latents share: `[B, channels, T, H, W]`, not empty, no gradient."""
     # `sources` of another VAE and of another latent are for the error about the channels.
     if not isinstance(tensor, Tensor):
-        raise ValueError(
-            f"{name} is a {type(tensor).__name__}; expected a tensor [B, {channels}, T, H, W]"
-        )
+        kind, expected = type(tensor).__name__, f"a tensor [B, {channels}, T, H, W]"
+        raise ValueError(f"{name} is a {kind}; expected {expected}")
+    size = list(tensor.shape)
     if tensor.ndim != 5:
-        raise ValueError(
-            f"{name} has {tensor.ndim} dimensions, {list(tensor.shape)}; "
-            f"expected 5, [B, {channels}, T, H, W]"
-        )
+        expected = f"5, [B, {channels}, T, H, W]"
+        raise ValueError(f"{name} has {tensor.ndim} dimensions, {size}; expected {expected}")
     if tensor.shape[1] != channels:
         offers = zip(sources, (tensor.shape[1], channels), strict=False)
         use = ", or ".join(f"{source} for {MODELS[n]}" for source, n in offers if n in MODELS)
         message = f"{name} has {tensor.shape[1]} channels; this VAE needs {channels}"
         raise ValueError(f"{message}: use {use}" if use else message)
     if not tensor.numel():
-        raise ValueError(
-            f"{name} is empty, {list(tensor.shape)}; expected at least one of each dimension"
-        )
+        raise ValueError(f"{name} is empty, {size}; expected at least one of each dimension")
     if tensor.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            f"{name} requires a gradient; expected one without, such as {name}.detach()"
-        )
+        expected = f"one without, such as {name}.detach()"
+        raise ValueError(f"{name} requires a gradient; expected {expected}")
 
 
 def check_latent(
@@ -108,26 +98,20 @@ def check_frames(frames: Tensor, config: VAEConfig, at: int | None, *, values: b
     """Check shape, dtype and, unless `values` is False, values of frames."""
     check_tensor(frames, "frames", config.image_channels)
     if not frames.is_floating_point() and frames.dtype not in (torch.uint8, torch.uint16):
-        raise ValueError(
-            f"frames are {dtype_name(frames.dtype)}; "
-            "expected a float dtype in [-1, 1], uint8 or uint16"
-        )
+        expected = "a float dtype in [-1, 1], uint8 or uint16"
+        raise ValueError(f"frames are {dtype_name(frames.dtype)}; expected {expected}")
     _check_count((at or 0) + frames.shape[2], config)
-    step = config.spatial_compression
-    if frames.shape[3] % step or frames.shape[4] % step:
-        raise ValueError(
-            f"frames are {frames.shape[3]} x {frames.shape[4]} (H x W); "
-            f"expected multiples of {step}"
-        )
+    step, (height, width) = config.spatial_compression, frames.shape[3:]
+    if height % step or width % step:
+        raise ValueError(f"frames are {height} x {width} (H x W); expected multiples of {step}")
     if values and frames.is_floating_point():
         check_finite(frames, "frames", at)
 
 
 def _check_count(frames: int, config: VAEConfig) -> None:
     if config.is_of_one_frame and frames > 1:
-        raise ValueError(
-            f"got {frames} frames; expected 1: the weights of this VAE are of single frames"
-        )
+        message = "expected 1: the weights of this VAE are of single frames"
+        raise ValueError(f"got {frames} frames; {message}")
 
 
 def check_range(frames: object, length: int | None) -> None:
@@ -189,10 +173,8 @@ def not_finite(frames: Tensor) -> Tensor:
 def spoiled(name: str, count: int, place: str = "") -> ValueError:
     """Return the error for values that are not finite; `place`: words about the first of them."""
     maker = "a sampler or node" if name == "latent" else "another node"
-    return ValueError(
-        f"{name} has {count} values that are NaN or infinite; expected none{place}, made by "
-        f"{maker}, not the VAE"
-    )
+    message = f"{name} has {count} values that are NaN or infinite; expected none{place}"
+    return ValueError(f"{message}, made by {maker}, not the VAE")
 
 
 def widened(x: Tensor) -> Tensor:
@@ -217,13 +199,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def warn_dropped(frames: int) -> None:
-    """Warn the caller of this package that the last `frames` were not used."""
-    frame, level = sys._getframe(), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_FOLDERS):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(
-        f"the last {frames} frame{'s were' if frames > 1 else ' was'} dropped; "
-        "the VAE needs 4 n + 1 frames",
-        UserWarning,
-        stacklevel=level,
-    )
+    """Warn that the last `frames` were not used."""
+    were = "s were" if frames > 1 else " was"
+    message = f"the last {frames} frame{were} dropped; the VAE needs 4 n + 1 frames"
+    warnings.warn(message, UserWarning, stacklevel=2)

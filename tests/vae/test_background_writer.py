@@ -37,44 +37,29 @@ def no_thread_is_left():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("depth", [1, 2, 5])
-def test_pieces_arrive_in_order_on_the_cpu(device, depth):
+def test_pieces_arrive_in_order_and_can_be_overwritten_at_once(device):
     got, places, memory = [], [], []
 
     def write(frames):
+        time.sleep(0.002)
         got.append(frames.clone())
         places.append(frames.data_ptr())
         memory.append(weakref.ref(frames.untyped_storage()))
 
-    sizes = [4, *(1 + value % 4 for value in range(40))]
-    planar = [torch.randint(256, (3, n, 8, 6), dtype=torch.uint8, device=device) for n in sizes]
-    pieces = [x.permute(1, 2, 3, 0) for x in planar]  # channels first in memory
-    with BackgroundWriter(write, depth=depth) as writer:
+    sizes = [4, *(1 + value % 4 for value in range(30))]
+    static = torch.empty(3, 4, 8, 6, dtype=torch.uint8, device=device)  # as a CUDA graph has
+    pieces = [torch.randint(256, (n, 8, 6, 3), dtype=torch.uint8) for n in sizes]
+    with BackgroundWriter(write, depth=3) as writer:
         for number, each in enumerate(pieces):
+            planar = static[:, : len(each)].permute(1, 2, 3, 0)  # channels first in memory
+            planar.copy_(each)
             with torch.inference_mode(number % 2 == 1):
-                writer.put(each)
-    assert all(x.device.type == "cpu" for x in got)
-    assert all(torch.equal(x, y.cpu()) for x, y in zip(got, pieces, strict=True))
-    assert len(set(places[-20:])) <= depth  # buffers that have grown are reused
+                writer.put(planar)
+    assert all(map(torch.equal, got, pieces))
+    assert len(got) == len(pieces)
+    assert len(set(places[-20:])) <= 3  # buffers that have grown are reused
     gc.collect()
     assert not any(each() is not None for each in memory)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_queued_piece_can_be_overwritten_at_once(device):
-    got = []
-
-    def slow(frames):
-        time.sleep(0.005)
-        got.append(frames.clone())
-
-    static = torch.empty(4, 64, 64, 3, dtype=torch.uint8, device=device)
-    with BackgroundWriter(slow) as writer:
-        for value in range(30):
-            static.fill_(value)  # as a CUDA graph or a ring buffer does
-            writer.put(static)
-        static.fill_(99)
-    assert [x.unique().tolist() for x in got] == [[value] for value in range(30)]
 
 
 def test_at_most_depth_pieces_are_queued():
@@ -90,17 +75,19 @@ def test_at_most_depth_pieces_are_queued():
         writer.put(piece(1))
         third = threading.Thread(target=lambda: writer.put(piece(2)))
         third.start()
-        third.join(0.4)
+        third.join(0.2)
         assert third.is_alive()  # it waits until one of the two is written
         assert started == [0]
         gate.set()
+        writer.wait(2)
+        assert started[:2] == [0, 1]
         third.join(10)
-        assert not third.is_alive()
     assert started == [0, 1, 2]
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device", "a.mp4"), SystemExit(3)])
-@pytest.mark.parametrize("pieces", [1, 1000])
+@pytest.mark.parametrize(
+    ("error", "pieces"), [(OSError(28, "No space left", "a.mp4"), 1000), (SystemExit(3), 1)]
+)
 def test_an_error_of_the_thread_is_raised_by_the_next_put_or_at_the_end(error, pieces):
     calls = []
 
@@ -114,24 +101,23 @@ def test_an_error_of_the_thread_is_raised_by_the_next_put_or_at_the_end(error, p
     assert len(calls) == 1  # after an error nothing is written
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("x")])
-def test_an_error_in_the_block_stops_the_thread_within_one_piece(error):
-    """It comes before that of the thread."""
-    written, begun = [], threading.Event()
+def test_an_error_in_the_block_stops_the_thread_within_one_piece():
+    """It comes before that of the thread, and `write` is told to end."""
+    written, begun, ended = [], threading.Event(), threading.Event()
 
     def write(frames):
         begun.set()
-        time.sleep(0.1)
+        ended.wait(10)
         written.append(None)
         raise OSError("thread")
 
     def raising():
         yield from map(piece, range(8))
         begun.wait(10)
-        raise error
+        raise KeyboardInterrupt
 
-    with pytest.raises(type(error)):
-        put_all(write, raising(), depth=8)
+    with pytest.raises(KeyboardInterrupt):
+        put_all(write, raising(), depth=8, cancel=ended.set)
     assert len(written) == 1
 
 
@@ -167,6 +153,8 @@ def test_the_garbage_collector_can_close_a_writer_in_its_thread():
     assert len(got) == 1
 
 
+# A stream that a thread drops when the main thread has ended, after an interrupt in `put` and one
+# at the end of the block.
 SCRIPT = """
 import os, signal, threading, time, torch
 from fast_video_vae.vae.media import BackgroundWriter
@@ -178,41 +166,28 @@ def pieces(write, count, act=lambda: None):
                 act()
             writer.put(frames)
             yield
-"""
-DROPPED = "stream = pieces(print, 1000)\nnext(stream); raise OSError"
-DROPPED_BY_A_THREAD = """
-def drop():
-    global stream
-    stream = pieces(print, 1000)
-    next(stream)
-threading.Thread(target=drop).start()
-raise OSError
-"""
-INTERRUPTED = """
 def interrupt():
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
 signal.signal(signal.SIGINT, signal.default_int_handler)
-for count in (10**6, 20):  # in `put`, and at the end of the block
+for count in (10**6, 20):
     try:
-        list(pieces(lambda _: time.sleep(0.05), count, interrupt))
+        list(pieces(lambda _: time.sleep(0.02), count, interrupt))
     except KeyboardInterrupt:
         names = [thread.name for thread in threading.enumerate()]
         print("interrupted", names.count("fast-video-vae-writer"))
+def drop():
+    global stream
+    time.sleep(0.2)
+    stream = pieces(lambda each: print("written", each.sum().item()), 1000)
+    next(stream)
+threading.Thread(target=drop).start()
 raise OSError
 """
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
-@pytest.mark.parametrize(
-    ("code", "expected"),
-    [
-        (DROPPED, ["tensor([[[[0,", "0,", "0]]]],", "dtype=torch.uint8)"]),
-        (DROPPED_BY_A_THREAD, ["tensor([[[[0,", "0,", "0]]]],", "dtype=torch.uint8)"]),
-        (INTERRUPTED, ["interrupted", "0"] * 2),
-    ],
-)
-def test_python_ends_with_a_writer_that_was_dropped_or_interrupted(code, expected):
-    command = script_command(SCRIPT + code)
+def test_python_ends_with_a_writer_that_was_dropped_or_interrupted():
+    command = script_command(SCRIPT)
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout.split() == expected, done.stderr
+    assert done.stdout.splitlines() == ["interrupted 0", "interrupted 0", "written 0"], done.stderr
     assert done.returncode == 1

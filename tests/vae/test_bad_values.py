@@ -11,7 +11,6 @@ from fast_video_vae.tests.vae.families import STATES, latent_for, random_frames
 from fast_video_vae.vae import StreamOptions, load_vae, validation
 
 STEP = StreamOptions(1)
-BAD = (math.nan, math.inf, -math.inf)
 LATENT = (
     "latent has {} values that are NaN or infinite; expected none: latent frame {} (from 0), made "
     "by a sampler or node, not the VAE$"
@@ -31,7 +30,7 @@ def vae_of(family):
     return load_vae(STATES[family](), dtype=torch.float32)
 
 
-@pytest.fixture(params=STATES)
+@pytest.fixture(params=["wan2.1", "seedvr2"])
 def vae(request):
     return vae_of(request.param)
 
@@ -50,17 +49,15 @@ def spoil(x, *places, value=math.nan):
     return x
 
 
-@pytest.mark.parametrize("value", BAD)
-def test_a_latent_is_refused_with_its_first_bad_frame(vae, value):
-    latent = spoil(given(vae)[0], (0, 3), (0, 2), value=value)
+def test_a_latent_is_refused_with_its_first_bad_frame(vae):
+    latent = spoil(spoil(given(vae)[0], (0, 3)), (0, 2), value=-math.inf)
     match = said(LATENT, 2, "2 of 4")
     with refused(match):
         vae.decode(latent)
     with refused(match):
         vae.decode_stream(latent, frames=range(1))  # the bad frames are not of this part
-    for runs in ([1, 1, 1, 1], [2, 2], [1, 3]):
-        with refused(said(LATENT, "[12]", "2")):
-            list(vae.decode_stream(iter(latent.split(runs, dim=2)), STEP))
+    with refused(said(LATENT, 2, "2")):
+        list(vae.decode_stream(iter(latent.split([1, 3], dim=2)), STEP))
 
 
 @pytest.mark.parametrize(
@@ -85,16 +82,12 @@ def test_a_long_latent_is_checked_in_runs(monkeypatch):
     latent = spoil(given(vae_of("wan2.1"))[0].bfloat16(), (0, 3))
     with refused(said(LATENT, 1, "3 of 4")):
         vae_of("wan2.1").decode(latent)
-    eight = latent.to(torch.float8_e4m3fn)
-    with refused(said(LATENT, 1, "3 of 4")):
-        vae_of("wan2.1").decode(eight)
 
 
-@pytest.mark.parametrize("value", BAD)
-def test_frames_are_refused_with_the_first_bad_one(vae, value):
+def test_frames_are_refused_with_the_first_bad_one(vae):
     frames = given(vae, batch=2)[1]
     count = frames.shape[2]
-    spoil(frames, (1, 2), (0, 3), value=value)
+    spoil(frames, (1, 2), (0, 3), value=math.inf)
     with refused(said(FRAMES, "2", f"2 of {count}, video 1 of 2")):
         vae.encode(frames)
     with refused(said(FRAMES, "[12]", "2, video 1 of 2")):
@@ -104,15 +97,15 @@ def test_frames_are_refused_with_the_first_bad_one(vae, value):
 MODELS = {16: "Wan 2.1, 2.2 14B, Qwen-Image, SeedVR2", 48: "Wan 2.2 5B", 64: "Qwen-Image 2.1"}
 
 
-@pytest.mark.parametrize("channels", [4, 12, 16, 48, 64, 128])
-def test_the_channels_of_other_models_are_named(vae, channels):
+@pytest.mark.parametrize("family", STATES)
+def test_the_channels_of_other_models_are_named(family):
+    vae = vae_of(family)
     needed = vae.config.latent_channels
-    if channels == needed:
-        return
-    other = f"a VAE for {MODELS[channels]}, or " if channels in MODELS else ""
-    line = f"^latent has {channels} channels; this VAE needs {needed}: use {other}a latent for "
-    latent = torch.zeros(1, channels, 2, 2, 2)
-    with refused(f"{line}{MODELS[needed]}$"):
-        vae.decode(latent)
-    with refused(f"{line}{MODELS[needed]}$"):
-        list(vae.decode_stream(iter([latent])))
+    for channels in {4, 16, 48, 64} - {needed}:
+        other = f"a VAE for {MODELS[channels]}, or " if channels in MODELS else ""
+        line = f"^latent has {channels} channels; this VAE needs {needed}: use {other}a latent for "
+        latent = torch.zeros(1, channels, 2, 2, 2)
+        with refused(f"{line}{MODELS[needed]}$"):
+            vae.decode(latent)
+        with refused(f"{line}{MODELS[needed]}$"):
+            list(vae.decode_stream(iter([latent])))

@@ -25,8 +25,7 @@ def latent():
 # Family, channels of latents and frames, scale of the output, compressions, base widths.
 LAYOUTS = {
     ("wan2.1", 16, 3, 1, 8, 4, 8, 8): random_state_dict(8),
-    ("wan2.1", 16, 3, 1, 8, 4, 24, 24): random_state_dict(24),  # LightVAE
-    ("wan2.1", 16, 4, 1, 8, 4, 8, 8): random_state_dict(8, image_channels=4, out_channels=4),
+    ("wan2.1", 16, 4, 1, 8, 4, 6, 6): random_state_dict(6, image_channels=4, out_channels=4),
     ("wan2.1", 16, 3, 2, 8, 4, 8, 8): random_state_dict(8, out_channels=12),
     ("wan2.1", 16, 4, 2, 8, 4, 8, 8): random_state_dict(8, image_channels=4, out_channels=16),
     ("wan2.2", 48, 3, 1, 16, 4, 8, 16): random_wan22(8, 16),
@@ -49,6 +48,20 @@ def test_the_configuration_is_read_from_the_weights(layout):
     assert len(config.latent_mean) == len(config.latent_std) == config.latent_channels
 
 
+def test_the_standard_vae_of_a_layout_is_the_published_one():
+    narrow = read_checkpoint(LAYOUTS["wan2.1", 16, 3, 2, 8, 4, 8, 8]).config
+    assert narrow.standard() == read_checkpoint(random_state_dict(8)).config
+    wan22 = read_checkpoint(random_wan22(8, 16)).config.standard()
+    assert (wan22.encoder_widths, wan22.decoder_widths) == (
+        (160, 160, 320, 640, 640),
+        (1024, 1024, 1024, 512, 256),
+    )
+    assert (wan22.latent_channels, wan22.patch_size, wan22.image_channels) == (48, 2, 3)
+    seedvr2 = read_checkpoint(random_seedvr2((32, 32, 64, 64))).config.standard()
+    assert seedvr2.encoder_widths == (128, 128, 256, 512, 512)
+    assert seedvr2.decoder_widths == (512, 512, 512, 256, 128)
+
+
 @pytest.mark.parametrize(
     ("encoder_widths", "decoder_widths"),
     [
@@ -69,23 +82,22 @@ def test_every_stage_has_its_own_width(encoder_widths, decoder_widths, latent):
     assert vae.encode(torch.zeros(1, 3, 5, 16, 16)).shape == (1, 16, 2, 2, 2)
 
 
-@pytest.mark.parametrize("left", [("conv1.",), ()], ids=["with conv1", "without conv1"])
-@pytest.mark.parametrize("family", STATES)
+@pytest.mark.parametrize(
+    ("family", "left"), [("wan2.1", ("conv1.",)), ("wan2.2", ()), ("seedvr2", ())]
+)
 def test_a_decoder_checkpoint_decodes_and_cannot_encode(family, left):
     state, kept = STATES[family](), ("decoder.", "conv2.", *left)
     whole = load_vae(state, dtype=torch.float32)
     decoder = {key: value for key, value in state.items() if key.startswith(kept)}
     vae = load_vae(decoder, dtype=torch.float32)
     assert vae.config.encoder_width is None
-    latent = latent_for(vae, 2, 32, 32)
+    latent = latent_for(vae, 2, 16, 16)
     assert torch.equal(vae.decode(latent), whole.decode(latent))
     with refused("no encoder"):
         vae.encode(torch.zeros(1, vae.config.image_channels, 1, 16, 16))
 
 
-@pytest.mark.parametrize(
-    "stored", [torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
-)
+@pytest.mark.parametrize("stored", [torch.float64, torch.bfloat16, torch.float8_e5m2])
 def test_weights_of_any_float_dtype_are_loaded_and_kept(state, latent, stored):
     low = {key: value.to(stored) for key, value in state.items()}
     rounded = load_vae({key: value.float() for key, value in low.items()}, dtype=torch.float32)

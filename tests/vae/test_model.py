@@ -1,9 +1,7 @@
 """Inputs and outputs of the VAE: shapes, dtypes, errors, statistics, and global switches."""
 
-import functools
 import math
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ import torch
 from fast_video_vae.tests.builders import random_state_dict, refused
 from fast_video_vae.tests.vae.families import random_frames
 from fast_video_vae.vae import StreamOptions, load_vae
-from fast_video_vae.vae.streaming import precision
 from fast_video_vae.vae.validation import check_finite
 
 
@@ -24,28 +21,28 @@ def vae():
 WRONG = [
     *(
         ("chunk", chunk, f"chunk is {chunk!r}; expected a number of latents, -1 for all, or None")
-        for chunk in [0, -2, 1.5, True, "all"]
+        for chunk in [0, -2, 1.5, True]
     ),
     *(
         ("tile", tile, f"tile is {tile!r}; expected height and width in pixels, or None")
-        for tile in [(0, 64), (16, -8), (1.5, 16), (True, 8), (64,), (8, 8, 8), (), 64, "64"]
+        for tile in [(0, 64), (16, -8), (1.5, 16), (64,), (8, 8, 8), 64]
     ),
     ("dtype", "float32", "dtype is 'float32'; expected a float dtype such as torch.float32"),
     ("dtype", torch.int32, "dtype is torch.int32; expected a float dtype such as torch.float32"),
 ]
 
 
-@pytest.mark.parametrize(("name", "value", "message"), WRONG)
-def test_wrong_options_are_refused(name, value, message):
-    with refused(re.escape(message)):
-        StreamOptions(**{name: value})
+def test_wrong_options_are_refused():
+    for name, value, message in WRONG:
+        with refused(re.escape(message)):
+            StreamOptions(**{name: value})
 
 
 # An argument of a decode of three latents, a wrong value, and the error.
 WRONG_OF_DECODE = [
     *(
         ("frames", frames, f"frames are {frames!r}; expected a range ")
-        for frames in [range(0), range(5, 2), range(-3, 1), range(0, 1, 2), (0, 1), 0]
+        for frames in [range(0), range(5, 2), range(-3, 1), range(0, 1, 2), (0, 1)]
     ),
     ("frames", range(8, 10), "frames are range(8, 10); expected a range within 0 to 8"),
     ("out", "frames", "out is a str; expected a tensor"),
@@ -56,10 +53,14 @@ WRONG_OF_DECODE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value", "message"), WRONG_OF_DECODE)
-def test_wrong_arguments_of_a_decode_are_refused_before_the_first_piece(vae, name, value, message):
-    with refused(re.escape(message)):
-        vae.decode_stream(torch.randn(1, 16, 3, 1, 1), **{name: value})
+def test_wrong_arguments_of_a_decode_are_refused_before_the_first_piece(vae):
+    latent = torch.randn(1, 16, 3, 1, 1)
+    for name, value, message in WRONG_OF_DECODE:
+        with refused(re.escape(message)):
+            vae.decode_stream(latent, **{name: value})
+    target = torch.empty(1)
+    with refused("both out and images are given"):
+        vae.decode_stream(latent, out=target, images=target)
 
 
 def test_a_range_behind_the_end_of_an_iterable_is_an_error_at_its_end(vae):
@@ -69,33 +70,21 @@ def test_a_range_behind_the_end_of_an_iterable_is_an_error_at_its_end(vae):
         list(stream)
 
 
-@pytest.mark.parametrize("size", [(8, 12), (12, 8), (7, 8), (4, 4)])
-def test_frame_sizes_must_be_multiples_of_the_compression(vae, size):
-    height, width = size
-    with refused(rf"frames are {height} x {width} \(H x W\); expected multiples of 8"):
-        vae.encode_stream(torch.zeros(1, 3, 5, *size))
-
-
-def spoiled(x, place, value):
-    x = x.clone()
-    x.view(-1)[place % x.numel()] = value
-    return x
+def test_frame_sizes_must_be_multiples_of_the_compression(vae):
+    for height, width in ((8, 12), (12, 8), (7, 8)):
+        with refused(rf"frames are {height} x {width} \(H x W\); expected multiples of 8"):
+            vae.encode_stream(torch.zeros(1, 3, 5, height, width))
 
 
 # A change that makes a video wrong, and the error.
 WRONG_VIDEOS = {
     "no batch": (lambda x: x[:0], "is empty, [0, "),
-    "no frames": (lambda x: x[:, :, :0], "is empty, ["),
-    "no height": (lambda x: x[..., :0, :], "is empty, ["),
     "no width": (lambda x: x[..., :0], "is empty, ["),
     "one channel": (lambda x: x[:, :1], "has 1 channels; this VAE needs "),
     "a picture": (lambda x: x[:, :, 0], "has 4 dimensions, ["),
     "integers": (lambda x: x.long(), "int64; expected a float dtype"),
     "bits": (lambda x: x > 0, "bool; expected a float dtype"),
-    "NaN": (lambda x: spoiled(x, 1_000_003, torch.nan), " has 1 values that are NaN or infinite"),
-    "infinite": (lambda x: spoiled(x, 65_537, -torch.inf), " has 1 values that are NaN or inf"),
     "an array": (lambda x: x.numpy(), " is a ndarray; expected a tensor ["),
-    "None": (lambda _: None, " is a NoneType; expected a tensor ["),
     "a number": (lambda _: 5, " is a int; expected a tensor ["),
     "nothing": (lambda _: iter([]), "; expected at least one"),
     "another size": (lambda x: iter([x, torch.cat([x, x], dim=3)]), "a piece has shape ["),
@@ -126,14 +115,6 @@ def test_a_list_is_refused_as_a_whole_video(vae):
     for run in (vae.decode, vae.encode):
         with refused(r"is a list; expected a tensor \["):
             run([[0.0]])
-
-
-def test_dropped_frames_are_a_warning_of_the_callers_line(vae):
-    frames = random_frames(1, 3, 7, 16, 16)
-    for run in (vae.encode, lambda frames: list(vae.encode_stream(frames))):
-        with pytest.warns(UserWarning, match="the last 2 frames were dropped") as found:
-            run(frames)
-        assert [each.filename for each in found] == [__file__]
 
 
 def test_what_requires_a_gradient_is_refused(vae):
@@ -168,23 +149,7 @@ def test_normalize_uses_the_statistics(vae):
     torch.testing.assert_close(vae.denormalize(normal), latent)
 
 
-def test_float32_switches_are_set_during_the_computation_only(monkeypatch):
-    seen, owner = [], SimpleNamespace(fp32_precision="tf32")
-    monkeypatch.setattr(
-        precision, "_switches", lambda _: [(owner, "fp32_precision", "ieee", ("ieee",))]
-    )
-    vae = load_vae(random_state_dict(8), dtype=torch.float32)
-    vae.decoder.conv1.register_forward_hook(lambda *_: seen.append(owner.fp32_precision))
-    for _ in vae.decode_stream(torch.zeros(1, 16, 3, 1, 1), StreamOptions(chunk=1)):
-        assert owner.fp32_precision == "tf32"  # restored between two pieces
-    assert set(seen) == {"ieee"}
-    full = functools.partial(precision.full_float32, torch.device("cpu"))
-    with pytest.raises(KeyError), full(), full():  # an error restores them too
-        raise KeyError(owner.fp32_precision)
-    assert owner.fp32_precision == "tf32"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_finite_values_with_an_infinite_sum_are_accepted(dtype):
     largest = torch.full((1, 16, 3, 4, 4), torch.finfo(dtype).max, dtype=dtype)
     check_finite(largest, "latent")
@@ -194,10 +159,7 @@ def test_finite_values_with_an_infinite_sum_are_accepted(dtype):
         check_finite(largest, "latent")
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2],
-)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn])
 def test_inputs_of_any_float_dtype_are_cast(vae, dtype):
     latent, video = torch.randn(1, 16, 2, 1, 1).to(dtype), random_frames(1, 3, 5, 8, 8).to(dtype)
     assert torch.equal(vae.decode(latent), vae.decode(latent.float()))

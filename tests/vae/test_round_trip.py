@@ -1,14 +1,12 @@
 """A corrected encode: hand-overs without drift, its steps, its cost, and what it keeps."""
 
 import math
-import statistics
-import time
 import weakref
 
 import pytest
 import torch
 
-from fast_video_vae.tests.builders import random_state_dict, refused
+from fast_video_vae.tests.builders import decoder_of, random_state_dict, refused
 from fast_video_vae.tests.vae.families import STATES, VIDEO, random_frames
 from fast_video_vae.vae import StreamOptions, encode_corrected, load_vae, media
 from fast_video_vae.vae.bench.content import Clip, moving_pictures
@@ -24,7 +22,7 @@ def bundled():
 def photo():
     """Five frames of the middle of the bundled clip, in [-1, 1]."""
     frames = torch.stack(list(media.read_video(CLIP_PATH).frames(dtype=torch.uint8))[:5])
-    return frames[:, 96:160, 96:160].movedim(-1, 0)[None].float() / 127.5 - 1
+    return frames[:, 96:144, 96:144].movedim(-1, 0)[None].float() / 127.5 - 1
 
 
 def again(vae, latent):
@@ -55,10 +53,12 @@ def handed_over(vae, source, corrections, times):
     return seen[0], seen[-1]
 
 
-def check_hand_overs(vae, source, times):
+@pytest.mark.parametrize("drawn", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_ten_hand_overs_lose_a_third_of_what_plain_ones_lose(bundled, photo, drawn):
+    source = moving_pictures(Clip(64, 64, 5)) * 2 - 1 if drawn else photo
     lost, drift = {}, {}
     for corrections in (0, 3):
-        first, last = handed_over(vae, source, corrections, times)
+        first, last = handed_over(bundled, source, corrections, 10)
         lost[corrections] = psnr(first, source) - psnr(last, source)
         pairs = zip(levels(first), levels(last), strict=True)
         drift[corrections] = [abs(float(after - before)) for before, after in pairs]
@@ -66,20 +66,6 @@ def check_hand_overs(vae, source, times):
     *colors, contrast = drift[3]
     assert all(new <= max(0.5, old / 3) for new, old in zip(colors, drift[0], strict=False))
     assert contrast <= 1
-
-
-@pytest.mark.parametrize("drawn", [False, True])
-def test_four_hand_overs_lose_a_third_of_what_plain_ones_lose(bundled, photo, drawn):
-    source = moving_pictures(Clip(64, 64, 5)) * 2 - 1 if drawn else photo
-    check_hand_overs(bundled, source, 4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("drawn", [False, True])
-def test_ten_hand_overs_lose_a_third_of_what_plain_ones_lose(bundled, drawn):
-    frames = torch.stack(list(media.read_video(CLIP_PATH).frames(dtype=torch.uint8))[-9:])
-    source = frames.movedim(-1, 0)[None].float() / 127.5 - 1
-    check_hand_overs(bundled, moving_pictures(Clip(192, 128, 9)) * 2 - 1 if drawn else source, 10)
 
 
 def test_corrections_are_an_accelerated_iteration(bundled, photo):
@@ -100,13 +86,14 @@ def test_corrections_are_an_accelerated_iteration(bundled, photo):
     assert errors == sorted(errors, reverse=True)
 
 
-@pytest.mark.parametrize("family", STATES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("wan2.2", torch.float32), ("seedvr2", torch.bfloat16)]
+)
 def test_the_error_of_no_family_grows(family, dtype):
     """The round trip of random weights is far from faithful, and of most gets worse by a step."""
     vae = load_vae(STATES[family](), dtype=dtype)
     step, frames = vae.config.spatial_compression, 5 if family in VIDEO else 1
-    clip = random_frames(2, vae.config.image_channels, frames, 2 * step, 3 * step)
+    clip = random_frames(2, vae.config.image_channels, frames, step, 2 * step)
     plain = vae.encode(clip)
     for corrections in (1, 3):
         found = encode_corrected(vae, clip, corrections)
@@ -127,23 +114,6 @@ def test_a_diverging_video_of_a_batch_keeps_its_plain_latent(bundled, photo):
     assert (found - torch.cat(alone)).abs().max() <= 1e-5 * plain.abs().max()
 
 
-def test_chunks_and_dtypes_are_those_of_the_options(bundled, photo):
-    expected = encode_corrected(bundled, photo, 2)
-    for options in (StreamOptions(1), StreamOptions(-1), StreamOptions(tile=(32, 32))):
-        found = encode_corrected(bundled, photo, 2, options)
-        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
-    narrow = encode_corrected(bundled, photo, 2, StreamOptions(dtype=torch.bfloat16))
-    assert narrow.dtype == torch.bfloat16
-    assert 0 < (narrow - expected).abs().max() <= 0.05 * expected.abs().max()
-
-
-def test_several_devices_give_the_latent_of_one(photo):
-    alone, shared = (load_vae(VAE_PATH, dtype=torch.float32) for _ in range(2))
-    shared.devices = ["cpu", "cpu"]
-    found, expected = (encode_corrected(each, photo, 2) for each in (shared, alone))
-    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
-
-
 def test_the_frames_are_never_all_in_memory(bundled, monkeypatch):
     alive, most = [], []
     decode = bundled.decode_stream
@@ -155,13 +125,12 @@ def test_the_frames_are_never_all_in_memory(bundled, monkeypatch):
             yield piece
 
     monkeypatch.setattr(bundled, "decode_stream", watched)
-    encode_corrected(bundled, random_frames(1, 3, 33, 16, 16), 2, StreamOptions(1))
+    encode_corrected(bundled, random_frames(1, 3, 33, 8, 8), 1, StreamOptions(1))
     assert len(most) > 8
     assert max(most) <= 12
 
 
-def test_a_correction_costs_a_decode_and_an_encode(bundled, photo):
-    """Counted in steps, and in time, which is measured in pairs with the same passes by hand."""
+def test_a_correction_costs_a_decode_and_an_encode_with_the_options(bundled, photo):
     calls, hooks = {"encoder": 0, "decoder": 0}, []
     for name in calls:
 
@@ -170,39 +139,28 @@ def test_a_correction_costs_a_decode_and_an_encode(bundled, photo):
 
         layer = next(iter(bundled.get_submodule(name).layers()))
         hooks.append(layer.register_forward_pre_hook(count))
-    encode_corrected(bundled, photo, 2, StreamOptions(1))
+    latents, expected = [], encode_corrected(bundled, photo, 1)
+
+    def counted(pieces):
+        for piece in pieces:
+            latents.append(piece.shape[2])
+            yield piece
+
+    calls |= dict.fromkeys(calls, 0)
+    given = {"to_range": lambda x: 2 * x - 1, "counted": counted}
+    found = encode_corrected(bundled, (photo + 1) / 2, 1, StreamOptions(1), **given)
     for hook in hooks:
         hook.remove()
-    assert calls == {"encoder": 3 * 2, "decoder": 2 * 2}
-
-    def by_hand():
-        again(bundled, again(bundled, bundled.encode(photo)))
-
-    def seconds(run):
-        start = time.perf_counter()
-        run()
-        return time.perf_counter() - start
-
-    by_hand()
-    corrected = lambda: encode_corrected(bundled, photo, 2)  # noqa: E731
-    ratios = [seconds(corrected) / seconds(by_hand) for _ in range(5)]
-    assert statistics.median(ratios) <= 1.3
+    assert calls == {"encoder": 2 * 2, "decoder": 2}
+    assert latents == [1] * 4
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    options = StreamOptions(dtype=torch.bfloat16)
+    assert encode_corrected(bundled, photo, 0, options).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("state", "reason"),
-    [
-        (
-            lambda: {k: v for k, v in STATES["wan2.1"]().items() if not k.startswith("encoder.")},
-            "^the checkpoint has no encoder",
-        ),
-        (
-            lambda: random_state_dict(8, out_channels=12),
-            "^corrections is 1; expected 0: .* 2 times as high and wide",
-        ),
-    ],
-    ids=["decoder-only", "2x"],
-)
-def test_a_vae_without_a_round_trip_is_refused(state, reason):
-    with refused(reason):
-        encode_corrected(load_vae(state()), random_frames(1, 3, 5, 16, 16), 1)
+def test_a_vae_without_a_round_trip_is_refused():
+    frames, state = random_frames(1, 3, 5, 8, 8), STATES["wan2.1"]()
+    with refused("^the checkpoint has no encoder"):
+        encode_corrected(load_vae(decoder_of(state)), frames, 1)
+    with refused("^corrections is 1; expected 0: .* 2 times as high and wide"):
+        encode_corrected(load_vae(random_state_dict(8, out_channels=12)), frames, 1)

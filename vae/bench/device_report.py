@@ -9,15 +9,7 @@ from .report import aligned, dtype_label
 
 
 def check_device(device: torch.device) -> str:
-    """Check a device now, and return a table of the errors by case and dtype.
-
-    Args:
-        device: The device.
-
-    Returns:
-        Lines of text: float32, the dtype of decodes, and on a GPU float16. Below the table is what
-        is wrong, and what was tried in its place.
-    """
+    """Check a device now; return a table of the errors by case and dtype, and what is wrong."""
     dtypes = dict.fromkeys((torch.float32, fastest_decode_dtype(device)))
     if device.type != "cpu":
         dtypes[torch.float16] = None

@@ -30,8 +30,7 @@ def compare_precision(
 ) -> PrecisionReport:
     """Decode a latent in float32, in bfloat16 and with int8, on the same weights.
 
-    The VAE is not modified, and its own precision does not matter. Without a latent it is a smooth
-    one with the statistics of the VAE. The PSNR has a peak of 2, of all frames clamped to [-1, 1].
+    The VAE is not modified. Without a latent it is a smooth one with the statistics of the VAE.
     """
     layers = int8_layers(vae, options)
     if latent is None:

@@ -1,12 +1,9 @@
 """Read the tensors of a file, or report in one line what the file is instead.
 
 The kind of a file is read from its first bytes, not from its name. All sizes are compared with the
-file, and nothing in it is executed. `torch.load(weights_only=True)` calls functions for tensors
-only, but with any arguments: a pickle of 30 bytes can take a gigabyte (`bytearray(10**9)`) or never
-end (the hash of tuples that share their parts). So calls are looked at first, and only those of
-`torch.save` are admitted, which take a time in proportion to the file.
-
-Source of the layout: torch/serialization.py and torch/_weights_only_unpickler.py of PyTorch 2.13.
+file. PyTorch reads pickles with `weights_only`, which runs no code; before that their instructions
+are counted, and all names in them have to be of those that `torch.save` writes for tensors, because
+a call such as `bytearray(10**9)` is allowed there too.
 """
 
 import io
@@ -14,12 +11,11 @@ import mmap
 import os
 import pickle
 import re
-import struct
 import warnings
 from itertools import islice
 from pathlib import Path
 from pickletools import genops
-from typing import Any, BinaryIO
+from typing import BinaryIO
 from zipfile import ZipFile
 
 import torch
@@ -34,8 +30,8 @@ _STATE_DICT = "expected a state dict"
 # Most bytes that tensors may share, as tied weights do.
 _MOST_SHARED = 64 << 20
 
-# A tensor takes about 40 instructions and 170 bytes, a member of an archive 120 bytes.
-_MOST_INSTRUCTIONS, _MOST_BYTES, _MOST_DIRECTORY = 300_000, 16 << 20, 4 << 20
+# A tensor takes about 40 instructions and 170 bytes.
+_MOST_INSTRUCTIONS, _MOST_BYTES = 300_000, 16 << 20
 
 _MAGIC = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
 
@@ -47,19 +43,6 @@ _NAMED = re.compile(
     r"|torch\.(Tensor|nn\.parameter\.Parameter|storage\.UntypedStorage|(cuda\.)?[A-PR-Z]\w+Storage"
     r"|bool|u?int\d+|(b?float|complex)\d\w+)"
 )
-# Those that are called with numbers and texts alone.
-_VALUES = ("Size", "device", "_get_layout", "OrderedDict", "set", "complex")
-
-# What a pickle has in two places, other than short texts. `torch.save` passes it to no function; a
-# hostile file could with it pass a long text, or a list of lists of lists, 100,000 times.
-_SHARED = object()
-
-_EMPTY = {"EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_TUPLE": tuple}
-# Instructions that take objects: how many, or None for all from the mark on.
-_TAKERS = {
-    "TUPLE": None, "APPENDS": None, "SETITEMS": None, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3,
-    "APPEND": 1, "SETITEM": 2, "REDUCE": 2, "BUILD": 1, "BINPERSID": 1,
-}  # fmt: skip
 
 
 def read_file(path: Path, network: Network) -> dict[str, object]:
@@ -78,7 +61,7 @@ def read_file(path: Path, network: Network) -> dict[str, object]:
             return _mapped(file, size, network)
         if kind not in (ZIP, PICKLE):
             raise ValueError(f"it is {kind}, not a complete .safetensors or .pth file")
-        most = _check_zip(file, size) if kind == ZIP else _check_legacy(file, size)
+        most = _check_zip(file) if kind == ZIP else _check_legacy(file, size)
         file.seek(0)
         # PyTorch maps files by path, and takes one of this suffix for a safetensors file.
         maps = kind == ZIP and path.suffix != ".safetensors"
@@ -139,20 +122,13 @@ def _check_stored(tensors: list[Tensor], most: int) -> None:
             raise ValueError(f"its {what} need {total} bytes; the file has {min(most, limit)}")
 
 
-def _check_zip(file: BinaryIO, size: int) -> int:
-    """Refuse a file of PyTorch 1.6 or later, of `size` bytes; return the bytes of its storages."""
-    file.seek(max(0, size - 98))
-    tail = file.read().rjust(98)
-    if tail[76:80] != b"PK\x05\x06":
-        raise ValueError("it is a truncated zip archive")
-    # PyTorch and zipfile look for the directory in different ways; for this form they agree.
-    wide = tail[56:60] == b"PK\x06\x07"
-    count, first = struct.unpack("<QQ" if wide else "<II", tail[40:56] if wide else tail[88:96])
-    end = size - (98 if wide else 22)
-    place = int.from_bytes(tail[64:72], "little") if wide else end
-    if first + count != end or place != end or count > _MOST_DIRECTORY:
-        raise ValueError("the directory of its zip archive is damaged")
-    members = ZipFile(file).infolist()
+def _check_zip(file: BinaryIO) -> int:
+    """Refuse a damaged file of PyTorch 1.6 or later; return the bytes of its storages."""
+    try:
+        archive = ZipFile(file)
+        members = archive.infolist()
+    except Exception:  # BadZipFile, or what a damaged field leads to
+        raise ValueError("it is a truncated zip archive, or its directory is damaged") from None
     names = {each.filename.lower(): each for each in members}  # as PyTorch compares them
     pickled = names.get(next(iter(names), "").partition("/")[0] + "/data.pkl")
     if pickled is None:
@@ -161,11 +137,12 @@ def _check_zip(file: BinaryIO, size: int) -> int:
         raise ValueError("two members of its zip archive have one name")
     for each in members:
         packed = each.compress_type or each.flag_bits & 1 or each.file_size != each.compress_size
-        if packed or each.header_offset + each.file_size > first:
+        if packed or each.header_offset + each.file_size > archive.start_dir:
             what = "is compressed or encrypted, or incomplete; expected it stored"
             raise ValueError(f"its member {shown(each.filename)} {what}")
     file.seek(pickled.header_offset + 26)
-    file.seek(sum(struct.unpack("<HH", file.read(4))), io.SEEK_CUR)
+    sizes = file.read(4)  # of the name and of other fields
+    file.seek(int.from_bytes(sizes[:2], "little") + int.from_bytes(sizes[2:], "little"), 1)
     _check_pickle(io.BytesIO(file.read(min(pickled.file_size, _MOST_BYTES))))
     return sum(each.file_size for each in members if "/data/" in each.filename)
 
@@ -182,9 +159,7 @@ def _check_legacy(file: BinaryIO, size: int) -> int:
 
 
 def _check_pickle(file: BinaryIO) -> None:
-    """Follow a pickle with literals and containers alone; refuse what no state dict needs."""
-    stacks: list[list[Any]] = [[]]
-    memo: dict[Any, Any] = {}
+    """Count the instructions of a pickle, and refuse names that no state dict needs."""
     try:
         instructions = [*islice(genops(file), _MOST_INSTRUCTIONS + 1)]
     except ValueError:
@@ -192,68 +167,6 @@ def _check_pickle(file: BinaryIO) -> None:
     if len(instructions) > _MOST_INSTRUCTIONS:
         raise ValueError(f"its pickle has more than {_MOST_INSTRUCTIONS} instructions")
     for instruction, argument, _ in instructions:
-        name, top = instruction.name, stacks[-1]
-        if name == "GLOBAL":
-            top.append(str(argument).replace(" ", ".", 1))
-            if not _NAMED.fullmatch(top[-1]):
-                raise ValueError(f"it holds more than tensors: {shown(top[-1])}; {_STATE_DICT}")
-        elif name in _EMPTY:
-            top.append(_EMPTY[name]())
-        elif name in ("BINPUT", "LONG_BINPUT"):
-            memo[argument] = top[-1] if _is_plain(top[-1]) else _SHARED
-        elif name in ("BINGET", "LONG_BINGET"):
-            top.append(memo[argument])
-        elif name == "MARK":
-            stacks.append([])
-        elif name in _TAKERS:
-            taken = _TAKERS[name]
-            items = stacks.pop() if taken is None else [top.pop() for _ in range(taken)][::-1]
-            top = stacks[-1]
-            if "TUPLE" in name:
-                top.append(tuple(items))
-            elif "APPEND" in name:
-                top[-1].extend(items)
-            elif "SETITEM" in name:
-                if not all(map(_is_plain, items[::2])):
-                    raise ValueError(f"one of its keys is no short text; {_STATE_DICT}")
-            elif not _is_usual(name, *items):
-                raise ValueError(f"its pickle calls functions in unusual ways; {_STATE_DICT}")
-            elif name != "BUILD":
-                top.append(None)
-        elif not instruction.stack_before:
-            top += [argument] * len(instruction.stack_after)  # a literal, or nothing
-        elif name != "STOP":
-            raise ValueError(f"its pickle has the instruction {name}; {_STATE_DICT}")
-
-
-def _is_plain(value: object) -> bool:
-    """Return whether a value is fast to hash and to compare, and few others have its hash."""
-    if isinstance(value, str):
-        return len(value) <= 1000
-    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 32)
-
-
-def _is_usual(*call: Any) -> bool:  # noqa: ANN401, whatever was in the file
-    """Return whether a call is one that `torch.save` writes."""
-    match call:
-        case (
-            ("BUILD", {})
-            | ("REDUCE", "collections.Counter", ({},))
-            | ("REDUCE", "_codecs.encode", (str(), "latin1"))
-        ):
-            return True
-        case "BINPERSID", (_, _, str(), *_) as storage:
-            return _is_flat(storage)
-        case "REDUCE", function, ([*items],) | [*items] if function.rpartition(".")[2] in _VALUES:
-            return all(map(_is_plain, items))
-        case "REDUCE", function, arguments:
-            called = arguments[0] if function.startswith("torch._tensor.") else function
-            return called.startswith("torch._utils.") and _is_flat(arguments)
-    return False
-
-
-def _is_flat(value: object, depth: int = 3) -> bool:
-    """Return whether a value has no lists, nothing shared, and tuples in few others."""
-    if isinstance(value, tuple):
-        return depth > 0 and all(_is_flat(each, depth - 1) for each in value)
-    return value is not _SHARED and not isinstance(value, list)
+        name = str(argument).replace(" ", ".", 1)
+        if instruction.name in ("GLOBAL", "INST") and not _NAMED.fullmatch(name):
+            raise ValueError(f"it holds more than tensors: {shown(name)}; {_STATE_DICT}")

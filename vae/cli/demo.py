@@ -100,11 +100,10 @@ def round_trip(
     options: StreamOptions,
     seconds: dict[str, float],
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield a video and its reconstruction, and add up the seconds of "read", "encode", "decode".
+    """Yield pairs of a video and its reconstruction, `[t, H, W, 3]`, uint8 on the CPU.
 
-    Pairs of uint8 on the CPU: `[t, H, W, 3]`, cropped to whole latents, and `[t, s H, s W, 3]`,
-    where `s` is the `output_scale` of the VAE. Frames after the last `4 n + 1` are dropped, as by
-    `encode_stream`. `read` takes the `multiple` of height and width.
+    Adds up the `seconds` of "read", "encode" and "decode". `read` takes the `multiple` of height
+    and width.
     """
     kept: deque[Tensor] = deque()  # source frames that are not decoded yet
     seen = 0
@@ -162,10 +161,7 @@ def _outputs(folder: Path, stem: str, *, overwrite: bool) -> tuple[Path, Path]:
 
 
 def _peak_bytes(device: torch.device) -> int | None:
-    """Return the peak memory so far: of the GPU if it is used, else of this process.
-
-    None on Windows, where Python's standard library cannot measure it.
-    """
+    """Return the peak memory of the GPU in use or of this process; None: unknown, on Windows."""
     counter = getattr(runtime(device), "max_memory_allocated", None)
     if counter is not None and device.type != "cpu":
         return counter(device)

@@ -10,7 +10,7 @@ import torch
 from ... import kernels
 from ..bench.device_report import check_device
 from ..bench.precision import compare_precision
-from ..bench.report import aligned, dtype_label
+from ..bench.report import aligned, dtype_label, size
 from ..model import VideoVAE
 from ..planning.device_memory import free_bytes
 from ..streaming.int8.settings import INT8
@@ -56,7 +56,7 @@ def vae_report(vae: VideoVAE, path: Path, limit_bytes: int | None) -> str:
     """Describe a VAE and its plans within a memory limit (None: free memory)."""
     config, weights = vae.config, list(vae.parameters())
     dtypes = ", ".join(sorted({dtype_name(weight.dtype) for weight in weights}))
-    size = sum(weight.nbytes for weight in weights) / MIB
+    weighs = sum(weight.nbytes for weight in weights) / MIB
     step, encodes = config.spatial_compression, config.encoder_width is not None
     rows = {
         "file": path,
@@ -66,12 +66,12 @@ def vae_report(vae: VideoVAE, path: Path, limit_bytes: int | None) -> str:
         "compression": f"{step} in space, {config.temporal_compression} in time",
         "output scale": f"{config.output_scale}x",
         "parameters": f"{sum(weight.numel() for weight in weights):,}",
-        "weights": f"{dtypes}, {size:.1f} MiB on {vae.device}",
+        "weights": f"{dtypes}, {weighs:.1f} MiB on {vae.device}",
         "encodes in": dtype_name(vae.encode_dtype) if encodes else "-",
         "decodes in": dtype_name(vae.dtype),
     }
     most, where = limit_bytes or free_bytes(vae.device), "the limit" if limit_bytes else "is free"
-    room = f"within {most / GIB:g} GiB" if limit_bytes else f"{_size(most)} free"
+    room = f"within {most / GIB:g} GiB" if limit_bytes else f"{size(most)} free"
     table = [["size", "", "  memory", "a step"]]
     for width, height in SIZES:
         for task in ("encode", "decode")[not encodes :]:
@@ -81,7 +81,7 @@ def vae_report(vae: VideoVAE, path: Path, limit_bytes: int | None) -> str:
             name = f"{width}x{height}" if task == "encode" or not encodes else ""
             how = f"{plan.step}, {plan.frames}{over}"
             first, *more = textwrap.wrap(how, _HOW_WIDTH, break_on_hyphens=False)
-            table.append([name, task, f"{_size(plan.peak_bytes):>8}", first])
+            table.append([name, task, f"{size(plan.peak_bytes):>8}", first])
             table += [["", "", "", f"  {line}"] for line in more]
     head = f"memory in addition to weights and frames, any length of video, on {vae.device}, {room}"
     lines = [f"{name:<14}{value}" for name, value in rows.items()]
@@ -91,8 +91,7 @@ def vae_report(vae: VideoVAE, path: Path, limit_bytes: int | None) -> str:
 def backend_report() -> str:
     """Describe the backends of this machine in tables per kind of device and of op.
 
-    A cell is "exact", "fast" or "no (2)" with the number of a reason. If dtypes differ, each is
-    listed: "exact bf16 fp16, fast fp32". The compiled library for the CPU is built if missing.
+    A cell is "exact", "fast" or "no (2)" with the number of a reason, by dtype if these differ.
     """
     library, matrix = kernels.native_library(), kernels.backend_matrix()
     reasons = list(dict.fromkeys(each.reason for each in matrix if each.reason is not None))
@@ -137,7 +136,3 @@ def _wrapped(texts: Mapping[str, str]) -> list[str]:
         )
         lines += wrapper.wrap(text)
     return lines
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.0f} MiB"

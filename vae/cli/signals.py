@@ -1,18 +1,14 @@
 """Signals that end the command line; no partial file is left behind.
 
 The first SIGINT, SIGTERM or SIGHUP raises `KeyboardInterrupt` in the main thread, so that files are
-closed and removed on the way out. Later ones are ignored, because they would interrupt the removal.
-Python runs no handler during a long call into C, and ignores errors raised in a destructor; so a
-thread receives each signal too, and ends the process after `GRACE_S`.
-
-A file that is about to take its final name is complete: from then on (`before_naming`) signals are
-ignored and the command succeeds.
+closed and removed on the way out. A second one removes the files and ends the process: an error
+that was raised in a destructor is lost. A file that is about to take its final name is complete:
+from then on (`before_naming`) signals are ignored and the command succeeds.
 """
 
 import contextlib
 import os
 import signal
-import socket
 import threading
 from types import FrameType
 
@@ -20,8 +16,6 @@ from ..media.atomic_file import before_naming, remove_unfinished
 
 # SIGBREAK exists on Windows only, for Ctrl-Break and a closed console.
 NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK")
-# Less than the 10 s that docker waits before SIGKILL, more than an encoder takes for a piece.
-GRACE_S = 8.0
 
 
 class Signals(contextlib.ExitStack):
@@ -36,16 +30,6 @@ class Signals(contextlib.ExitStack):
     def __enter__(self) -> "Signals":
         if threading.current_thread() is not threading.main_thread():
             return self
-        heard, wakeup = map(self.enter_context, socket.socketpair())
-        wakeup.setblocking(False)
-        over = threading.Event()
-        thread = threading.Thread(target=self._watch, args=(heard, over), daemon=True)
-        thread.start()
-        self.callback(thread.join)
-        self.callback(wakeup.close)
-        self.callback(over.set)
-        former = signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
-        self.callback(signal.set_wakeup_fd, former)
         before_naming.append(self.settle)
         self.callback(before_naming.remove, self.settle)
         for number in (getattr(signal, name) for name in NAMES if hasattr(signal, name)):
@@ -63,17 +47,11 @@ class Signals(contextlib.ExitStack):
         if self.number is None:
             self.number = number
             raise KeyboardInterrupt
-
-    def _watch(self, heard: socket.socket, over: threading.Event) -> None:
-        """Wait for a signal, then for the end of the command, in a thread."""
-        while received := heard.recv(1):
-            if signal.getsignal(received[0]) == self._handle:
-                if not over.wait(GRACE_S):
-                    remove_unfinished()
-                    with contextlib.suppress(OSError):
-                        os.write(2, f"fast-video-vae: {reason(received[0])}\n".encode())
-                    os._exit(128 + received[0])
-                return
+        if self.number:
+            remove_unfinished()
+            with contextlib.suppress(OSError):
+                os.write(2, f"fast-video-vae: {reason(number)}\n".encode())
+            os._exit(128 + number)
 
 
 def reason(number: int) -> str:

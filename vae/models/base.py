@@ -31,10 +31,7 @@ class Network(nn.Module):
         return in_order(*self.children())
 
     def chains(self) -> list[list[CausalLayer]]:
-        """Return the layers, cut before each one that has `pairs`.
-
-        These layers take two frames at a time, so the frames of a step are joined before them.
-        """
+        """Return the layers, cut where frames are joined: before each one that has `pairs`."""
         chains: list[list[CausalLayer]] = [[]]
         for layer in self.layers():
             if layer.pairs:

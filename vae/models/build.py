@@ -12,18 +12,16 @@ def make_encoder(config: VAEConfig) -> Network | None:
     if config.encoder_widths is None:
         return None
     channels = config.image_channels * config.patch_size**2
-    if config.family == WAN21:
-        return Wan21Encoder(config.encoder_widths, channels, config.latent_channels, config.taps)
+    given = config.encoder_widths, channels, config.latent_channels
     if config.family == SEEDVR2:
-        return SeedVR2Encoder(config.encoder_widths, channels, config.latent_channels)
-    return Wan22Encoder(config.encoder_widths, channels, config.latent_channels, config.taps)
+        return SeedVR2Encoder(*given)
+    return (Wan21Encoder if config.family == WAN21 else Wan22Encoder)(*given, config.taps)
 
 
 def make_decoder(config: VAEConfig) -> Network:
     """Return the decoder of `config` with uninitialised weights."""
     channels = config.image_channels * (config.output_scale * config.patch_size) ** 2
-    if config.family == WAN21:
-        return Wan21Decoder(config.decoder_widths, channels, config.latent_channels, config.taps)
+    given = config.decoder_widths, channels, config.latent_channels
     if config.family == SEEDVR2:
-        return SeedVR2Decoder(config.decoder_widths, channels, config.latent_channels)
-    return Wan22Decoder(config.decoder_widths, channels, config.latent_channels, config.taps)
+        return SeedVR2Decoder(*given)
+    return (Wan21Decoder if config.family == WAN21 else Wan22Decoder)(*given, config.taps)

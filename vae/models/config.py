@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ...kernels import shown
 from .latent_stats import latent_statistics
@@ -26,43 +26,42 @@ SEEDVR2_GROUPS = 32
 # Widths of the stages over the base width (`dim_mult`), by the number of stages.
 _MULTIPLES = {4: (1, 2, 4, 4), 5: (1, 2, 4, 8, 8)}
 
-# Tensors whose first dimension is a stage's width: the first convolution, then each stage's first
-# block.
-_WAN21_ANCHORS = (
-    (
-        "encoder.conv1.weight",
-        *(f"encoder.downsamples.{index}.residual.6.weight" for index in (0, 3, 6, 9)),
+# Tensors whose first dimension is a stage's width: the first convolution, and each stage's first
+# block. The name of the first one, and for encoder and decoder the pattern of the others with the
+# step of its number.
+_ANCHORS = {
+    WAN21: (
+        "conv1",
+        ("encoder.downsamples.{}.residual.6.weight", 3),
+        ("decoder.upsamples.{}.residual.6.weight", 4),
     ),
-    (
-        "decoder.conv1.weight",
-        *(f"decoder.upsamples.{index}.residual.6.weight" for index in (0, 4, 8, 12)),
+    WAN22: (
+        "conv1",
+        ("encoder.downsamples.{}.downsamples.0.residual.6.weight", 1),
+        ("decoder.upsamples.{}.upsamples.0.residual.6.weight", 1),
     ),
-)
+    SEEDVR2: (
+        "conv_in",
+        ("encoder.down_blocks.{}.resnets.0.conv1.weight", 1),
+        ("decoder.up_blocks.{}.resnets.0.conv1.weight", 1),
+    ),
+}
 
 _WAN21_LATENTS = 16
 
 # The published VAE of the Wan 2.2 layout: base widths, latent channels, and the side of a patch.
 _WAN22_ENCODER, _WAN22_DECODER, _WAN22_LATENTS, _WAN22_PATCH = 160, 256, 48, 2
 
-# The same tensors of SeedVR2, its published widths, and the factor of its latents
-# (configs_3b/main.yaml: vae.scaling_factor).
-_SEEDVR2_ANCHORS = (
-    (
-        "encoder.conv_in.weight",
-        *(f"encoder.down_blocks.{index}.resnets.0.conv1.weight" for index in range(4)),
-    ),
-    (
-        "decoder.conv_in.weight",
-        *(f"decoder.up_blocks.{index}.resnets.0.conv1.weight" for index in range(4)),
-    ),
-)
-_SEEDVR2_ENCODER, _SEEDVR2_DECODER = (128, 128, 256, 512, 512), (512, 512, 512, 256, 128)
+# The published widths of SeedVR2, and the factor of its latents (configs_3b/main.yaml:
+# vae.scaling_factor).
+_SEEDVR2_WIDTHS = (128, 128, 256, 512, 512), (512, 512, 512, 256, 128)
 _SEEDVR2_LATENTS, _SEEDVR2_SCALE = 16, 0.9152
 
 # The models with latents of a number of channels.
 MODELS = {16: "Wan 2.1, 2.2 14B, Qwen-Image, SeedVR2", 48: "Wan 2.2 5B", 64: "Qwen-Image 2.1"}
 
 Shapes = Mapping[str, tuple[int, ...]]
+Widths = tuple[tuple[int, ...], tuple[int, ...]]  # of encoder and decoder
 
 
 class LayoutError(ValueError):
@@ -133,18 +132,15 @@ class VAEConfig:
 
         It has an encoder, the usual multiples of the base widths, and no upscaling. For the Wan 2.2
         layout it is Wan 2.2 itself.
-
-        Returns:
-            Its configuration.
         """
         if self.family == SEEDVR2:
-            return _seedvr2(_SEEDVR2_LATENTS, 3, _SEEDVR2_ENCODER, _SEEDVR2_DECODER)
+            return _config(SEEDVR2, _SEEDVR2_LATENTS, 3, *_SEEDVR2_WIDTHS)
         if self.family == WAN21:
             base = self.decoder_width
-            encoder, decoder = _standard_widths(base, base, 4)
-            return _config(WAN21, _WAN21_LATENTS, self.image_channels, encoder, decoder)
-        encoder, decoder = _standard_widths(_WAN22_ENCODER, _WAN22_DECODER, 4)
-        return _config(WAN22, _WAN22_LATENTS, 3, encoder, decoder, patch_size=_WAN22_PATCH)
+            widths = _standard_widths(base, base, 4)
+            return _config(WAN21, _WAN21_LATENTS, self.image_channels, *widths)
+        widths = _standard_widths(_WAN22_ENCODER, _WAN22_DECODER, 4)
+        return _config(WAN22, _WAN22_LATENTS, 3, *widths, patch_size=_WAN22_PATCH)
 
     def latent_frames(self, frames: int) -> int:
         """Return the number of latent frames for `frames` frames."""
@@ -181,37 +177,33 @@ def read_configs(shapes: Shapes) -> list[VAEConfig]:
     decoder_base = _size(shapes, "decoder.head.0.gamma", 0)
     in_channels = _size(shapes, "encoder.conv1.weight", 1) if has_encoder else None
     out_channels = _size(shapes, "decoder.head.2.weight", 0)
-    taps = 1 if _is_flat(shapes) else 3
-    if _WAN22_KEY in shapes:
-        stages = _stages(shapes)
-        anchors = _wan22_anchors(stages)
-    else:
-        stages, anchors = 4, _WAN21_ANCHORS
+    head = shapes["decoder.head.2.weight"]
+    # Convolutions of one frame have one temporal tap, or 2D weights.
+    taps = 1 if len(head) == 4 or (len(head) == 5 and head[2] == 1) else 3
+    layout = WAN22 if _WAN22_KEY in shapes else WAN21
+    stages = _stages(shapes) if layout == WAN22 else 4
 
     def config(encoder: tuple[int, ...], decoder: tuple[int, ...]) -> VAEConfig:
         widths = (encoder if has_encoder else None, decoder)
-        if _WAN22_KEY not in shapes:
+        if layout == WAN21:
             image_channels, scale = _image_channels(out_channels, in_channels)
-            layout = WAN21, latent_channels, image_channels, *widths
-            return _config(*layout, output_scale=scale, taps=taps)
+            given = WAN21, latent_channels, image_channels, *widths
+            return _config(*given, output_scale=scale, taps=taps)
         patch = _WAN22_PATCH
         if taps == 1 and out_channels < 3 * patch**2:
             return _config(QWEN21, latent_channels, out_channels, *widths, taps=1)
-        layout = WAN22, latent_channels, out_channels // patch**2, *widths
-        return _config(*layout, patch_size=patch, taps=taps)
+        given = WAN22, latent_channels, out_channels // patch**2, *widths
+        return _config(*given, patch_size=patch, taps=taps)
 
     usual = _standard_widths(encoder_base, decoder_base, stages)
-    own = tuple(_widths(shapes, *each) for each in zip(anchors, usual, strict=True))
+    own = _own_widths(shapes, layout, usual)
     return [config(*usual)] if own == usual else [config(*usual), config(*own)]
 
 
 def _read_seedvr2(shapes: Shapes) -> VAEConfig:
     """Return the configuration of a SeedVR2 VAE, with each stage's own width."""
     has_encoder = any(key.startswith("encoder.") for key in shapes)
-    usual = _SEEDVR2_ENCODER, _SEEDVR2_DECODER
-    encoder, decoder = (
-        _widths(shapes, *each) for each in zip(_SEEDVR2_ANCHORS, usual, strict=True)
-    )
+    encoder, decoder = _own_widths(shapes, SEEDVR2, _SEEDVR2_WIDTHS)
     narrow = [width for width in (*encoder, *decoder) if width % SEEDVR2_GROUPS]
     if narrow:
         raise ValueError(
@@ -220,18 +212,7 @@ def _read_seedvr2(shapes: Shapes) -> VAEConfig:
         )
     latents = _size(shapes, "decoder.conv_in.weight", 1)
     channels = _size(shapes, "decoder.conv_out.weight", 0)
-    return _seedvr2(latents, channels, encoder if has_encoder else None, decoder)
-
-
-def _seedvr2(
-    latents: int, channels: int, encoder: tuple[int, ...] | None, decoder: tuple[int, ...]
-) -> VAEConfig:
-    return replace(
-        _config(SEEDVR2, latents, channels, encoder, decoder),
-        latent_mean=(0.0,) * latents,
-        latent_std=(1.0,) * latents,
-        latent_scale=_SEEDVR2_SCALE,
-    )
+    return _config(SEEDVR2, latents, channels, encoder if has_encoder else None, decoder)
 
 
 def _config(
@@ -246,6 +227,8 @@ def _config(
     taps: int = 3,
 ) -> VAEConfig:
     mean, std = latent_statistics(latent_channels)
+    if family == SEEDVR2:
+        mean, std = (0.0,) * latent_channels, (1.0,) * latent_channels
     return VAEConfig(
         family=family,
         latent_channels=latent_channels,
@@ -259,12 +242,11 @@ def _config(
         latent_std=std,
         patch_size=patch_size,
         taps=taps,
+        latent_scale=_SEEDVR2_SCALE if family == SEEDVR2 else 1.0,
     )
 
 
-def _standard_widths(
-    encoder: int, decoder: int, stages: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _standard_widths(encoder: int, decoder: int, stages: int) -> Widths:
     """Return the usual widths of encoder and decoder for their base widths."""
     multiples = _MULTIPLES[stages]
     return (
@@ -283,38 +265,25 @@ def _stages(shapes: Shapes) -> int:
     return stages
 
 
-def _wan22_anchors(stages: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the tensors as `_WAN21_ANCHORS`, for blocks that are numbered per stage."""
-    down = (f"encoder.downsamples.{i}.downsamples.0.residual.6.weight" for i in range(stages))
-    up = (f"decoder.upsamples.{i}.upsamples.0.residual.6.weight" for i in range(stages))
-    return ("encoder.conv1.weight", *down), ("decoder.conv1.weight", *up)
-
-
-def _is_flat(shapes: Shapes) -> bool:
-    """Return whether the convolutions see one frame only: one temporal tap, or 2D weights."""
-    shape = shapes["decoder.head.2.weight"]
-    return len(shape) == 4 or (len(shape) == 5 and shape[2] == 1)
+def _own_widths(shapes: Shapes, layout: str, usual: Widths) -> Widths:
+    """Return each stage's width from the first tensor that has it, or the usual width."""
+    first, *sides = _ANCHORS[layout]
+    found = []
+    for (pattern, step), widths in zip(sides, usual, strict=True):
+        names = [f"{pattern.partition('.')[0]}.{first}.weight"]
+        names += [pattern.format(step * stage) for stage in range(len(widths) - 1)]
+        pairs = zip(names, widths, strict=True)
+        found.append(tuple(_size(shapes, key, 0) if shapes.get(key) else w for key, w in pairs))
+    encoder, decoder = found
+    return encoder, decoder
 
 
 def _size(shapes: Shapes, key: str, dim: int) -> int:
-    """Return one dimension of a required tensor."""
+    """Return a dimension of a required tensor, in range: tensors of that size are created next."""
     if key not in shapes:
         raise ValueError(f"the checkpoint has no {key}")
     if dim >= len(shapes[key]):
         raise ValueError(f"{key} has shape {list(shapes[key])}; expected more dimensions")
-    return _width(shapes, key, dim)
-
-
-def _widths(shapes: Shapes, anchors: tuple[str, ...], standard: tuple[int, ...]) -> tuple[int, ...]:
-    """Return each stage's width from the first tensor that has it, or the standard width."""
-    return tuple(
-        _width(shapes, key, 0) if shapes.get(key) else width
-        for key, width in zip(anchors, standard, strict=True)
-    )
-
-
-def _width(shapes: Shapes, key: str, dim: int) -> int:
-    """Return a dimension; its range is checked because tensors of that size are created next."""
     size = shapes[key][dim]
     if not 0 < size <= _MAX_WIDTH:
         raise ValueError(

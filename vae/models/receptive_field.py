@@ -33,10 +33,7 @@ def latents_before(decoder: Network) -> int:
 
 
 def frames_before(layers: Sequence[CausalLayer]) -> int:
-    """Return the number of input frames before a run that its results depend on.
-
-    The run starts where frames are not merged with those before it, and so do these frames.
-    """
+    """Return the number of input frames, in whole merges, that a run's results depend on."""
     frames, merged = 0, 1
     for layer in reversed(layers):
         for taps, stride in reversed(causal_taps(layer)):

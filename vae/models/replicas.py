@@ -2,7 +2,7 @@
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -88,13 +88,8 @@ class Replicas:
         """Return the bytes of all copies, with the weights that were derived from them."""
         networks = [replica.network for replica in list(self._known.values())]
         own = sum(tensor.nbytes for network in networks for tensor in _tensors(network))
-        return own + sum(conv.form_bytes() for each in networks for conv in _convs(each))
-
-    def drop_derived(self) -> None:
-        """Free the weights that were derived from the copies."""
-        for replica in list(self._known.values()):
-            for conv in _convs(replica.network):
-                conv.forms.clear()
+        parts = (part for network in networks for part in network.modules())
+        return own + sum(part.form_bytes() for part in parts if isinstance(part, Conv))
 
 
 def copied(
@@ -115,10 +110,6 @@ def copied(
 
 def _tensors(network: nn.Module) -> list[Tensor]:
     return [*network.parameters(), *network.buffers()]
-
-
-def _convs(network: nn.Module) -> Iterator[Conv]:
-    return (module for module in network.modules() if isinstance(module, Conv))
 
 
 def _form(network: nn.Module) -> list[tuple[object, ...]]:

@@ -5,10 +5,11 @@ causal_inflation_lib.py, s8_c16_t4_inflation_sd3.yaml). Norms and attention see 
 and the video is padded with its first frame, so any split of the stream is exact.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,20 +37,8 @@ class GroupNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(channels))
         self.bias = nn.Parameter(torch.empty(channels))
 
-    def silu(
-        self,
-        x: Tensor,
-        *,
-        out: Tensor,
-        tail: Tensor | None = None,
-        statistics: Tensor | None = None,
-        border: int = 0,
-        codes: Tensor | None = None,
-        saturated: Tensor | None = None,
-    ) -> Tensor:
-        """Compute norm and SiLU as `group_norm_silu` does, with `statistics` of `x` by default."""
-        options = {"statistics": statistics, "tail": tail, "border": border, "out": out}
-        options |= {"codes": codes, "saturated": saturated}
+    def silu(self, x: Tensor, **options: Any) -> Tensor:  # noqa: ANN401, those of the op
+        """Compute norm and SiLU as `group_norm_silu` does with `options`."""
         return group_norm_silu(x, self.weight, self.bias, SEEDVR2_GROUPS, **options)
 
     def steps(self) -> Tensor:
@@ -60,34 +49,9 @@ class GroupNorm(nn.Module):
         """Return the parameters `[C]` that the steps are derived from."""
         return self.weight, self.bias
 
-    def statistics(self, x: Tensor) -> Tensor:
-        """Return the statistics `[B, T, 2, groups]` of whole frames `x` `[B, C, T, H, W]`."""
-        return group_norm_statistics(x, SEEDVR2_GROUPS)
-
     def forward(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Compute the norm of `x` `[B, C, T, H, W]`, into `out` if given."""
-        return group_norm_silu(x, self.weight, self.bias, SEEDVR2_GROUPS, silu=False, out=out)
-
-
-class MeasuredNorm(NamedTuple):
-    """Norm and SiLU with the statistics of whole frames, `[B, T, 2, groups]`."""
-
-    norm: GroupNorm
-    statistics: Tensor
-
-    def __call__(
-        self,
-        x: Tensor,
-        *,
-        out: Tensor,
-        tail: Tensor | None = None,
-        border: int = 0,
-        codes: Tensor | None = None,
-        saturated: Tensor | None = None,
-    ) -> Tensor:
-        """Compute `GroupNorm.silu` of `x` `[B, C, T, H, W]` with its other arguments into `out`."""
-        options = {"tail": tail, "border": border, "codes": codes, "saturated": saturated}
-        return self.norm.silu(x, out=out, statistics=self.statistics, **options)
+        return self.silu(x, silu=False, out=out)
 
 
 def causal(in_channels: int, out_channels: int) -> CausalConv3d:
@@ -106,7 +70,9 @@ def normed(
     rows, terms = row_bands.rows_of(conv, x, cache), Terms(residual, dtype=x.dtype)
     if rows == x.shape[3]:
         return conv(x, cache, conv.filled(norm.silu, cache), terms)
-    fill = conv.filled(MeasuredNorm(norm, norm.statistics(x)), cache)
+    # Of whole frames, before they are cut into rows.
+    measured = functools.partial(norm.silu, statistics=group_norm_statistics(x, SEEDVR2_GROUPS))
+    fill = conv.filled(measured, cache)
     return row_bands.convolve(conv, fill, x, cache, rows, terms)
 
 
@@ -158,8 +124,7 @@ class SeedVR2AttentionBlock(CausalLayer):
 class SeedVR2Upsample(CausalLayer):
     """A 1x1x1 convolution, a shuffle of its channels to pixels and frames, and a 3x3x3 convolution.
 
-    With `temporal` one frame becomes two, except for the first latent of a video, whose second
-    frame is left out.
+    With `temporal` one frame becomes two, except for the first latent of a video.
     """
 
     scale = Fraction(2)
@@ -192,10 +157,7 @@ class SeedVR2Downsample(CausalLayer):
 
 
 class ShrinkingConv3d(CausalConv3d):
-    """A causal convolution with stride 2 in space, zero-padded at the right and bottom only.
-
-    The zeros are written into the window, which is copied in any case.
-    """
+    """A causal convolution with stride 2 in space, zero-padded at the right and bottom only."""
 
     def __init__(self, channels: int, *, temporal: bool) -> None:
         taps, stride = (3, 2) if temporal else (1, 1)
@@ -235,7 +197,6 @@ def _stage(resnets: nn.ModuleList, name: str, *others: CausalLayer) -> nn.Module
 
 
 def _middle(channels: int) -> nn.ModuleDict:
-    """Return the middle of a network: residual, attention, residual."""
     blocks = _residual_blocks(channels, channels, 2)
     return _stage(blocks, "attentions", SeedVR2AttentionBlock(channels))
 
@@ -272,7 +233,8 @@ class SeedVR2Encoder(Network):
 
     def layers(self) -> list[CausalLayer]:
         """Return the layers from `[B, C, T, H, W]` to `[B, 2 * C_latent, t, H / 8, W / 8]`."""
-        return _layers(self, self.down_blocks, "downsamplers", middle_first=False)
+        head = SeedVR2Head(self.conv_norm_out, self.conv_out)
+        return in_order(self.conv_in, *_parts(self.down_blocks), *_inside(self.mid_block), head)
 
 
 class SeedVR2Decoder(Network):
@@ -294,23 +256,16 @@ class SeedVR2Decoder(Network):
 
     def layers(self) -> list[CausalLayer]:
         """Return the layers from `[B, C_latent, t, h, w]` to `[B, C, T, 8 h, 8 w]`."""
-        return _layers(self, self.up_blocks, "upsamplers", middle_first=True)
+        head = SeedVR2Head(self.conv_norm_out, self.conv_out)
+        return in_order(self.conv_in, *_inside(self.mid_block), *_parts(self.up_blocks), head)
 
 
-def _layers(
-    network: Any,  # noqa: ANN401, either of the two
-    stages: nn.ModuleList,
-    resamplers: str,
-    *,
-    middle_first: bool,
-) -> list[CausalLayer]:
-    """Return the layers of an encoder or decoder in order."""
-    resnets, attentions = network.mid_block.resnets, network.mid_block.attentions
-    middle = resnets[0], attentions[0], resnets[1]
-    inner = [
-        part
-        for stage in stages
-        for part in (cast(Any, stage).resnets, *getattr(stage, resamplers, ()))
-    ]
-    body = (*middle, *inner) if middle_first else (*inner, *middle)
-    return in_order(network.conv_in, *body, SeedVR2Head(network.conv_norm_out, network.conv_out))
+def _parts(stages: nn.ModuleList) -> list[nn.Module]:
+    """Return the lists of layers of stages in order."""
+    return [part for stage in stages for part in cast(nn.ModuleDict, stage).values()]
+
+
+def _inside(middle: nn.ModuleDict) -> tuple[nn.Module, ...]:
+    """Return the layers of the middle in order: residual, attention, residual."""
+    resnets, attentions = cast(Any, middle.values())
+    return resnets[0], attentions[0], resnets[1]

@@ -4,7 +4,7 @@ The graph and the parameter names are those of wan/modules/vae.py (Encoder3d, De
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
@@ -12,8 +12,7 @@ from ..layers.causal_conv import CausalConv3d
 from .base import Network
 from .wan_blocks import Downsample, Head, Upsample, middle, residual_blocks
 
-_ENCODER_BLOCKS = 2
-_DECODER_BLOCKS = 3
+ENCODER_BLOCKS, DECODER_BLOCKS = 2, 3
 
 # Whether the resampling after each stage also changes the number of frames, in the encoder's order.
 _TEMPORAL = (False, True, True)
@@ -28,14 +27,16 @@ class Wan21Encoder(Network):
     def __init__(self, widths: Sequence[int], channels: int, latents: int, taps: int = 3) -> None:
         super().__init__()
         self.conv1 = CausalConv3d(channels, widths[0], (taps, 3, 3))
-        stages: list[nn.Module] = []
-        for stage, (before, after) in enumerate(itertools.pairwise(widths)):
-            stages += residual_blocks(before, after, _ENCODER_BLOCKS, taps)
-            if stage < len(_TEMPORAL):
-                stages.append(Downsample(after, temporal=_TEMPORAL[stage], taps=taps))
-        self.downsamples = nn.ModuleList(stages)
+        self.downsamples = nn.ModuleList(self.stages(widths, taps))
         self.middle = middle(widths[-1], taps)
         self.head = Head(widths[-1], 2 * latents, taps)
+
+    def stages(self, widths: Sequence[int], taps: int) -> Iterator[nn.Module]:
+        """Yield the layers between the first convolution and the middle."""
+        for stage, (before, after) in enumerate(itertools.pairwise(widths)):
+            yield from residual_blocks(before, after, ENCODER_BLOCKS, taps)
+            if stage < len(_TEMPORAL):
+                yield Downsample(after, temporal=_TEMPORAL[stage], taps=taps)
 
 
 class Wan21Decoder(Network):
@@ -48,13 +49,15 @@ class Wan21Decoder(Network):
         super().__init__()
         self.conv1 = CausalConv3d(latents, widths[0], (taps, 3, 3))
         self.middle = middle(widths[0], taps)
-        stages: list[nn.Module] = []
+        self.upsamples = nn.ModuleList(self.stages(widths, taps))
+        self.head = Head(widths[-1], channels, taps)
+
+    def stages(self, widths: Sequence[int], taps: int) -> Iterator[nn.Module]:
+        """Yield the layers between the middle and the head; upsampling halves the channels."""
         before = widths[0]
         for stage, after in enumerate(widths[1:]):
-            stages += residual_blocks(before, after, _DECODER_BLOCKS, taps)
+            yield from residual_blocks(before, after, DECODER_BLOCKS, taps)
             if stage < len(_TEMPORAL):
                 before = after // 2
                 temporal = _TEMPORAL[::-1][stage]
-                stages.append(Upsample(after, before, temporal=temporal, taps=taps))
-        self.upsamples = nn.ModuleList(stages)
-        self.head = Head(widths[-1], channels, taps)
+                yield Upsample(after, before, temporal=temporal, taps=taps)

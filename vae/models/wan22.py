@@ -6,20 +6,17 @@ Qwen-Image 2.1 is the same graph with one temporal tap, so every frame is a firs
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 from torch import Tensor, nn
 
 from ...kernels import average_down, bias_residual
-from ..layers.causal_conv import CausalConv3d
 from ..layers.causal_layer import CausalLayer
 from ..layers.temporal_cache import TemporalCache
-from .base import Network, in_order
-from .wan_blocks import Downsample, Head, Upsample, middle, residual_blocks
-
-_ENCODER_BLOCKS = 2
-_DECODER_BLOCKS = 3
+from .base import in_order
+from .wan21 import DECODER_BLOCKS, ENCODER_BLOCKS, Wan21Decoder, Wan21Encoder
+from .wan_blocks import Downsample, Upsample, residual_blocks
 
 
 class DownStage(CausalLayer):
@@ -40,7 +37,7 @@ class DownStage(CausalLayer):
         _check_shortcut(in_channels * self._patch[0] * self._patch[1] ** 2, out_channels)
         self.growth = max(1, out_channels // in_channels)
         self.out_channels = out_channels
-        blocks = residual_blocks(in_channels, out_channels, _ENCODER_BLOCKS, taps)
+        blocks = residual_blocks(in_channels, out_channels, ENCODER_BLOCKS, taps)
         self.downsamples = nn.ModuleList(blocks)
         if space:
             self.downsamples.append(Downsample(out_channels, temporal=time, taps=taps))
@@ -55,11 +52,11 @@ class DownStage(CausalLayer):
         # Computed first, because the blocks may write into their input.
         times, size = self._patch
         shortcut = average_down(x, self.out_channels, times=times, size=size)
-        for block in self.downsamples[:_ENCODER_BLOCKS]:
+        for block in self.downsamples[:ENCODER_BLOCKS]:
             x = block(x, cache)
         if size == 1:
             return bias_residual(x, residual=shortcut)
-        return self.downsamples[_ENCODER_BLOCKS](x, cache, residual=shortcut)
+        return self.downsamples[ENCODER_BLOCKS](x, cache, residual=shortcut)
 
 
 class UpStage(CausalLayer):
@@ -79,7 +76,7 @@ class UpStage(CausalLayer):
         if space:
             _check_shortcut(out_channels * phases, in_channels)
         self.growth = max(1, phases * out_channels // in_channels)
-        blocks = residual_blocks(in_channels, out_channels, _DECODER_BLOCKS, taps)
+        blocks = residual_blocks(in_channels, out_channels, DECODER_BLOCKS, taps)
         self.upsamples = nn.ModuleList(blocks)
         if space:
             self.upsamples.append(Upsample(out_channels, out_channels, temporal=time, taps=taps))
@@ -91,55 +88,35 @@ class UpStage(CausalLayer):
 
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
         """Run the stage on `x` `[B, C_in, T, H, W]` with `cache`; its sizes may be doubled."""
-        if len(self.upsamples) == _DECODER_BLOCKS:
+        if len(self.upsamples) == DECODER_BLOCKS:
             for block in self.upsamples:
                 x = block(x, cache)
             return x
         # A block with its own shortcut does not write into its input; the others do.
         source = x if self.upsamples[0].shortcut is not None else x.clone()
-        for block in self.upsamples[:_DECODER_BLOCKS]:
+        for block in self.upsamples[:DECODER_BLOCKS]:
             x = block(x, cache)
-        return self.upsamples[_DECODER_BLOCKS](x, cache, source)
+        return self.upsamples[DECODER_BLOCKS](x, cache, source)
 
 
-class Wan22Encoder(Network):
-    """Encode frames with pixels in channels to mean and log-variance.
+class Wan22Encoder(Wan21Encoder):
+    """Encode frames with pixels in channels to mean and log-variance."""
 
-    From `[B, C, T, H, W]` to `[B, 2 * C_latent, t, H / 8, W / 8]`.
-    """
-
-    def __init__(
-        self, widths: Sequence[int], in_channels: int, latent_channels: int, taps: int
-    ) -> None:
-        super().__init__()
-        self.conv1 = CausalConv3d(in_channels, widths[0], (taps, 3, 3))
+    def stages(self, widths: Sequence[int], taps: int) -> Iterator[nn.Module]:
+        """Yield the stages between the first convolution and the middle."""
         last = len(widths) - 2
-        self.downsamples = nn.ModuleList(
-            DownStage(before, after, space=stage < last, time=0 < stage < last, taps=taps)
-            for stage, (before, after) in enumerate(itertools.pairwise(widths))
-        )
-        self.middle = middle(widths[-1], taps)
-        self.head = Head(widths[-1], 2 * latent_channels, taps)
+        for stage, (before, after) in enumerate(itertools.pairwise(widths)):
+            yield DownStage(before, after, space=stage < last, time=0 < stage < last, taps=taps)
 
 
-class Wan22Decoder(Network):
-    """Decode latents to frames with pixels in channels.
+class Wan22Decoder(Wan21Decoder):
+    """Decode latents to frames with pixels in channels."""
 
-    From `[B, C_latent, t, h, w]` to `[B, C_out, T, 8 h, 8 w]`.
-    """
-
-    def __init__(
-        self, widths: Sequence[int], out_channels: int, latent_channels: int, taps: int
-    ) -> None:
-        super().__init__()
-        self.conv1 = CausalConv3d(latent_channels, widths[0], (taps, 3, 3))
-        self.middle = middle(widths[0], taps)
+    def stages(self, widths: Sequence[int], taps: int) -> Iterator[nn.Module]:
+        """Yield the stages between the middle and the head."""
         last = len(widths) - 2
-        self.upsamples = nn.ModuleList(
-            UpStage(before, after, space=stage < last, time=stage < last - 1, taps=taps)
-            for stage, (before, after) in enumerate(itertools.pairwise(widths))
-        )
-        self.head = Head(widths[-1], out_channels, taps)
+        for stage, (before, after) in enumerate(itertools.pairwise(widths)):
+            yield UpStage(before, after, space=stage < last, time=stage < last - 1, taps=taps)
 
 
 def _check_shortcut(finer: int, coarser: int) -> None:

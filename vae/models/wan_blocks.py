@@ -22,29 +22,15 @@ from ..layers.temporal_cache import TemporalCache
 
 
 class RMSNorm(nn.Module):
-    """Wan's norm over the channels of each pixel: a scale, no mean, no bias.
-
-    `gamma` has `ndim` dimensions after the first, as in the checkpoint.
-    """
+    """Wan's norm over the channels of each pixel, with a scale of `ndim + 1` dimensions."""
 
     def __init__(self, channels: int, ndim: int = 3) -> None:
         super().__init__()
         self.gamma = nn.Parameter(torch.empty(channels, *[1] * ndim))
 
-    def silu(
-        self,
-        x: Tensor,
-        *,
-        out: Tensor | None = None,
-        tail: Tensor | None = None,
-        bias: Tensor | None = None,
-        border: int = 0,
-        codes: Tensor | None = None,
-        saturated: Tensor | None = None,
-    ) -> Tensor:
-        """Compute norm and SiLU of `x`, as `rms_norm_silu` does."""
-        options = {"tail": tail, "out": out, "border": border}
-        return rms_norm_silu(x, self.gamma, bias=bias, codes=codes, saturated=saturated, **options)
+    def silu(self, x: Tensor, **options: Any) -> Tensor:  # noqa: ANN401, those of the op
+        """Compute norm and SiLU of `x`, as `rms_norm_silu` does with `options`."""
+        return rms_norm_silu(x, self.gamma, **options)
 
     def steps(self) -> Tensor:
         """Return the step between two codes of each channel of `silu`, `[C]` in float32."""
@@ -199,10 +185,7 @@ def attend(
     mix: Callable[[Tensor], Sequence[Tensor]],
     proj: nn.Module,
 ) -> Tensor:
-    """Add self-attention over the pixels of each frame to `x`, which is not modified.
-
-    `mix` returns queries, keys and values of normed frames, each in their shape.
-    """
+    """Add self-attention over each frame to `x`; `mix` returns queries, keys and values."""
     batch, _, frames, height, width = x.shape
     normed = cache.scratch(x.shape, x)
     norm(x, out=normed)

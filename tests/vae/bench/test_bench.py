@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from fast_video_vae.tests.builders import random_state_dict
-from fast_video_vae.tests.seedvr2 import random_seedvr2
 from fast_video_vae.tests.wan22 import random_qwen21, random_wan22
 
 pytest.importorskip("PIL", reason="Pillow is not installed")
@@ -20,7 +19,7 @@ pytest.importorskip("PIL", reason="Pillow is not installed")
 from fast_video_vae.tests.vae.families import computes_16_bits
 from fast_video_vae.vae.bench.baselines import contestants
 from fast_video_vae.vae.bench.chart import COLORS, draw_chart
-from fast_video_vae.vae.bench.content import Clip, fitted, random_latent
+from fast_video_vae.vae.bench.content import Clip, fitted, moving_pictures, random_latent
 from fast_video_vae.vae.bench.measure import (
     Contestant,
     compare,
@@ -68,8 +67,8 @@ def test_the_order_rotates_each_round_after_a_warm_up_that_is_not_in_the_figures
     one, two, _ = compared(entries, rounds=3, passed=lambda: passed.append("".join(order)))
     assert passed[-1] == "a(bc" + "a(bc" + "c(ba" + "a(bc"
     assert [calls[-1] for calls in passed] == [*"abcabccbaabc"]
-    assert one.seconds == [4.0, 2.5, 9.0]
-    assert (one.median_s, one.best_s, one.psnr_db) == (4.0, 2.5, None)
+    assert (one.seconds, one.median_s, one.best_s) == ([4.0, 2.5, 9.0], 4.0, 2.5)
+    assert one.psnr_db is None
     assert (one.peak_bytes, two.peak_bytes) == (100, 40)
     assert (two.speed, two.thrift) == (4.0, 2.5)
     assert two.psnr_db == psnr(images(1), images(0))
@@ -90,7 +89,6 @@ def test_psnr_equals_the_formula_in_float64():
         ("decode", images() * math.nan, "not finite"),
         ("decode", images() + 0.01, "PSNR 40.0 dB"),
         ("encode", images() * 1.5, "relative error 5.0e-01"),
-        ("encode", images(), "identical"),
     ],
 )
 def test_results_are_compared_in_words(task, made, words):
@@ -107,8 +105,7 @@ def test_incomparable_results_are_an_error():
         compared(contestants, rounds=0)
 
 
-@pytest.mark.parametrize("at", [0, 2])
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize(("failing", "at"), [(0, 0), (1, 2)])
 def test_a_contestant_out_of_memory_is_skipped_afterwards(at, failing):
     calls = [0, 0]
 
@@ -247,6 +244,19 @@ def test_a_clip_is_cut_to_whole_latents(state, asked, kept):
     latent = random_latent(config, clip)
     assert torch.equal(latent, random_latent(config, clip))
     assert config.decoded_shape(latent.shape)[2:] == (kept[2], kept[1], kept[0])
+    mean, std = torch.tensor([config.latent_mean, config.latent_std]).view(2, 1, -1, 1, 1, 1)
+    assert ((latent - mean) / std).square().mean().item() == pytest.approx(1, abs=0.2)
+    with pytest.raises(ValueError, match="expected at least 1 frame of"):
+        fitted(config, Clip(832, 4, 1))
+
+
+def test_pictures_move_softly_within_the_range():
+    pictures = moving_pictures(Clip(48, 32, 9))
+    assert pictures.shape == (1, 3, 9, 32, 48)
+    assert 0 <= pictures.min() < pictures.max() <= 1
+    assert all(
+        0 < step.max() < 0.5 for each in (2, 3, 4) for step in [pictures.diff(dim=each).abs()]
+    )
 
 
 def test_the_command_measures_and_writes_both_files(tmp_path, run, vae_path, monkeypatch):
@@ -276,14 +286,12 @@ def test_the_command_measures_and_writes_both_files(tmp_path, run, vae_path, mon
     [
         (random_state_dict(8, image_channels=4, out_channels=4), True),
         (random_state_dict(8, out_channels=12), False),
-        pytest.param(random_wan22(), True, marks=pytest.mark.slow),
         pytest.param(random_qwen21(), True, marks=pytest.mark.slow),
-        pytest.param(random_seedvr2((32, 32, 64, 64)), False, marks=pytest.mark.slow),
     ],
 )
 def test_diffusers_uses_the_same_weights_if_it_supports_the_layout(state, knows):
     pytest.importorskip("diffusers", reason="diffusers is not installed")
-    vae, clip = load_vae(state, dtype=torch.float32), Clip(32, 32, 5)
+    vae, clip = load_vae(state, dtype=torch.float32), Clip(16, 16, 5)
     for task in ("encode", "decode"):
         found, note = contestants(vae, task, clip)
         assert [each.name for each in found] == ["reference", "fast", *["diffusers"] * knows]

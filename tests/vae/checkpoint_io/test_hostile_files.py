@@ -44,13 +44,6 @@ def readers():
     return {"every": readers, "checkpoint": readers[:2], "lora": readers[3:]}
 
 
-def python_seconds():
-    """Return the CPU seconds of Python's own reader for the most instructions that are read."""
-    began = time.process_time()
-    pickle._loads(b")" + b"\x85" * 300_000 + b".")
-    return time.process_time() - began
-
-
 @pytest.mark.parametrize(
     ("kind", "case", "content", "words"),
     [pytest.param(kind, case, *content, id=f"{kind}-{case}") for kind, case, content in CASES],
@@ -69,7 +62,7 @@ def test_a_hostile_file_is_one_line_and_takes_little_memory(
         except (ValueError, OSError) as caught:
             error = str(caught)
         took = time.process_time() - began
-        assert took < 2 or took < 5 * python_seconds()
+        assert took < 5
         assert process_mib("VmHWM") - before - size / 2**20 < MOST_MIB
         assert list(tmp_path.iterdir()) == [path], "code in the file was run"
         if error is None:

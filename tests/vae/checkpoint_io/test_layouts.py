@@ -4,7 +4,7 @@ import json
 import logging
 import re
 import sys
-from itertools import cycle, product
+from itertools import cycle
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from fast_video_vae.tests.builders import diffusers_name, random_state_dict, refused
 from fast_video_vae.tests.seedvr2 import random_seedvr2
-from fast_video_vae.tests.vae.families import STATES, latent_for, random_frames, random_latent
+from fast_video_vae.tests.vae.families import STATES, latent_for, random_frames
 from fast_video_vae.tests.wan22 import diffusers_wan22_name
 from fast_video_vae.vae import LayoutError, load_vae, read_checkpoint
 
@@ -32,13 +32,10 @@ TRAINED = {
     "model_ema.decodermiddle0residual0gamma": torch.ones(3), "proj_head.weight": torch.ones(2, 2),
 }  # fmt: skip
 PREFIXES = (
-    "vae.model.", "_orig_mod.", "module.model.", "module._orig_mod.vae.model.", "vae.", "a.b-c.",
-    "first_stage_model.", "first_stage_model._orig_mod.", "pipe.vae.module.",
-)  # fmt: skip
-DICTS = (
-    "state_dict", "ema", "generator", "gen_model", "module", "params_ema", "model", "vae", "vae.a",
-    "model_state_dict", "generator/state_dict", "checkpoint/ema/model", "a/b/c/d/e",
-)  # fmt: skip
+    *("vae.model.", "_orig_mod.", "module._orig_mod.vae.model.", "vae.", "a.b-c."),
+    *("first_stage_model._orig_mod.", "pipe.vae.module."),
+)
+DICTS = "state_dict", "generator", "module", "vae.a", "generator/state_dict", "a/b/c/d/e"
 SCALES = {
     "one": lambda value: (), "one number": lambda value: (1,), "each": lambda value: (len(value),),
     "each kept": lambda value: (len(value), *[1] * (value.ndim - 1)),
@@ -92,19 +89,20 @@ def layouts():
     kinds = [(family, lambda state, _: state) for family in WHOLE]
     kind = cycle([*kinds, *((family, diffusers) for family in WHOLE if family != "seedvr2")])
     suffix = cycle([".safetensors", ".pth", ".ckpt"])
-    for prefix, extra in product(PREFIXES, ({}, UNET, LOSS)):
+    for prefix, extra in zip(PREFIXES, cycle([{}, UNET, LOSS]), strict=False):
         extra = extra if prefix.count(".") > 1 else extra | TABLE
         family, respell = next(kind)
         content, count = extra | put(prefix, respell(WHOLE[family], family)), len(extra)
         yield f"{family} {prefix} {count}", content, next(suffix), WHOLE[family], count
-    for names, (extra, count) in product(DICTS, ((TRAINED, 605), (UNET, 4))):
+    for names, (extra, count) in zip(DICTS, cycle([(TRAINED, 605), (UNET, 4)]), strict=False):
         family, respell = next(kind)
         content = LOSS | put("module.", respell(WHOLE[family], family))
         for name in reversed(names.split("/")):
             content = {name: content}
         form = (".pth", ".ckpt")[len(names) % 2]
         yield f"{family} in {names} {count}", extra | content, form, WHOLE[family], count + 2
-    for (what, shape), name in product(SCALES.items(), ("weight_scale", "scale_weight")):
+    names = cycle(["weight_scale", "scale_weight"])
+    for (what, shape), name in zip(SCALES.items(), names, strict=False):
         family, respell = next(kind)
         dtype = torch.float8_e5m2 if what == "each" else torch.float8_e4m3fn
         low, expected = quantised(WHOLE[family], shape, name, dtype)
@@ -234,30 +232,26 @@ def test_other_models_are_not_read(tmp_path):
         read_checkpoint({"state_dict": put("decoder.", UNET), "epoch": 3})
 
 
-@pytest.mark.parametrize("time", ["none", "cut", "whole"])
-@pytest.mark.parametrize("family", ["wan2.1", "wan2.2"])
+@pytest.mark.parametrize(
+    ("family", "time"), [("wan2.1", "none"), ("wan2.2", "cut"), ("wan2.1", "whole")]
+)
 def test_weights_of_single_frames_give_the_frame_of_a_video_vae(tmp_path, family, time):
     whole, content = load_vae(WHOLE[family], dtype=torch.float32), flat(WHOLE[family], time)
-    latent, frames = latent_for(whole, 1, 48, 32, batch=2), random_frames(2, 3, 1, 48, 32)
+    latent, frames = latent_for(whole, 1, 32, 16, batch=2), random_frames(2, 3, 1, 32, 16)
     path = saved(put("vae.", diffusers(content, family)), tmp_path, ".safetensors")
     vae = load_vae(path, dtype=torch.float32)
     assert vae.config.family == family
-    for each in (vae, *(load_vae(s, dtype=torch.float32) for s in (content, vae.state_dict()))):
+    for each in (vae, load_vae(vae.state_dict(), dtype=torch.float32)):
         assert torch.equal(each.decode(latent), whole.decode(latent))
         assert torch.equal(each.encode(frames), whole.encode(frames))
-    video, latents = random_frames(1, 3, 5, 48, 32), latent.repeat(1, 1, 2, 1, 1)
+    video, latents = random_frames(1, 3, 5, 32, 16), latent.repeat(1, 1, 2, 1, 1)
     with refused("frames; expected 1: the weights of this VAE are of single frames"):
         vae.encode(video)
     with refused("frames; expected 1: the weights of this VAE are of single frames"):
         list(vae.decode_stream(iter(latents.split(1, 2))))
 
 
-def test_the_command_reads_them_and_names_what_it_leaves_out(tmp_path, run):
+def test_the_command_names_what_it_leaves_out(tmp_path, run):
     code, lines, notes = run("info", saved(TRAINED | {"a": {"b": SMALL}}, tmp_path, ".ckpt"))
     assert (code, "family        wan2.1" in lines) == (0, True)
     assert sum("left out 605 not of the VAE (global_step" in each for each in notes) == 1
-    path, latent = saved(flat(SMALL), tmp_path, ".pth"), tmp_path / "video.safetensors"
-    save_file({"latent": random_latent(1, 16, 2, 4, 4)}, latent)
-    code, _, notes = run("decode", latent, "-o", tmp_path / "v.mp4", "--vae", path)
-    assert (code, "got 2 frames; expected 1: the weights" in notes[-1]) == (1, True)
-    assert not (tmp_path / "v.mp4").exists()

@@ -33,12 +33,9 @@ def decoded(vae_path, latents, dtype=torch.uint8):
     ("name", "options", "codec", "depth"),
     [
         ("a.mkv", [], "ffv1 in 16 bits (gbrp16le) encoded by ffv1", 16),
-        ("a.mkv", ["--bit-depth", "8"], "ffv1 in 8 bits", 8),
         ("a.png", ["--no-dither"], "png in 16 bits", 16),
         ("a.mp4", ["--codec", "hevc", "--bit-depth", "auto"], "hevc in 10 bits", 10),
-        ("a.mp4", ["--codec", "av1", "--video-quality", "90", "--bit-depth", "8"], "av1 in 8", 8),
-        ("a.mp4", ["--hardware"], "h264 in 8 bits", 8),
-        ("a.mov", [], "prores in 10 bits", 10),
+        ("a.mp4", ["--video-quality", "90", "--bit-depth", "8"], "h264 in 8 bits", 8),
     ],
 )
 def test_decode_writes_the_format_of_the_name_or_the_options(
@@ -65,7 +62,7 @@ def test_decode_writes_the_format_of_the_name_or_the_options(
 
 @pytest.mark.parametrize(
     ("text", "expected", "chunk"),
-    [("4-8", range(4, 9), 1), ("0-0", range(1), 1), ("12", range(12, 13), -1)],
+    [("4-8", range(4, 9), 1), ("12", range(12, 13), -1)],
 )
 def test_decode_takes_a_range_of_frames(tmp_path, done, vae_path, latents, text, expected, chunk):
     movie = tmp_path / "a.mkv"
@@ -112,7 +109,7 @@ def test_encode_reads_a_range(tmp_path, done, vae_path, options, frames, shape, 
 
 
 def test_devices_that_share_a_video_write_the_same_files(tmp_path, done):
-    clip, files, movies = write_clip(tmp_path / "clip.mp4", 9, 64, 96), [], []
+    clip, files, movies = write_clip(tmp_path / "clip.mp4", 5, 64, 96), [], []
     for options in ((), ("--devices", "cpu, cpu")):
         files.append(tmp_path / f"{len(files)}.safetensors")
         movies.append(tmp_path / f"{len(movies)}.mkv")

@@ -22,7 +22,7 @@ def collected(frames, height=32, width=48, error=10, run=5):
     return drawn
 
 
-@pytest.mark.parametrize("frames", [1, 2, 6, 7, 8, 33, 42, 43, 81, 500, 1001])
+@pytest.mark.parametrize("frames", [1, 7, 43, 500])
 def test_columns_are_spread_over_the_clip(frames, monkeypatch):
     held, words, write = collected(frames), [], sheet.write
     monkeypatch.setattr(sheet, "write", lambda *given: (words.append(given[2]), write(*given)))
@@ -38,10 +38,9 @@ def test_columns_are_spread_over_the_clip(frames, monkeypatch):
 @pytest.mark.parametrize(
     ("height", "width", "error", "shown"),
     [
-        (32, 48, 0, 0),  # enlarged
-        (256, 256, 1, sheet.MAX_FACTOR),
+        (32, 48, 1, sheet.MAX_FACTOR),  # enlarged
         (480, 832, 10, 160),  # reduced; a factor of 32 would exceed 255
-        (1080, 608, 55, 220),  # portrait
+        (512, 304, 55, 220),  # portrait
     ],
 )
 def test_each_row_shows_its_frames_and_an_amplified_difference(height, width, error, shown):

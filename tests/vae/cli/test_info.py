@@ -13,7 +13,6 @@ from fast_video_vae import kernels
 from fast_video_vae.kernels import native_library
 from fast_video_vae.kernels.backends import CONVOLUTIONS, ORDER
 from fast_video_vae.tests.builders import decoder_of, module_command, random_state_dict, succeeded
-from fast_video_vae.vae.validation import available_devices
 
 for _package in ("av", "tqdm", "PIL"):
     pytest.importorskip(_package, reason=f"{_package} is not installed")
@@ -110,34 +109,18 @@ def test_a_vae_has_a_plan_per_size(lines_of, vae_path, tmp_path):
     assert [line.split()[:2] for line in table] == [[name, "decode"] for name in names]
 
 
-def test_the_bands_of_devices_and_their_memory_follow_the_shares(lines_of, vae_path):
-    widths = {}
-    for shares in ("1,1", "3,1", "memory"):
-        options = "--devices", "cpu,cpu", "--shares", shares, "--limit", "6"
-        table = lines_of(vae_path, *options)[12:]
-        text = " ".join(" ".join(table).split())
-        first, last = re.search(r"bands of columns: cpu (\d+)-(\d+)", text).groups()
-        widths[shares] = int(last) - int(first)
-        assert text.count("MiB)") + text.count("MiB, ") >= 2 * len(SIZES)
-        assert max(map(len, table)) <= WIDTH
-    assert widths["3,1"] > widths["1,1"] == widths["memory"]  # both are the same device
-
-
-@pytest.mark.parametrize("arguments", [[], ["cpu:0"], *([name] for name in available_devices())])
+@pytest.mark.parametrize("arguments", [[], ["cpu:0"]])
 def test_a_device_is_named(lines_of, arguments):
     (line,) = lines_of("--quiet", "--device", *arguments)
     assert ", compute capability " in line
 
 
-@pytest.mark.parametrize(
-    ("module", "quiet"), [("fast_video_vae", []), ("fast_video_vae.vae.cli", ["--quiet"])]
-)
-def test_missing_tools_are_named_and_the_reference_is_used(tmp_path, module, quiet):
+def test_missing_tools_are_named_and_the_reference_is_used(tmp_path):
     reason = "FAST_VIDEO_VAE_NATIVE=0 disables the native kernels"
-    command = module_command(module, "info", "--backends", *quiet)
+    command = module_command("fast_video_vae", "info", "--backends")
     settings = {"FAST_VIDEO_VAE_CACHE": str(tmp_path), "FAST_VIDEO_VAE_NATIVE": "0"}
     done = succeeded(command, env={**os.environ, **settings})
     # (1) and (2): triton and cuda need a GPU
     assert {f"(3) {reason}", f"missing   {reason}", "library   none"} < {*done.stdout.splitlines()}
     assert re.search(r"\nsilu_mul +no \(1\) +no \(2\) +no \(3\) +exact\n", done.stdout)
-    assert re.fullmatch("" if quiet else rf"note: .*{re.escape(reason)}.*\n", done.stderr)
+    assert re.fullmatch(rf"note: .*{re.escape(reason)}.*\n", done.stderr)

@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 
 from fast_video_vae.tests import builders
 from fast_video_vae.tests.builders import installed_command, random_state_dict
-from fast_video_vae.tests.wan22 import random_qwen21, random_wan22
 
 for _package in ("av", "tqdm", "PIL"):
     pytest.importorskip(_package, reason=f"{_package} is not installed")
@@ -21,7 +20,7 @@ for _package in ("av", "tqdm", "PIL"):
 from fast_video_vae.tests.videos import write, write_clip  # noqa: E402
 from fast_video_vae.vae import load_vae  # noqa: E402
 from fast_video_vae.vae.cli.main import REPOSITORY, main  # noqa: E402
-from fast_video_vae.vae.media import load_latent, pictures_of, read_video  # noqa: E402
+from fast_video_vae.vae.media import pictures_of, read_video  # noqa: E402
 
 PROJECT = Path(__file__).resolve().parents[3] / "pyproject.toml"
 # A second thread gains nothing on such small frames, and waits for busy cores.
@@ -38,8 +37,8 @@ def whole_clip(path):
     return torch.cat(list(read_video(path).pieces()), dim=2)
 
 
-@pytest.mark.parametrize("options", [[], ["--tile", "16x32"]])
-def test_encode_and_decode_equal_the_api(tmp_path, done, vae_path, video, options):
+def test_encode_and_decode_equal_the_api(tmp_path, done, vae_path, video):
+    options = ("--tile", "16x32")
     latents, movie = tmp_path / "l.safetensors", tmp_path / "d.mp4"
     lines = done("encode", video, "-o", latents, *options)
     assert lines[-1] == f"wrote {latents}: [1, 16, 3, 4, 6] for 9 frames at 29.97 fps"
@@ -64,35 +63,24 @@ def test_encode_and_decode_equal_the_api(tmp_path, done, vae_path, video, option
     assert difference.abs().float().mean() < 0.5
 
 
-@pytest.mark.parametrize(
-    ("options", "encode_dtype"),
-    [(["bf16"], None), (["bfloat16", "--encode-dtype", "fp32"], torch.float32)],
-)
-def test_the_dtype_options_set_the_dtypes(tmp_path, run, vae_path, video, options, encode_dtype):
-    latents = tmp_path / "l.safetensors"
-    given = ("-o", latents, "--device", "cpu:0", "--dtype", *options)
-    assert run("encode", video, "--vae", vae_path, *given)[0] == 0
-    vae = load_vae(vae_path, dtype=torch.bfloat16, encode_dtype=encode_dtype)
-    expected = vae.encode(whole_clip(video)).float()
-    torch.testing.assert_close(load_latent(latents).latent, expected, rtol=1e-5, atol=1e-5)
+def test_the_dtype_options_set_the_dtypes(tmp_path, run, vae_path, video):
+    for options, encodes in ([], "bfloat16"), (["--encode-dtype", "fp32"], "float32"):
+        given = "-o", tmp_path / "l.safetensors", "--device", "cpu:0", "--dtype", "bf16", *options
+        code, lines, _ = run("encode", video, "--vae", vae_path, *given, "--overwrite")
+        assert code == 0
+        assert f"on cpu, encodes in {encodes}, decodes in bfloat16" in "".join(lines)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "",
-        "paint",
-        "encode a.mp4 -o x.safetensors",  # no VAE
-        "demo --quality fast",
-        "info",
-        "info --devices cpu,cpu",
-        "info --device --precision int8",
-    ],
-)
-def test_wrong_usage_exits_with_2(run, arguments):
-    code, lines, errors = run(*arguments.split())
-    assert (code, lines, len(errors)) == (2, [], 1)
-    assert errors[0].startswith("fast-video-vae: error: ")
+# A wrong command line without a VAE, with unknown words, and without what an option needs.
+USAGE = "", "paint", "encode a.mp4 -o x.safetensors", "demo --quality fast", "info"
+NEEDS_A_FILE = "info --devices cpu,cpu", "info --device --precision int8"
+
+
+def test_wrong_usage_exits_with_2(run):
+    for arguments in (*USAGE, *NEEDS_A_FILE):
+        code, lines, errors = run(*arguments.split())
+        assert (code, lines, len(errors)) == (2, [], 1)
+        assert errors[0].startswith("fast-video-vae: error: ")
 
 
 WHOLE = ("0", "x", "-3", "1_0", "+5", "1.5")
@@ -202,17 +190,14 @@ def test_a_file_that_exists_is_replaced_on_request_only(tmp_path, run, video, va
         assert path.read_bytes()[:5] != b"older"
 
 
-@pytest.mark.parametrize(
-    ("command", "name"), [("demo", ""), ("encode", "l.safetensors"), ("decode", "d.mp4")]
-)
+@pytest.mark.parametrize(("command", "name"), [("demo", ""), ("encode", "l.safetensors")])
 def test_a_full_disk_leaves_no_file_and_quiet_prints_only_the_result(
     tmp_path, run, vae_path, limited_files, command, name
 ):
-    latents, out = tmp_path / "l.safetensors", tmp_path / "out"
+    out = tmp_path / "out"
     out.mkdir()
-    save_file({"latent": torch.randn(1, 16, 3, 8, 12)}, latents)
     # 6 frames: one is dropped, which a run that is not quiet notes.
-    source = latents if command == "decode" else write_clip(tmp_path / "a.mp4", 6, 64, 96)
+    source = write_clip(tmp_path / "a.mp4", 6, 64, 96)
     given = command, source, "--vae", vae_path, "-o" if name else "--out", out / name, "--quiet"
     with limited_files(3000):
         code, lines, errors = run(*given)
@@ -228,36 +213,13 @@ def test_debug_raises_the_error():
         main(["info", "none", "--debug"])
 
 
-@pytest.mark.parametrize("package", ["torch", pytest.param("tqdm", marks=pytest.mark.slow)])
-def test_the_error_for_a_missing_package_has_the_command_to_install_it(package, video, vae_path):
+def test_the_error_for_a_missing_package_has_the_command_to_install_it(video, vae_path):
     given = map(str, ("demo", video, "--vae", vae_path, "--out", video.parent))
-    command = installed_command(*given, first=f"sys.modules[{package!r}] = None")
+    command = installed_command(*given, first="sys.modules['torch'] = None")
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=ONE_THREAD)
     assert done.returncode == 1
     assert re.fullmatch(
-        f"fast-video-vae: error: {package}.* is missing; "
+        "fast-video-vae: error: torch.* is missing; "
         r'install it with: pip install "\.\[cli\]" in a clone of https://\S+\n',
         done.stderr,
     )
-
-
-@pytest.mark.parametrize(
-    ("state", "family", "compression", "latent"),
-    [
-        (random_wan22, "wan2.2", (16, 4), (1, 48, 3, 2, 3)),
-        (random_qwen21, "qwen-image-2.1", (16, 1), (1, 64, 9, 2, 3)),
-    ],
-)
-def test_the_commands_support_the_wan_2_2_layout(
-    run, tmp_path, video, state, family, compression, latent
-):
-    vae, file, out = (tmp_path / name for name in ("v.safetensors", "l.safetensors", "o.mp4"))
-    save_file(state(), vae)
-    lines = run("info", vae)[1]
-    assert f"family        {family}" in lines
-    assert "compression   {} in space, {} in time".format(*compression) in lines
-    assert run("encode", video, "--vae", vae, "-o", file)[0] == 0
-    assert load_latent(file).latent.shape == latent
-    assert run("decode", file, "--vae", vae, "-o", out)[0] == 0
-    assert whole_clip(out).shape == (1, 3, 9, 32, 48)
-    assert run("demo", video, "--vae", vae, "--out", tmp_path / "demo")[0] == 0

@@ -68,12 +68,10 @@ def test_an_encode_of_an_older_script_with_int8_is_that_of_auto(tmp_path, done, 
 
 
 def test_info_has_the_report(run, vae_path, monkeypatch):
-    assert "int8" not in "\n".join(run("info", vae_path)[1])
     monkeypatch.setattr(computation, "slow_on_cpu", lambda dtype: False)
     code, lines, errors = run("info", vae_path, "--dtype", "fp32", "--precision", "int8")
     assert (code, errors) == (0, [])
     assert any(re.fullmatch(r"with int8 +[\d.]+ dB, .* than bf16", line) for line in lines)
-    assert any(re.fullmatch(r"upsamples\.\S+ +[\d.]+% .* (int8|fp32)", line) for line in lines)
 
 
 @pytest.mark.parametrize(

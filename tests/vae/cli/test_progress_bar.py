@@ -34,11 +34,10 @@ def shown(monkeypatch, stream, steps, total, **options):
 @pytest.mark.parametrize(
     ("steps", "total", "lines"),
     [
-        ([(3, 4), (3, 4), (3.9, 4)], 12, []),  # shorter than ten seconds
+        ([(9.9, 4)], 12, []),
         ([(10, 4)], 12, ["decode: 4 of 12 frames, 20.0 s left"]),
         ([(1, 1)] * 25, 50, ["decode: 10 of 50 frames, 40.0 s left",
                              "decode: 20 of 50 frames, 30.0 s left"]),
-        ([(60, 4), (1, 4)], 8, ["decode: 4 of 8 frames, 60.0 s left"]),  # one second later: no line
         ([(12, 5)], None, ["decode: 5 frames, 12.0 s"]),  # the total is unknown
         ([(12, 5)], 4, ["decode: 5 frames, 12.0 s"]),  # the total is exceeded
     ],

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fast_video_vae.tests.vae.families import STATES, VIDEO, random_frames
+from fast_video_vae.tests.vae.families import STATES, random_frames
 from fast_video_vae.vae import load_vae
 from fast_video_vae.vae.layers.conv import Conv
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
@@ -26,8 +26,11 @@ def streamed(network, x, group, *, first):
     return results
 
 
-@pytest.mark.parametrize("family", VIDEO)
-@pytest.mark.parametrize("encode", [False, True])
+@pytest.mark.parametrize(
+    ("family", "encode"),
+    [("wan2.1", False), ("wan2.2", True), pytest.param("seedvr2", True, marks=pytest.mark.slow),
+     pytest.param("seedvr2", False, marks=pytest.mark.slow)],
+)  # fmt: skip
 def test_a_stream_can_start_in_the_middle(family, encode):
     """Results are the same bits after the receptive field, and not one latent earlier."""
     # In half of these digits the influence of the earliest latent is not seen.
@@ -39,7 +42,7 @@ def test_a_stream_can_start_in_the_middle(family, encode):
     before //= group
     channels = next(each for each in network.modules() if isinstance(each, Conv)).weight.shape[1]
     side = 16 if encode else 2
-    x = random_frames(1, channels, 1 + group * (START + before + 1), side, side).double()
+    x = random_frames(1, channels, 1 + group * (START + before + 1), side, side // 2).double()
     whole = streamed(network, x, group, first=True)
     late = streamed(network, x[:, :, 1 + group * START :], group, first=False)
     expected = whole[1 + START :]
