@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..layers.causal_layer import CausalLayer
-from ..layers.frame_runs import Settling, fitted, largest_part, parts
-from ..layers.temporal_cache import TemporalCache
+from ..layers.frame_runs import fitted, largest_part, parts
+from ..layers.temporal_cache import Settling, TemporalCache
 from .static_frames import StaticEnd
 
 # Larger than any activation, so that no frames are divided.
@@ -113,7 +113,7 @@ def _cut(layer: CausalLayer, x: Tensor, part_bytes: int) -> int:
 
 
 def _fitted(layer: CausalLayer, x: Tensor) -> Tensor:
-    return fitted(x, _wanted(layer, x))
+    return fitted(x, _wanted(layer, x)) if layer.repeats else x
 
 
 def _wanted(layer: CausalLayer, x: Tensor) -> int:

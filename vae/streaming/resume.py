@@ -16,15 +16,15 @@ from torch import Tensor
 
 from ...kernels import first_line, is_out_of_memory
 from ..layers.inputs.coding import Coding
+from ..weights import VAEWeights
 from .bands.banded_executor import DeviceError
 from .bands.ranks import RankError
 from .memory import bare, exhausted, make_room
 from .output import Sink, Wanted, Watch, background_writer
-from .overflow import NarrowVAE, RangeError, remember, report_nan
 from .precision import eager
 from .session import VideoJob, VideoSession
-from .settings import Setting
-from .source import OPEN_END, Part, Source
+from .settings import RangeError, Setting, after_overflow
+from .source import Part, Source
 
 _logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class Video:
 
     def __init__(
         self,
-        vae: NarrowVAE,
+        vae: VAEWeights,
         job: VideoJob,
         source: Source,
         part: Part,
@@ -171,7 +171,7 @@ class Video:
         elif job.video is not None and (writer or (watch and device.type != "cpu")):
             ahead = 1
         waiting: deque[tuple[Tensor, int]] = deque()
-        missing, failures = stop - self._at, list[Exception]()
+        missing, failure = stop - self._at, None
 
         def arrived() -> Tensor:
             piece, queued = waiting.popleft()
@@ -185,23 +185,28 @@ class Video:
             return piece
 
         with contextlib.closing(stream), writer or contextlib.nullcontext(), job.left(setting):
-            for piece in _until_short(stream, failures):
+            while missing:
+                try:
+                    piece = next(stream, None)
+                except Exception as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    failure, piece = bare(error), None  # what is on its way arrives first
+                if piece is None:
+                    break
                 count = piece.shape[self._axis]
                 if count:
                     waiting.append((piece, writer.queued if writer else 0))
                 del piece  # without a wanted frame it is a view of the others
                 missing -= count
-                if not missing:
-                    break
-                if len(waiting) > ahead:
+                if len(waiting) > ahead and missing:
                     yield arrived()
             stream.close()
             while waiting:
                 yield arrived()
-        if failures:
-            raise failures[0]
-        if stop != OPEN_END:
-            self._part.check_end(self._at)
+        if failure is not None:
+            raise failure
+        self._part.check_end(self._at)
 
     def _settings(self) -> Iterator[Setting]:
         """Yield the setting of the first run, and after each failure that of the next one."""
@@ -210,7 +215,7 @@ class Video:
             setting, self._before = following, self._at
             if setting.is_narrow and not setting.coded and not self._vae.allow_fp16:
                 setting = setting.widened()  # another video has overflowed meanwhile
-            setting = self._vae.proved(setting)
+            setting = self._job.proved(setting)
             yield setting
             following = self._next(setting)
 
@@ -232,16 +237,10 @@ class Video:
         plan, planned = session and session.plan, session and session.planned
         del session  # whose memory is free before the caller's is released
         self._failure = self._session = None
-        if isinstance(failure, RangeError):
-            if setting.is_narrow:
-                remember(self._vae, self._at, coded=bool(setting.coded))
-                return setting.widened()
-            following = setting.after_nan()
-            self._vae.is_finite = following.watched
-            report_nan(self._at, setting, following)
-            return following
         if failure is None:
             return None
+        if isinstance(failure, RangeError):
+            return after_overflow(self._vae, self._at, setting)
         if plan and plan.bands:
             own = next(each for each in plan.bands.members if each.device == setting.device)
             if isinstance(failure, DeviceError) and failure.number != own.number:
@@ -272,13 +271,3 @@ class Video:
             words,
         )
         self._is_logged = True
-
-
-def _until_short(stream: Iterator[Tensor], failures: list[Exception]) -> Iterator[Tensor]:
-    """Yield pieces until memory runs out, which is noted: those on their way arrive first."""
-    try:
-        yield from stream
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        failures.append(bare(error))

@@ -12,8 +12,7 @@ from ...kernels import Proofs, Snapshot, proving, searches_shapes, seeing
 from ..layers.conv import Conv, drop_stale_forms
 from ..layers.frame_runs import fitted
 from ..layers.inputs.coding import Coding
-from ..layers.temporal_cache import TemporalCache
-from ..layers.workspace import Workspace, canonical
+from ..layers.temporal_cache import TemporalCache, Workspace, canonical
 from ..models.base import Network
 from ..models.config import VAEConfig
 from ..planning.device_memory import free_bytes
@@ -55,6 +54,7 @@ class VideoJob:
         video: The whole video; None: it arrives in pieces.
         enter: Applied to a chunk `[B, C, T, H, W]` on the device, before the first layer.
         kernels: What may run in addition to the library, by device, dtype and names in int8.
+        proved: Returns a setting without what its device computes wrongly.
         to_range: Of the pixels of an encode, to [-1, 1]; None: they are in that range.
         graphs: Repeated chunks are captured as CUDA graphs.
         skips: Static frames are skipped.
@@ -68,6 +68,7 @@ class VideoJob:
     video: Tensor | None
     enter: Callable[[Tensor], Tensor]
     kernels: Callable[[torch.device, torch.dtype, frozenset[str]], Snapshot]
+    proved: Callable[[Setting], Setting]
     team: Team
     to_range: Callable[[Tensor], Tensor] | None = None
     graphs: bool = False
@@ -139,8 +140,7 @@ class VideoSession:
         self._recording: cuda_graph.Recording | None = None
         self._parking: Parking | None = None  # while tails are on the host
         self._caches: list[TemporalCache] = []  # that may be there
-        self._last: tuple[torch.Size, bool] | None = None
-        self._repeats = 0  # equal chunks before this one
+        self._last: tuple[torch.Size, bool] | None = None  # the chunk before, for a recording
 
     def run(
         self, source: Iterator[Tensor], *, begins: bool = True
@@ -168,7 +168,6 @@ class VideoSession:
             self._caches = executor.caches
         try:
             for chunk in self._chunks(pieces, executor, plan):
-                self._unpark()
                 results: Iterator[Tensor] | None = None
                 while True:
                     with self._modes():
@@ -202,13 +201,6 @@ class VideoSession:
         with self._modes():
             for cache in self._caches:
                 self._parking.park(cache)
-
-    def _unpark(self) -> None:
-        if self._parking is not None:
-            with self._modes():
-                for cache in self._caches:
-                    self._parking.wait(cache)
-            self._parking = None
 
     @contextlib.contextmanager
     def _modes(self) -> Iterator[None]:
@@ -310,17 +302,20 @@ class VideoSession:
 
     def _step(self, chunk: Tensor, executor: Executor) -> Iterator[Tensor]:
         """Return the results of a chunk, replayed if an equal chunk was captured."""
-        like = chunk.shape, executor.cache.first
-        self._repeats = self._repeats + 1 if like == self._last else 0
-        if self._repeats == 0:
-            self._recording = None
-        self._last = like
+        if self._parking is not None:
+            for cache in self._caches:
+                self._parking.wait(cache)
+            self._parking = None
         if self._skips:
             wanted = executor.takes(chunk.shape[2], self._changes.repeats(chunk))
             if wanted is not None:  # its last frames are static
+                self._last = None
                 return executor.advance(self._input(chunk[:, :, :wanted]))
         x = self._input(chunk)
-        if self._graphs and self._repeats and executor.records and cuda_graph.takes(self._device):
+        before, self._last = self._last, (chunk.shape, executor.cache.first)
+        if before != self._last:
+            self._recording = None
+        elif self._graphs and executor.records and cuda_graph.takes(self._device):
             try:
                 if self._recording is None:
                     self._recording = cuda_graph.Recording(executor.advance, x)

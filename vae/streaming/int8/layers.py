@@ -25,8 +25,7 @@ from ....kernels import Job, facts_of, is_out_of_memory
 from ...layers.conv import Conv
 from ...layers.conv_weights import marks_of
 from ...layers.inputs.coding import Coding, name_convolutions
-from ...layers.temporal_cache import TemporalCache
-from ...layers.workspace import canonical
+from ...layers.temporal_cache import TemporalCache, canonical
 from ...models.base import Network
 from ...models.replicas import copied
 from ..executor import advance
