@@ -145,8 +145,8 @@ def rechunk(pieces: Iterable[Tensor], size: int | None, *, begins: bool = True) 
         begins: The first frame is the start of the video; otherwise it is like any other.
 
     Yields:
-        One frame, then runs of `size` frames, the last of which can be shorter. A run is yielded as
-        soon as its frames are there, before the next piece is requested.
+        One frame, then runs of `size` frames, the last of which can be shorter, as soon as its
+        frames are there.
     """
     held: list[Tensor] = []
     missing: int | None = 1 if begins else size

@@ -46,9 +46,6 @@ def retried(
         task: Name of the work in the error, such as "a decode".
         release: Releases memory of the caller on a device, before the second run; None: nothing.
 
-    Returns:
-        The result of `do`.
-
     Raises:
         ExhaustedError: Memory ran out again; the message is one line.
     """

@@ -25,10 +25,7 @@ from .upload import uint16_as_int16
 class Wanted:
     """Which results of a run are wanted, counted as they come.
 
-    Args:
-        wanted: Their numbers.
-        at: The number of the first result of the run.
-        origin: The number of the first result in the caller's memory.
+    `at` is the number of the first result of the run, `origin` that in the caller's memory.
     """
 
     def __init__(self, wanted: range = range(OPEN_END), at: int = 0, origin: int = 0) -> None:

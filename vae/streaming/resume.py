@@ -24,7 +24,7 @@ from .output import Sink, Wanted, Watch, background_writer
 from .precision import eager
 from .session import VideoJob, VideoSession
 from .settings import RangeError, Setting, after_overflow
-from .source import Part, Source
+from .source import OPEN_END, Part, Source
 
 _logger = logging.getLogger(__name__)
 
@@ -41,12 +41,10 @@ def resumed(
     """Yield the results of a run, and after a failure those of a run with the next setting.
 
     Args:
-        settings: The settings in order; the next one is requested when what the failed run held is
-            freed.
+        settings: The settings; the next one is requested when what the failed run held is freed.
         run: Yields the results under a setting, from the first one on that was not yielded yet.
         failed: Takes the error of a run; returns whether another setting may help.
-        task: Name of the work in the error about memory, such as "a decode"; empty: that of the
-            allocator is raised.
+        task: The work in the error about memory, such as "a decode"; empty: that of the allocator.
 
     Raises:
         ExhaustedError: Memory ran out, and no setting is left.
@@ -80,12 +78,7 @@ def resumed(
 
 
 class Pieces(Iterator[Tensor]):
-    """The pieces of a video; they are computed without `torch.compile`, and refer to no cycle.
-
-    Args:
-        pieces: The pieces.
-        park: Frees the memory that is held between them.
-    """
+    """The pieces of a video; they are computed without `torch.compile`, and refer to no cycle."""
 
     def __init__(self, pieces: Generator[Tensor, None, None], park: Callable[[], None]) -> None:
         self._pieces, self._park = pieces, park
@@ -114,15 +107,9 @@ class Video:
     A failure drops a run: a lack of memory, an overflow in a narrow dtype, a device that is lost.
     The next one begins a receptive field before the first result that is missing.
 
-    Args:
-        vae: The VAE, which remembers an overflow.
-        job: The work.
-        source: What comes in.
-        part: What is wanted of it.
-        setting: The setting of the first run.
-        sink: Makes the destination of a run, with `wanted`, `writer` and `watch` of `Output`.
-        target: The caller's memory for the frames; None: new tensors.
-        axis: The dimension of the frames or latents in a piece.
+    `vae` remembers an overflow. `sink` makes the destination of a run, with `wanted`, `writer` and
+    `watch` of `Output`, for frames in the caller's `target` or in new tensors; `axis` is that of
+    the frames in a piece.
     """
 
     def __init__(
@@ -206,7 +193,8 @@ class Video:
                 yield arrived()
         if failure is not None:
             raise failure
-        self._part.check_end(self._at)
+        if stop != OPEN_END:
+            self._part.check_end(self._at)
 
     def _settings(self) -> Iterator[Setting]:
         """Yield the setting of the first run, and after each failure that of the next one."""

@@ -44,35 +44,22 @@ _SEARCHED = 3
 
 @dataclass(frozen=True)
 class VideoJob:
-    """What a video needs of its VAE under every setting.
+    """What a video needs of its VAE under every setting."""
 
-    Attributes:
-        network: The encoder or the decoder.
-        config: Configuration of the VAE.
-        options: Options of the stream, with limit and chunk filled in.
-        encodes: It is an encode.
-        video: The whole video; None: it arrives in pieces.
-        enter: Applied to a chunk `[B, C, T, H, W]` on the device, before the first layer.
-        kernels: What may run in addition to the library, by device, dtype and names in int8.
-        proved: Returns a setting without what its device computes wrongly.
-        to_range: Of the pixels of an encode, to [-1, 1]; None: they are in that range.
-        graphs: Repeated chunks are captured as CUDA graphs.
-        skips: Static frames are skipped.
-        team: The VAE's devices.
-    """
-
-    network: Network
+    network: Network  # the encoder or the decoder
     config: VAEConfig
-    options: StreamOptions
+    options: StreamOptions  # with limit and chunk filled in
     encodes: bool
-    video: Tensor | None
+    video: Tensor | None  # the whole video; None: it arrives in pieces
+    # Applied to a chunk `[B, C, T, H, W]` on the device, before the first layer.
     enter: Callable[[Tensor], Tensor]
+    # What may run in addition to the library, by device, dtype and names in int8.
     kernels: Callable[[torch.device, torch.dtype, frozenset[str]], Snapshot]
-    proved: Callable[[Setting], Setting]
+    proved: Callable[[Setting], Setting]  # without what its device computes wrongly
     team: Team
-    to_range: Callable[[Tensor], Tensor] | None = None
-    graphs: bool = False
-    skips: bool = False
+    to_range: Callable[[Tensor], Tensor] | None = None  # of float pixels of an encode, to [-1, 1]
+    graphs: bool = False  # repeated chunks are captured as CUDA graphs
+    skips: bool = False  # static frames are skipped
 
     @property
     def task(self) -> str:
@@ -109,17 +96,9 @@ class VideoJob:
 
 
 class VideoSession:
-    """One run of a video.
+    """One run of a video under a setting, whose results `sink` takes.
 
-    Args:
-        job: The work.
-        setting: The conditions of the run.
-        sink: Takes the results.
-        coding: The convolutions in int8; None: there are none.
-
-    Attributes:
-        plan: The plan, from the first result on.
-        planned: The stream that it is for.
+    `plan` is known from the first result on, and `planned` is the stream that it is for.
     """
 
     def __init__(
@@ -145,14 +124,10 @@ class VideoSession:
     def run(
         self, source: Iterator[Tensor], *, begins: bool = True
     ) -> Generator[Tensor, None, None]:
-        """Run the checked pieces of a video; between results the caller's modes are active.
+        """Run the checked pieces `[B, C, t, H, W]` of a video; yield those of the sink.
 
-        Args:
-            source: Pieces `[B, C, t, H, W]` in order of time.
-            begins: The first frame is the start of the video; otherwise frames before are unknown.
-
-        Yields:
-            The pieces of the sink.
+        Between results the caller's modes are active. The first frame `begins` the video, or frames
+        before it are unknown.
         """
         first = next(source, None)
         if first is None:

@@ -33,33 +33,20 @@ class RangeError(ArithmeticError):
 
 @dataclass(frozen=True)
 class Setting:
-    """The conditions of a run.
+    """The conditions of a run."""
 
-    Attributes:
-        device: The device of the layers, or the first one of several.
-        dtype: Dtype of the layers.
-        wide: The dtype after an overflow.
-        coded: Names of the convolutions in int8.
-        shared: The VAE's other devices take part.
-        plan: The plan; None: the fastest one that fits.
-        moved: The VAE is on another device, whose memory has run out, or which is wrong.
-        is_last: Memory ran out under this setting before, and there is no smaller plan.
-        fallback: What serves in place of what the device computes wrongly.
-        watched: Frames that are not finite end the run.
-        distrusts: Copies from the VAE's device may be wrong.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    wide: torch.dtype
-    coded: frozenset[str] = frozenset()
-    shared: bool = True
-    plan: Plan | None = None
-    moved: bool = False
-    is_last: bool = False
+    device: torch.device  # of the layers, or the first one of several
+    dtype: torch.dtype  # of the layers
+    wide: torch.dtype  # the dtype after an overflow
+    coded: frozenset[str] = frozenset()  # names of the convolutions in int8
+    shared: bool = True  # the VAE's other devices take part
+    plan: Plan | None = None  # None: the fastest one that fits
+    moved: bool = False  # the VAE is on another device, whose memory has run out, or which is wrong
+    is_last: bool = False  # memory ran out under this setting before, and there is no smaller plan
+    # What serves in place of what the device computes wrongly.
     fallback: Fallback = Fallback()  # noqa: RUF009, it is frozen
-    watched: bool = True
-    distrusts: bool = False
+    watched: bool = True  # frames that are not finite end the run
+    distrusts: bool = False  # copies from the VAE's device may be wrong
 
     @property
     def is_narrow(self) -> bool:

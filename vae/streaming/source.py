@@ -199,7 +199,7 @@ class Part:
 
     def check_end(self, result: int) -> None:
         """Raise a `ValueError` if the video has ended before `result`, which is wanted."""
-        if result < self.wanted.stop != OPEN_END:
+        if result < self.wanted.stop:
             raise ValueError(
                 f"frames are {self.wanted!r}; the video ends before frame {result}; "
                 "expected a part of the video"

@@ -36,7 +36,11 @@ def test_a_decode_step_uses_few_files_and_calls(monkeypatch, part_bytes):
         elif event == "c_call" and "conv" in getattr(called, "__name__", ""):
             names = []
             while frame is not None:
-                names += [(Path(frame.f_code.co_filename).name, frame.f_code.co_name)] if in_vae(frame) else []
+                names += (
+                    [(Path(frame.f_code.co_filename).name, frame.f_code.co_name)]
+                    if in_vae(frame)
+                    else []
+                )
                 frame = frame.f_back
             stack = max(stack, names, key=len)
 
@@ -54,5 +58,7 @@ def test_a_decode_step_uses_few_files_and_calls(monkeypatch, part_bytes):
     files -= {"layers/frame_runs.py"} if part_bytes else set()
     assert len(files) <= MOST_FILES, sorted(files)
     assert len(stack) <= MOST_FRAMES, stack
-    assert len([name for file, name in stack if (file, name) != ("precision.py", "run")]) <= MOST_HANDS, stack
+    assert (
+        len([name for file, name in stack if (file, name) != ("precision.py", "run")]) <= MOST_HANDS
+    ), stack
     assert {("model.py", "decode"), ("executor.py", "advance")} < set(stack)
