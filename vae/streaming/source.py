@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from ...kernels import is_out_of_memory
-from ..layers.workspace import uint16_as_int16
 from ..models.base import Network
 from ..models.config import VAEConfig
 from ..models.receptive_field import frames_before, is_encoder, latents_before
 from ..validation import check_range
+from .upload import uint16_as_int16
 
 # Stop of a range that ends with the video, whose length is unknown.
 OPEN_END = sys.maxsize
@@ -48,21 +48,13 @@ class Source:
     caller may reuse their memory when the next one is requested, and a device has no room for them.
     Wan 2.1 needs 38 latents for a decode, and 112 frames for an encode.
 
-    Args:
-        given: `[B, C, T, H, W]`, or an iterable of these in order of time.
-        check: Raises the `ValueError` for a tensor, or for a piece that begins at frame `at`.
-
-    Attributes:
-        tensor: The whole video; None: it arrives in pieces.
-        failed: An error ends the video: that of an iterator, of a file or of a check.
-
-    Raises:
-        ValueError: From `check`, for a tensor now, and for a piece when it is reached.
+    `check` raises a `ValueError`: for a tensor now, for a piece when it is reached, with the frame
+    that it begins `at`.
     """
 
     def __init__(self, given: Tensor | Iterable[Tensor], check: Callable[..., None]) -> None:
-        self.tensor: Tensor | None = None
-        self.failed = False
+        self.tensor: Tensor | None = None  # the whole video; None: it arrives in pieces
+        self.failed = False  # an iterator, a file or a check has ended the video
         self._given, self._check = given, check
         self._iterator: Iterator[Tensor] | None = None  # of pieces that are there once
         self._shape: torch.Size | None = None  # of the first piece
@@ -83,41 +75,42 @@ class Source:
         """
         if self.tensor is not None:
             return iter([self.tensor[:, :, first:stop]])
+        return self._from(first)
+
+    def _from(self, first: int) -> Iterator[Tensor]:
         once = self._iterator
-        return self._noted(self._again(first) if once is None else self._once(first, once))
+        at, pieces = (0, self._again()) if once is None else (self._start, self._once(first, once))
+        try:
+            for piece in pieces:
+                skipped = max(0, first - at)
+                at += piece.shape[2]
+                if at > first:
+                    yield piece[:, :, skipped:]
+        except Exception as error:
+            self.failed = self.failed or not is_out_of_memory(error)  # another run would meet it
+            raise
 
     def release(self, first: int) -> None:
         """Free what was kept before frame `first`: nothing needs it any more."""
         while self._kept and self._start + self._kept[0].shape[2] <= first:
             self._start += self._kept.popleft().shape[2]
 
-    def _noted(self, pieces: Iterator[Tensor]) -> Iterator[Tensor]:
-        """Yield `pieces`, and note an error that another run would meet too."""
-        try:
-            yield from pieces
-        except Exception as error:
-            self.failed = self.failed or not is_out_of_memory(error)
-            raise
-
-    def _again(self, first: int) -> Iterator[Tensor]:
+    def _again(self) -> Iterator[Tensor]:
+        """Yield all pieces of a video that can be read again."""
         at = 0
         for piece in self._given:
             if at >= self._seen:
                 self._look(piece, at)
                 self._seen = at + piece.shape[2]
-            skipped = max(0, first - at)
             at += piece.shape[2]
-            if at > first:
-                yield uint16_as_int16(piece[:, :, skipped:])
+            yield uint16_as_int16(piece)
 
     def _once(self, first: int, iterator: Iterator[Tensor]) -> Iterator[Tensor]:
-        at, kept = self._start, deque(self._kept)
+        """Yield the kept pieces, and then the next ones, which are kept from frame `first` on."""
+        kept = deque(self._kept)
         while (piece := kept.popleft() if kept else self._next(iterator)) is not None:
             self.release(first)
-            skipped = max(0, first - at)
-            at += piece.shape[2]
-            if at > first:
-                yield piece[:, :, skipped:]
+            yield piece
 
     def _next(self, iterator: Iterator[Tensor]) -> Tensor | None:
         """Check, keep and return the next piece; None after the last."""
@@ -160,16 +153,8 @@ class Part:
     """The wanted frames of a decode, or latents of an encode.
 
     A run for a result begins with the latents, or frames, in its receptive field: 38 latents before
-    it in a decode of Wan 2.1, 112 frames in an encode.
-
-    Args:
-        network: The decoder or the encoder.
-        config: Configuration of the VAE.
-        video: The video that comes in; None: its length is unknown.
-        frames: The wanted frames of a decode; None: all results.
-
-    Raises:
-        ValueError: `frames` is no range of frames of the video.
+    it in a decode of Wan 2.1, 112 frames in an encode. A `ValueError` is raised for `frames` that
+    are no range of frames of the `video`; without a video its length is unknown.
     """
 
     def __init__(

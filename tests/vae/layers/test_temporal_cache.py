@@ -6,12 +6,11 @@ import weakref
 import pytest
 import torch
 
-from fast_video_vae.tests.vae.families import STATES, WAN
+from fast_video_vae.tests.vae.families import STATES
 from fast_video_vae.vae import load_vae
-from fast_video_vae.vae.layers import workspace
-from fast_video_vae.vae.layers.causal_conv import CausalConv3d
+from fast_video_vae.vae.layers import temporal_cache as workspace
+from fast_video_vae.vae.layers.causal_conv import CausalConv3d, copied
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
-from fast_video_vae.vae.layers.workspace import Handover, copied
 
 SHAPE = (1, 4, 2, 3, 5)
 
@@ -26,10 +25,9 @@ def test_blocks_of_another_size_are_released_and_uncounted_ones_not_reused(monke
     assert cache.reused(SHAPE, like) is None
 
 
-@pytest.mark.parametrize("family", WAN)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_old_values_in_reused_memory_have_no_effect(family, dtype, monkeypatch):
-    vae = load_vae(STATES[family](), dtype=dtype)
+@pytest.mark.parametrize("family", ["wan2.1", "wan2.2"])
+def test_old_values_in_reused_memory_have_no_effect(family, monkeypatch):
+    vae = load_vae(STATES[family](), dtype=torch.float32)
     video = torch.rand(1, 3, 9, 32, 32) * 2 - 1
     monkeypatch.setattr(workspace, "KEPT_BYTES", 1 << 40)
     latent = vae.encode(video)
@@ -61,10 +59,8 @@ def test_the_input_is_freed_before_the_products(monkeypatch):
     monkeypatch.setattr(CausalConv3d, "convolve", looked)
     cache, conv = TemporalCache(), CausalConv3d(4, 6)
     for _ in range(3):
-        handed = Handover(torch.zeros(SHAPE)[:, :, :1].clone())
-        given.append(weakref.ref(handed._tensor))
+        handed = [torch.zeros(SHAPE)[:, :, :1].clone()]
+        given.append(weakref.ref(handed[0]))
         conv(handed, cache, copied)
         cache.first = False
     assert alive == [False] * 3
-    with pytest.raises(RuntimeError, match="taken before"):
-        handed.take()
