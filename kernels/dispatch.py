@@ -31,8 +31,7 @@ from .errors import BackendError, Refusal
 from .modules import ask, backend, launch_of
 from .ready import serving
 from .ready.proof import current_proofs
-from .ready.recording import Recorder, recorder
-from .ready.seen import fallback, snapshot
+from .ready.seen import Recorder, fallback, recorder, snapshot
 from .routes import Candidate, Route
 from .shapes import new_sums
 
@@ -148,7 +147,7 @@ def _launch_of(candidate: Candidate, args: Sequence[Any]) -> Launch:
         refuse_memory("conv3d", args)
     if not candidate.is_built:
         return launch_of(kernel.backend, "conv3d", args[0])
-    if not serving.serves(kernel, args):
+    if not serving.ours("conv3d", args, kernel):
         raise Refusal("its kernel is not built yet")
     return backend(kernel.backend).launches()["conv3d"]
 
@@ -207,7 +206,7 @@ def _order(op: str, args: tuple[Any, ...]) -> tuple[tuple[str, ...], bool]:
         return _REFERENCE, False
     kind = device_kind(args[0].device)
     if kind in TRIED:
-        return serving.backends_of(op, args), True
+        return (*serving.ours(op, args), *_REFERENCE), True
     if op == "int8_conv3d":
         return INT8_ORDER, False
     seen = snapshot()

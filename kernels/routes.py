@@ -16,8 +16,7 @@ from .convolution.weight import ConvWeight, WeightForm
 from .devices import device_kind
 from .modules import backend
 from .ready import facts, serving
-from .ready.recording import device_of, recorder
-from .ready.seen import Fallback, Snapshot, fallback, snapshot
+from .ready.seen import Fallback, Snapshot, device_of, fallback, recorder, snapshot
 from .tables import KERNELS, SUMS_IN_HALF, Kind
 from .triton_ops.convolution_tiles import tiles_of
 from .triton_ops.tiles import chip_of

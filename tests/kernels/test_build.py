@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from fast_video_vae.kernels.errors import Refusal
-from fast_video_vae.kernels.native_ops import compiler
+from fast_video_vae.kernels.native_ops import build
 from fast_video_vae.kernels.native_ops.build import CPU
 from fast_video_vae.kernels.ready import background
 
@@ -77,17 +77,17 @@ def test_a_built_library_loads_without_build_tools():
 
 
 def test_other_torch_flags_or_sources_change_the_key(monkeypatch, tmp_path):
-    keys = [CPU.key()]
+    keys = [CPU.folder()]
     for path in CPU.sources.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     monkeypatch.setattr(CPU, "sources", tmp_path)
-    assert CPU.key() == keys[0], "the folder of the sources changes the key"
+    assert CPU.folder() == keys[0], "the folder of the sources changes the key"
     (tmp_path / "ops.h").write_bytes(b"")
-    keys.append(CPU.key())
+    keys.append(CPU.folder())
     monkeypatch.setattr(torch, "__version__", "2.99.0")
-    keys.append(CPU.key())
-    monkeypatch.setattr(compiler, "flags", lambda: ["-O0"])
-    assert len({*keys, CPU.key()}) == 4
+    keys.append(CPU.folder())
+    monkeypatch.setattr(build, "flags", lambda: ["-O0"])
+    assert len({*keys, CPU.folder()}) == 4
 
 
 @pytest.mark.slow
@@ -129,8 +129,8 @@ def test_an_interrupted_build_ends_its_compilers(end, tmp_path, monkeypatch):
     thread, begun = threading.Thread(target=interrupt), time.monotonic()
     thread.start()
     try:
-        with pytest.raises((KeyboardInterrupt, background.Ended, compiler.Failure)):
-            compiler._run(commands, tmp_path)
+        with pytest.raises((KeyboardInterrupt, background.Ended, build.Failure)):
+            build.run_all(commands, tmp_path)
     finally:
         thread.join()
         signal.signal(signal.SIGINT, previous)

@@ -17,7 +17,7 @@ import torch
 
 from fast_video_vae import kernels
 from fast_video_vae.kernels import errors
-from fast_video_vae.kernels.native_ops import compiler
+from fast_video_vae.kernels.native_ops import build
 from fast_video_vae.kernels.native_ops.build import CPU
 
 # sys.platform, platform.machine(), sysconfig.get_platform(), Clang's target.
@@ -89,8 +89,8 @@ def test_flags_and_the_key_fit_the_platform(monkeypatch):
     keys = set()
     for system, machine, name, target in PLATFORMS.values():
         play(monkeypatch, system, machine, name)
-        keys.add(CPU.key())
-        flags = compiler.flags()
+        keys.add(CPU.folder())
+        flags = build.flags()
         assert "-O3" in flags
         assert not [flag for flag in flags if re.match(r"-m(arch|cpu|tune|avx)|/arch", flag)]
         assert ("-fopenmp" in flags) == ("linux" in target)
@@ -116,7 +116,7 @@ def test_a_missing_compiler_costs_one_line_of_advice(
         # Its c++ exists, and would ask in a window whether to install the tools.
         monkeypatch.setattr(shutil, "which", lambda *_, **__: "/usr/bin/c++")
         lacks = subprocess.CompletedProcess([], 2)
-        monkeypatch.setattr(compiler.subprocess, "run", lambda *_, **__: lacks)
+        monkeypatch.setattr(build.subprocess, "run", lambda *_, **__: lacks)
     reason, (line,) = refused(caplog)
     assert reason == f"the C++ compiler {name} is not installed"
     assert f"no native CPU kernels: {reason}. PyTorch runs" in line
@@ -162,7 +162,7 @@ def test_clang_is_found_where_windows_installs_it(place, fresh, monkeypatch, tmp
     monkeypatch.setenv("CXX", "cl")
     path = tmp_path / "ProgramFiles(x86)" / place / "clang-cl"
     program(path)
-    assert compiler.command()[0] == str(path)
+    assert build.command()[0] == str(path)
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +188,7 @@ def test_the_kernels_compile_and_call_no_system(clang, system, isa, monkeypatch,
     play(monkeypatch, *played)
     for name, text in HEADERS.items():
         (tmp_path / name).write_text(text)
-    flags = [flag for flag in compiler.flags() if flag != "-fopenmp"]
+    flags = [flag for flag in build.flags() if flag != "-fopenmp"]
     flags += ["-ffreestanding", "-nostdinc++", f"-I{tmp_path}", f"--target={target}"]
     # Clang's own checks of instructions, without its optimiser, which takes most of the time.
     flags += ["-S", "-emit-llvm", "-Xclang", "-disable-llvm-passes", "-o", "-"]
