@@ -49,11 +49,10 @@ def run(op: str, *args: Any) -> Any:  # noqa: ANN401, those of `SIGNATURES`
     notes = recorder()
     if notes is not None:
         return _noted(notes, op, args)
-    names, built = _order(op, args)
-    return _first(names, op, args, built=built)
+    return _first(*_order(op, args), op, args)
 
 
-def _first(names: Sequence[str], op: str, args: tuple[Any, ...], *, built: bool) -> Any:  # noqa: ANN401
+def _first(names: Sequence[str], built: bool, op: str, args: tuple[Any, ...]) -> Any:  # noqa: ANN401
     """Run an op on the first of some backends that supports the call; `built`: they run it."""
     reasons = dict[str, str]()
     if names != _REFERENCE:
@@ -120,15 +119,9 @@ def convolve(
     raise BackendError("conv3d", reasons)
 
 
-def _finished(
-    y: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    residual_bias: Tensor | None,
-    gamma: Tensor | None,
-    out: Tensor | None,
-) -> Tensor:
+def _finished(y: Tensor, *terms: Tensor | None) -> Tensor:
     """Add the terms that a convolution has left out to `y` `[B, C, T, H, W]`, in its own memory."""
+    bias, residual, residual_bias, gamma, out = terms
     target = y if out is None else out
     if residual is not None or (bias is not None and gamma is None):
         into = target if gamma is None else y
@@ -160,7 +153,7 @@ def silu_mul_by_kernel(x: Tensor, gate: Tensor, out: Tensor | None = None) -> Te
     names = [name for name in _order("silu_mul", args)[0] if name != "reference"]
     try:
         # Asked, because those of other nodes may be subclasses of tensors.
-        return _first(names, "silu_mul", args, built=False)
+        return _first(names, False, "silu_mul", args)
     except BackendError:
         return None
 
