@@ -117,8 +117,6 @@ def _checked(file: BinaryIO, size: int) -> Header:
     content = json.loads(
         data.decode("utf-8"), object_pairs_hook=_without_repeats, parse_int=_short_number
     )
-    if not isinstance(content, dict):
-        raise ValueError("its header is not a JSON object")
     metadata = content.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise ValueError("its metadata is not text")

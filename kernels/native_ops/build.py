@@ -21,6 +21,7 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -223,17 +224,23 @@ def _compiled(compiler: Sequence[str], sources: Sequence[Path], folder: Path, ke
 def run_all(commands: Sequence[list[str]], folder: Path) -> None:
     """Run all commands at once in `folder`, and end them all if one fails or the process ends."""
     processes = list[subprocess.Popen[bytes]]()
-    options = {
-        "cwd": folder,
-        "env": {**os.environ, "LC_ALL": "C"},  # first_error reads English
-        "stdin": subprocess.DEVNULL,
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.STDOUT,
-        "start_new_session": True,
-    }
+
+    def start(command: list[str]) -> None:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env={**os.environ, "LC_ALL": "C"},  # first_error reads English
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        processes.append(process)
+
     try:
-        for each in commands:
-            processes.append(subprocess.Popen(each, **options))
+        # In a thread, because a signal raises in the main thread only: each process is listed.
+        with ThreadPoolExecutor(1) as thread:
+            list(thread.map(start, commands))
         for process in processes:
             output = b""
             # A signal that arrives just before a wait begins does not end it: no wait is long.

@@ -49,22 +49,22 @@ def test_any_strides_are_read_and_written_correctly_or_refused(ask, op, dtype):
     images, writes = op == "frames_to_images", op not in ("average_down", "group_norm_statistics")
     like = expected.movedim(-1, 0)[None] if images else expected
     ran = set()  # with the layout at both ends; then one of them shows nothing more
-    for layout, ends in product(LAYOUTS, ("both", "inputs", "out")):
+    for layout, ends in product(LAYOUTS, ("both", "inputs", "out") if writes else ("inputs",)):
         if layout in ran:
             continue
         args, keywords = inputs(op, dtype)
         if ends != "out":
             args = [remade(value, layout) for value in args]
             keywords = {name: remade(value, layout) for name, value in keywords.items()}
-        out = LAYOUTS[layout](torch.full_like(like, torch.nan))
-        given = {"out": out[0].movedim(0, -1) if images else out}
-        given = given if writes and ends != "inputs" else {}
-        actual = ask(getattr(kernels, op), *args, **given, **keywords)
+        if ends != "inputs":
+            out = LAYOUTS[layout](torch.full_like(like, torch.nan))
+            keywords["out"] = out[0].movedim(0, -1) if images else out
+        actual = ask(getattr(kernels, op), *args, **keywords)
         check_close(actual, expected)
         if actual is None:
-            assert out.isnan().all()
+            assert ends == "inputs" or out.isnan().all()
             continue
-        assert not given or actual is given["out"]
+        assert actual is keywords.get("out", actual)
         ran |= {layout} if ends == "both" else set()
         if next_tail is not None:
             check_close(keywords["tail"], next_tail)
