@@ -43,6 +43,7 @@ def test_the_places_of_the_tensors_hold_their_numbers():
         (WHOLE[:100], "it has 100 bytes; its header alone has"),
         (changed(lambda c: c["a"].update(data_offsets=[0, 20])), "a is F32 [2, 3], but has 20"),
         (changed(lambda c: c.update(c=c["b"])), "its tensors overlap or leave a gap at byte"),
+        (changed(lambda c: c["b"].update(data_offsets=[28, 32]), b"\0" * 32), "a gap at byte 28"),
         (changed(lambda c: c["a"].update(shape=[2, -3])), "a has an invalid dtype, shape or"),
         (changed(lambda c: c["a"].update(shape=[1] * 9)), "a has 9 dimensions or invalid"),
         (changed(lambda c: c["a"].update(more=1)), "a has other entries than dtype"),
