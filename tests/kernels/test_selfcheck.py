@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from fast_video_vae.kernels import ConvWeight, use_backend
+from fast_video_vae.kernels import ConvWeight, code_steps, use_backend
 from fast_video_vae.kernels.errors import Refusal
 from fast_video_vae.kernels.modules import ask
 from fast_video_vae.kernels.ready import sample_inputs, selfcheck, variants
@@ -83,6 +83,15 @@ def test_one_wrong_code_is_found(lowest, highest):
     at = int((far & (exact > lowest + 2) & (exact < highest - 2)).nonzero()[0])
     codes[at] += 1
     assert not are_codes_right(codes, exact, lowest, highest)
+
+
+@pytest.mark.parametrize("shift", [None, torch.tensor([0.0, 0.3, -2.0, 1.0])])
+def test_the_steps_of_codes_hold_four_deviations(shift):
+    gamma = torch.tensor([1.0, -0.5, 0.1, 2.0])
+    values = gamma[:, None] * torch.linspace(-4, 4, 8001)
+    values = torch.nn.functional.silu(values if shift is None else values + shift[:, None])
+    expected = torch.maximum(-values.amin(1) / 17, values.amax(1) / 238)
+    torch.testing.assert_close(code_steps(gamma, shift), expected, rtol=1e-4, atol=1e-9)
 
 
 @pytest.fixture
