@@ -34,13 +34,22 @@ REGISTERS = 80
 SHARED_BYTES = 16 << 10
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "chip",
-    [chip if chip == 90 else pytest.param(chip, marks=pytest.mark.nightly) for chip in SHARED],
+    ("chip", "cases"),
+    [
+        pytest.param(90, (CASES[0], CONVOLUTIONS[3], CONVOLUTIONS[4]), marks=pytest.mark.slow),
+        *(
+            pytest.param(
+                chip,
+                (*CASES, *(() if chip == "gfx1100" else CONVOLUTIONS)),
+                marks=pytest.mark.nightly,
+                id=f"{chip}-all",
+            )
+            for chip in SHARED
+        ),
+    ],
 )
-def test_triton_compiles_every_kernel_without_spills(chip):
-    cases = (*CASES, *(() if chip == "gfx1100" else CONVOLUTIONS))
+def test_triton_compiles_every_kernel_without_spills(chip, cases):
     pytest.importorskip("triton", reason="compiling needs triton")
     command = module_command("fast_video_vae.tests.kernels.cross_compile", str(chip), *cases)
     environment = {**os.environ, "TRITON_INTERPRET": "0"}  # in a process without the interpreter
