@@ -29,10 +29,6 @@ dtype; None stands for zeros.
 
 # ruff: noqa: F401 (names for other floors)
 
-import importlib
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
 import torch
 from torch import Tensor
 
@@ -77,26 +73,13 @@ from .ready.background import queue_up as queue
 from .ready.facts import environment, facts_of, report
 from .ready.facts import of_kernels as kernel_facts
 from .ready.proof import Proofs, proving
-from .ready.recording import playing
-from .ready.seen import Fallback, Snapshot, seeing
+from .ready.seen import Fallback, Snapshot, playing, seeing
 from .ready.serving import Prepared, apart, checked_kernels, library_of
 from .routes import Route, code_route, conv_route, fp16_pays, route_conditions, table_entry
 from .shapes import convolved, new_video
+from .support import Support, backend_matrix, gpu_compiler, native_library
 from .tensor_files import PICKLE, SAFETENSORS, ZIP, Header, Place, kind_of, read_header
 from .warmup_log import Preparation, preparations, preparing
-
-if TYPE_CHECKING:
-    from .support import Support, backend_matrix, gpu_compiler, native_library
-
-# Names of `support.py`, which only the command line needs, so ComfyUI starts without it.
-_SUPPORT = ("Support", "backend_matrix", "gpu_compiler", "native_library")
-
-
-def __getattr__(name: str) -> Any:  # noqa: ANN401, a class or a function
-    """Return the `name` of `support.py`."""
-    if name in _SUPPORT:
-        return getattr(importlib.import_module(".support", __name__), name)
-    raise AttributeError(f"module {__name__} has no attribute {name}")
 
 
 def rms_norm_silu(
@@ -541,8 +524,3 @@ def int8_conv3d(
             raise ValueError("scale is None with other terms; expected the sums alone")
     terms = dense(bias, x), residual, dense(residual_bias, x)
     return run("int8_conv3d", x, weight, dense(scale, x), *terms, out, dtype)
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Return whether a CUDA graph is captured on `device`: no free is possible then."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -30,10 +30,9 @@ def folder(name: str) -> Path:
         home = Path.home()
     except RuntimeError:  # a user without a folder: nothing is found below this, nor written
         home = Path(os.devnull)
-    if sys.platform == "darwin":
-        root = home / "Library" / "Caches"
-    else:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
+    root = home / ("Library/Caches" if sys.platform == "darwin" else ".cache")
+    if sys.platform != "darwin":
+        root = Path(os.environ.get("XDG_CACHE_HOME") or root)
     return root.absolute() / "fast-video-vae" / name
 
 

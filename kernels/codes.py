@@ -19,11 +19,8 @@ from torch import Tensor
 ZERO = 17
 _ABOVE = 255 - ZERO
 
-# The argument of the minimum of SiLU.
-_LOWEST = 1.2784645
-
-# Deviations of a channel that codes hold.
-_DEVIATIONS = 4.0
+# The argument of the minimum of SiLU, and the deviations of a channel that codes hold.
+_LOWEST, _DEVIATIONS = 1.2784645, 4.0
 
 DTYPES = (torch.int8, torch.uint8)
 

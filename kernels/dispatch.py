@@ -31,8 +31,7 @@ from .errors import BackendError, Refusal
 from .modules import ask, backend, launch_of
 from .ready import serving
 from .ready.proof import current_proofs
-from .ready.recording import Recorder, recorder
-from .ready.seen import fallback, snapshot
+from .ready.seen import Recorder, fallback, recorder, snapshot
 from .routes import Candidate, Route
 from .shapes import new_sums
 
@@ -50,11 +49,10 @@ def run(op: str, *args: Any) -> Any:  # noqa: ANN401, those of `SIGNATURES`
     notes = recorder()
     if notes is not None:
         return _noted(notes, op, args)
-    names, built = _order(op, args)
-    return _first(names, op, args, built=built)
+    return _first(*_order(op, args), op, args)
 
 
-def _first(names: Sequence[str], op: str, args: tuple[Any, ...], *, built: bool) -> Any:  # noqa: ANN401
+def _first(names: Sequence[str], built: bool, op: str, args: tuple[Any, ...]) -> Any:  # noqa: ANN401
     """Run an op on the first of some backends that supports the call; `built`: they run it."""
     reasons = dict[str, str]()
     if names != _REFERENCE:
@@ -121,15 +119,9 @@ def convolve(
     raise BackendError("conv3d", reasons)
 
 
-def _finished(
-    y: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    residual_bias: Tensor | None,
-    gamma: Tensor | None,
-    out: Tensor | None,
-) -> Tensor:
+def _finished(y: Tensor, *terms: Tensor | None) -> Tensor:
     """Add the terms that a convolution has left out to `y` `[B, C, T, H, W]`, in its own memory."""
+    bias, residual, residual_bias, gamma, out = terms
     target = y if out is None else out
     if residual is not None or (bias is not None and gamma is None):
         into = target if gamma is None else y
@@ -148,7 +140,7 @@ def _launch_of(candidate: Candidate, args: Sequence[Any]) -> Launch:
         refuse_memory("conv3d", args)
     if not candidate.is_built:
         return launch_of(kernel.backend, "conv3d", args[0])
-    if not serving.serves(kernel, args):
+    if not serving.ours("conv3d", args, kernel):
         raise Refusal("its kernel is not built yet")
     return backend(kernel.backend).launches()["conv3d"]
 
@@ -161,7 +153,7 @@ def silu_mul_by_kernel(x: Tensor, gate: Tensor, out: Tensor | None = None) -> Te
     names = [name for name in _order("silu_mul", args)[0] if name != "reference"]
     try:
         # Asked, because those of other nodes may be subclasses of tensors.
-        return _first(names, "silu_mul", args, built=False)
+        return _first(names, False, "silu_mul", args)
     except BackendError:
         return None
 
@@ -207,7 +199,7 @@ def _order(op: str, args: tuple[Any, ...]) -> tuple[tuple[str, ...], bool]:
         return _REFERENCE, False
     kind = device_kind(args[0].device)
     if kind in TRIED:
-        return serving.backends_of(op, args), True
+        return (*serving.ours(op, args), *_REFERENCE), True
     if op == "int8_conv3d":
         return INT8_ORDER, False
     seen = snapshot()

@@ -14,13 +14,9 @@ _logged: set[str] = set()
 
 # Parts of the messages of PyTorch, cuDNN and the system that have no exception type of their own.
 _PHRASES = (
-    "out of memory",
-    "allocate memory",
-    "enough memory",
-    "ALLOC_FAILED",
-    "ALLOCATION_FAILED",
+    "out of memory", "allocate memory", "enough memory", "ALLOC_FAILED", "ALLOCATION_FAILED",
     "bad_alloc",
-)
+)  # fmt: skip
 
 
 class Refusal(Exception):  # noqa: N818, an answer, not an error
@@ -38,11 +34,10 @@ class BackendError(ValueError):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether `error` means that memory ran out, on a device or on the host."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in _PHRASES)
+    named = isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in _PHRASES)
+    return named or isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 
 def first_line(error: BaseException) -> str:

@@ -16,8 +16,7 @@ from .convolution.weight import ConvWeight, WeightForm
 from .devices import device_kind
 from .modules import backend
 from .ready import facts, serving
-from .ready.recording import device_of, recorder
-from .ready.seen import Fallback, Snapshot, fallback, snapshot
+from .ready.seen import Fallback, Snapshot, device_of, fallback, recorder, snapshot
 from .tables import KERNELS, SUMS_IN_HALF, Kind
 from .triton_ops.convolution_tiles import tiles_of
 from .triton_ops.tiles import chip_of
@@ -46,22 +45,13 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class Route:
-    """All that is decided for the calls of a layer in a video.
+    """All that is decided for the calls of a layer in a video."""
 
-    Attributes:
-        stride: Steps in frames, rows and columns.
-        candidates: In order: the next one runs what one refuses.
-        form: The form of the weight; None: the caller has the weight.
-        joined: The caller joins the tail and the new frames in one window; otherwise the tail is
-            read where it is.
-        proves: What a tile would be proved for on this chip.
-    """
-
-    stride: tuple[int, int, int]
-    candidates: tuple[Candidate, ...]
-    form: WeightForm | None = None
-    joined: bool = True
-    proves: "ProofKey | None" = None
+    stride: tuple[int, int, int]  # in frames, rows and columns
+    candidates: tuple[Candidate, ...]  # in order: the next one runs what one refuses
+    form: WeightForm | None = None  # of the weight; None: the caller has the weight
+    joined: bool = True  # the caller joins tail and new frames; otherwise they are apart
+    proves: "ProofKey | None" = None  # what a tile would be proved for on this chip
 
     @property
     def fused(self) -> Fused:
@@ -90,8 +80,7 @@ class ProofKey:
         return f"{_PROOF}{words} {str(self.dtype).removeprefix('torch.')}"
 
 
-@dataclass(frozen=True)
-class Proof:
+class Proof(NamedTuple):
     """What a proof has shown."""
 
     plain_ms: float  # of the library's call
@@ -110,16 +99,10 @@ def conv_route(
     video: bool,
     form: WeightForm | None = None,
 ) -> Route:
-    """Return what runs the convolutions of a layer in a video, and what it fuses.
+    """Return what runs the convolutions of a layer in a video (or a picture), and what it fuses.
 
-    It decides the cheapest layout of the caller's memory. Every layout gives the same result. It
+    It decides the cheapest layout of the caller's memory; every layout gives the same result. It
     depends on what the thread sees of the kernels, which is fixed while a video runs.
-
-    Args:
-        weight: The weight of the calls.
-        stride: Steps in frames, rows and columns.
-        video: The calls see several frames; otherwise a picture.
-        form: The form of the weight, which the route keeps for the caller.
     """
     device, chosen = device_of(weight), forced()
     names = convolution_order(device_kind(device), weight.ndim - 2)
@@ -207,8 +190,7 @@ def _parsed(kept: object) -> Proof | None:
 
 def keep_proof(key: ProofKey, proof: Proof) -> None:
     """Keep the `proof` of `key` for later videos."""
-    kept = {"plain_ms": proof.plain_ms, "ms": proof.ms, "right": proof.right}
-    facts.of_kernels(key.device).put(key.name(), kept)
+    facts.of_kernels(key.device).put(key.name(), proof._asdict())
     _proofs[key] = serving.next_number(proof=True), proof
 
 
@@ -217,21 +199,21 @@ def fp16_pays(device: torch.device) -> bool:
     # Not on chips that sum in float16 no faster, and not until that is proved.
     if device_kind(device) != "nvidia" or chip_of(device) not in SUMS_IN_HALF:
         return False
-    known = [
-        proof
-        for name, value in facts.of_kernels(device).named(_PROOF).items()
-        if name.endswith("float16") and (proof := _parsed(value)) is not None and proof.right
-    ]
-    seconds = [sum(getattr(each, name) for each in known) for name in ("plain_ms", "ms")]
-    return len(known) >= _WIDTHS and seconds[0] >= _PAYS * seconds[1]
+    proofs = _known(device).items()
+    known = [proof for name, proof in proofs if name.endswith("float16") and proof.right]
+    plain_ms, ms = (sum(getattr(each, name) for each in known) for name in ("plain_ms", "ms"))
+    return len(known) >= _WIDTHS and plain_ms >= _PAYS * ms
 
 
 def table_entry(device: torch.device) -> list[str]:
     """Return what is proved on `device` as text to post: one line per kind of convolutions."""
-    proofs = facts.of_kernels(device).named(_PROOF)
     return [
         f"{name.removeprefix(_PROOF)}: library {proof.plain_ms:.3f} ms, tile {proof.ms:.3f} ms, "
         f"{'right' if proof.right else 'wrong'}"
-        for name, value in sorted(proofs.items())
-        if (proof := _parsed(value)) is not None
+        for name, proof in sorted(_known(device).items())
     ]
+
+
+def _known(device: torch.device) -> dict[str, Proof]:
+    proofs = facts.of_kernels(device).named(_PROOF).items()
+    return {name: proof for name, kept in proofs if (proof := _parsed(kept)) is not None}

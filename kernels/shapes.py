@@ -135,10 +135,8 @@ def convolved(
     padding: Sequence[int],
     tail: Tensor | None = None,
 ) -> Shape:
-    """Return the shape of a result `[B, C_out, T', H', W']`, below 1 for a small `x`.
-
-    `weight_shape` has two or three dimensions of taps, `padding` is of the last dimensions.
-    """
+    """Return the shape of a result `[B, C_out, T', H', W']`, below 1 for a small `x`."""
+    # `weight_shape` has two or three dimensions of taps, `padding` is of the last dimensions.
     taps = *weight_shape[:2], *(1,) * (5 - len(weight_shape)), *weight_shape[2:]
     return convolved_size(window(x, tail), taps, stride, (*(0,) * (3 - len(padding)), *padding))
 

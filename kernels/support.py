@@ -1,9 +1,8 @@
 """Support of each op by each backend, found by running a small call of each."""
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,8 +29,7 @@ _SIZE = (2, 4, 4)
 _CHANNELS = 96
 
 
-@dataclass(frozen=True)
-class Support:
+class Support(NamedTuple):
     """Support of an op by a backend, or by a candidate of a convolution."""
 
     op: str
@@ -42,8 +40,7 @@ class Support:
     exact: bool  # the result is bit-identical to the reference's
 
 
-@dataclass(frozen=True)
-class NativeLibrary:
+class NativeLibrary(NamedTuple):
     """State of the compiled library."""
 
     path: Path | None  # None: it is not built or could not be saved
@@ -88,15 +85,13 @@ def gpu_compiler() -> str:
 
 def _support(op: str, device: str, backend: str, dtype: torch.dtype) -> Support:
     place = torch.device(device)
-    reason = None
     try:
         with torch.no_grad():
             args = _convolution(dtype, place) if op == "conv3d" else None
             ask(backend, op, *(args or sample_inputs.call(op, _SIZE, dtype, place)))
     except Refusal as refusal:
-        reason = str(refusal)
-    exact = reason is None and (backend == "reference" or op in EXACT)
-    return Support(op, backend, device, dtype, reason, exact)
+        return Support(op, backend, device, dtype, str(refusal), exact=False)
+    return Support(op, backend, device, dtype, None, backend == "reference" or op in EXACT)
 
 
 def _convolution(dtype: torch.dtype, device: torch.device) -> list[Any]:

@@ -22,8 +22,7 @@ MAX_TENSORS = 20_000
 # JSON becomes Python objects of ten times its size, lists of twenty times.
 _MAX_HEADER = 16 << 20
 _MAX_LISTS = 500_000
-_MAX_KEY = 1000
-_MAX_DIMENSIONS = 8
+_MAX_KEY, _MAX_DIMENSIONS = 1000, 8
 
 _DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
@@ -87,10 +86,9 @@ def kind_of(file: BinaryIO, size: int) -> str:
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 40:
         return SAFETENSORS
     text = head.decode("utf-8", "ignore")
-    printable = sum(part.isprintable() or part.isspace() for part in text)
-    if len(text) > 3 and printable == len(text) >= len(head) // 2:
-        return "a text"
-    return "of an unknown kind"
+    printable = all(part.isprintable() or part.isspace() for part in text)
+    is_text = printable and len(text) > 3 and len(text) >= len(head) // 2
+    return "a text" if is_text else "of an unknown kind"
 
 
 def read_header(file: BinaryIO, size: int) -> Header:
@@ -119,8 +117,6 @@ def _checked(file: BinaryIO, size: int) -> Header:
     content = json.loads(
         data.decode("utf-8"), object_pairs_hook=_without_repeats, parse_int=_short_number
     )
-    if not isinstance(content, dict):
-        raise ValueError("its header is not a JSON object")
     metadata = content.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise ValueError("its metadata is not text")

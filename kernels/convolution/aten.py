@@ -10,7 +10,7 @@ from torch import Tensor
 from ..backends import TRIED, Launch
 from ..devices import device_kind, device_name
 from ..errors import Refusal, is_out_of_memory, log_failure
-from ..ready.recording import device_of
+from ..ready.seen import device_of
 from ..shapes import as_frames, as_video, has_gaps
 from . import cudnn, onednn, sliced
 from .fused import Fused, sum_of

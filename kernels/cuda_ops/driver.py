@@ -9,7 +9,7 @@ import ctypes
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -120,19 +120,16 @@ def relaxed_captures(device: torch.device) -> Iterator[None]:
     """Keep the calls of this thread from ending a capture of a CUDA graph in another one."""
     # A capture in PyTorch's mode forbids calls such as an allocation to all threads but those that
     # are relaxed ("CUDA driver API", `cuThreadExchangeStreamCaptureMode`; HIP has the same).
-    mode = ctypes.c_int(_RELAXED)
-    try:
+    mode, exchange = ctypes.c_int(_RELAXED), None
+    with suppress(Refusal):
         exchange = driver().exchange if device.type == "cuda" else None
-    except Refusal:
-        exchange = None
-    if exchange is None:
-        yield
-        return
-    exchange(ctypes.byref(mode))
+    if exchange is not None:
+        exchange(ctypes.byref(mode))
     try:
         yield
     finally:
-        exchange(ctypes.byref(mode))
+        if exchange is not None:
+            exchange(ctypes.byref(mode))
 
 
 @functools.cache

@@ -74,12 +74,9 @@ def lacks(device: torch.device, dtype: torch.dtype) -> str:
     kind = device_kind(device)
     if kind == "apple" and dtype == torch.float64:
         return "Apple GPUs have no float64"
-    if (
-        kind == "apple"
-        and dtype == torch.bfloat16
-        and not torch.backends.mps.is_macos_or_newer(_BFLOAT16_MACOS, 0)
-    ):
-        return f"bfloat16 needs macOS {_BFLOAT16_MACOS} or later on an Apple GPU"
+    if kind == "apple" and dtype == torch.bfloat16:
+        new = torch.backends.mps.is_macos_or_newer(_BFLOAT16_MACOS, 0)
+        return "" if new else f"bfloat16 needs macOS {_BFLOAT16_MACOS} or later on an Apple GPU"
     if kind == "intel" and dtype == torch.float64:
         has = getattr(torch.xpu.get_device_properties(device), "has_fp64", True)
         return "" if has else f"{device_name(device)} has no float64"

@@ -63,10 +63,8 @@ def _own_bytes(device: torch.device) -> tuple[int, int]:
     module = runtime(device)
     if not module.is_available():
         raise RuntimeError("there is no such device")
-    stats = module.memory_stats(device)
-    reserved, active = (
-        stats.get(f"{name}_bytes.all.current", 0) for name in ("reserved", "active")
-    )
+    stats, names = module.memory_stats(device), ("reserved", "active")
+    reserved, active = (stats.get(f"{name}_bytes.all.current", 0) for name in names)
     try:
         free, total = module.mem_get_info(device)
     except (AttributeError, RuntimeError):  # some Intel drivers do not know what others use

@@ -15,6 +15,7 @@ import torch
 
 from .kinds import searches_shapes
 
+# The switches are global: the first thread sets them, the last one restores them.
 _lock = threading.Lock()
 _holders = 0
 _before: list[tuple[Any, str, bool]] = []
@@ -26,8 +27,6 @@ def unsearched(device: torch.device) -> Iterator[None]:
     if not searches_shapes(device):
         yield
         return
-    # The switches are global. The first thread that enters sets them, and the last one that leaves
-    # restores them.
     global _holders
     with _lock:
         if _holders == 0:
@@ -51,13 +50,10 @@ def always_searches(device: torch.device) -> bool:
 
 
 def _switched_off() -> Iterator[tuple[Any, str, bool]]:
-    """Switch the search off, and yield the changed switches with their values before."""
+    """Switch the search off, and yield the switches with their values before."""
     backends: Any = torch.backends
-    switches = [(backends.cudnn, "benchmark", False)]
-    if hasattr(backends, "miopen"):
-        switches.append((backends.miopen, "immediate", True))
-    for owner, name, value in switches:
-        before = getattr(owner, name)
-        if before != value:
-            setattr(owner, name, value)
-            yield owner, name, before
+    names = ("cudnn", "benchmark", False), ("miopen", "immediate", True)
+    for owner, name, value in names:
+        if (found := getattr(backends, owner, None)) is not None:
+            yield found, name, getattr(found, name)
+            setattr(found, name, value)

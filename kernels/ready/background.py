@@ -34,19 +34,13 @@ class Job:
     def __init__(self, name: str, work: Callable[[], object]) -> None:
         self.name, self.work, self.failed = name, work, False
         self._ended = threading.Event()
+        self.wait = self._ended.wait  # takes seconds, and returns whether the work has ended
+        self.skip = self._ended.set  # ends the work without doing it
 
     @property
     def is_done(self) -> bool:
         """Whether the work has ended, by an error too."""
         return self._ended.is_set()
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the end of the work; return whether it came within `timeout_s` seconds."""
-        return self._ended.wait(timeout_s)
-
-    def skip(self) -> None:
-        """End the work without doing it."""
-        self._ended.set()
 
     def run(self) -> bool:
         """Do the work; return False if memory was short, so that it has to be done later."""
@@ -62,13 +56,13 @@ class Job:
             _logger.debug("%s failed", self.name, exc_info=True)
             self.failed = True
             log_once(f"{self.name} failed ({first_line(error)[:80]}); PyTorch runs instead")
-        self._ended.set()
+        self.skip()
         return True
 
 
 # A job that has nothing to do.
 DONE = Job("nothing", lambda: None)
-DONE.run()
+DONE.skip()
 
 _lock = threading.Lock()
 _queue: queue.SimpleQueue[Job] = queue.SimpleQueue()

@@ -71,8 +71,7 @@ class Facts:
     def put(self, name: str, value: object) -> None:
         """Add a fact `name`, and write the file; `value` is one that JSON holds, never None."""
         with self._lock:
-            self._known[name] = value
-            self._known = {**self._read(), **self._known}
+            self._known = {**self._read(), **self._known, name: value}
             content = {"format": _FORMAT, "made_on": self._made_on, "facts": self._known}
             cache.keep(self.path, json.dumps(content, indent=1).encode(), "checks kernels")
 
@@ -159,12 +158,11 @@ def environment(device: torch.device) -> str:
     """Return the device and the versions that decide what it computes, as text to post."""
     made_on = _environment(device)
     versions = {"torch": made_on["torch"], "driver": made_on["driver"]}
-    if device_kind(device) in ("nvidia", "amd"):
-        versions["cuDNN" if device_kind(device) == "nvidia" else "MIOpen"] = str(
-            torch.backends.cudnn.version()
-        )
+    library = {"nvidia": "cuDNN", "amd": "MIOpen"}.get(device_kind(device))
+    if library is not None:
+        versions[library] = str(torch.backends.cudnn.version())
     versions["system"] = f"{platform.system()} {platform.machine()}"
-    name = " ".join(filter(None, (made_on["device"], made_on["capability"])))
+    name = f"{made_on['device']} {made_on['capability']}".strip()
     words = (f"{each} {value}" for each, value in versions.items() if value)
     return ", ".join([name if device.type != "cpu" else processor(), *words])
 
@@ -194,9 +192,9 @@ def _environment(device: torch.device) -> dict[str, str]:
 @functools.cache
 def _driver() -> str:
     """Return the version of NVIDIA's driver from its management library; "" without it."""
-    name = "nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1"
     text = ctypes.create_string_buffer(96)
     with suppress(OSError):
+        name = "nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1"
         library = ctypes.CDLL(name)
         library.nvmlInit_v2()
         library.nvmlSystemGetDriverVersion(text, len(text))

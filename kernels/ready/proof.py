@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from ..convolution.weight import ConvWeight
 from ..devices import memory_bytes, runtime
 from ..errors import Refusal, is_out_of_memory
 from ..modules import ask
-from . import background, selfcheck, serving, variants
+from . import background, serving, variants
 
 # The call of a kind that is used: the first ones load kernels and workspaces.
 _CALL = 3
@@ -43,6 +42,9 @@ _TIMED = ("cuda", "xpu")
 
 _current: ContextVar["Proofs | None"] = ContextVar("proofs", default=None)
 
+# The proofs that calls in this thread may make; None: none.
+current_proofs = _current.get
+
 _calls: Counter[routes.ProofKey] = Counter()
 _lock = threading.Lock()
 _begun: set[routes.ProofKey] = set()
@@ -56,46 +58,41 @@ class _Pending(NamedTuple):
     difference: Tensor  # root mean square of the difference over that of the library's result
 
 
-@dataclass
 class Proofs:
-    """The proofs of one video."""
+    """The proofs of one video, at most some, in the memory that it leaves."""
 
-    room_bytes: int  # memory that the video leaves
-    most: int  # proofs that may happen
-    _pending: list[_Pending] = field(default_factory=list, init=False)
+    def __init__(self, room_bytes: int, most: int) -> None:
+        self._room_bytes, self._most = room_bytes, most
+        self._pending: list[_Pending] = []
 
     def proved(
         self, key: routes.ProofKey, args: tuple[Any, ...], plain: Callable[[], Tensor]
     ) -> Tensor:
-        """Run a call of the library, `plain`, and perhaps a tile next to it; return its result.
-
-        `args` are those of a launch, without the tile.
-        """
+        """Run a call of the library, `plain`, and perhaps a tile next to it; return its result."""
+        # `args` are those of a launch, without the tile. Nothing is converted before the proof
+        # itself: this is a call of every layer.
         x, weight = args[:2]
         products = x.shape[-2] * x.shape[-1] * math.prod(weight.shape)
-        if key in _begun or products < _PRODUCTS or len(self._pending) >= self.most:
+        is_wanted = key not in _begun and products >= _PRODUCTS and key.device.type in _TIMED
+        if not is_wanted or len(self._pending) >= self._most:
             return plain()
-        if key.device.type not in _TIMED:
-            return plain()
-        # Nothing is converted before the proof itself: this is a call of every layer.
         args = *args, _TILE.tile
         variant = variants.key_of("conv3d", args, key.device, _TILE)
-        variant = variants.in_dtype(variant, key.dtype)
-
-        def sample() -> selfcheck.Sample:
-            return variants.samples_of("conv3d", _in(key.dtype, args), variant)
-
-        if not serving.kernel_of(variant, sample):
+        variant = variant._replace(kinds=(key.dtype, *variant.kinds[1:]))
+        if not serving.kernel_of(
+            variant, lambda: variants.samples_of("conv3d", _in(key.dtype, args), variant)
+        ):
             return plain()
-        with _lock:
-            _calls[key] += 1
-            ready = _calls[key] >= _CALL and key not in _begun
         # Copies in another dtype, the result, and the difference.
         scratch = 2 * (x.nbytes + x.nbytes * weight.shape[0] // weight.shape[1])
-        if not ready or scratch > self._room(key.device):
-            return plain()
         with _lock:
-            _begun.add(key)
+            _calls[key] += 1
+            is_third = _calls[key] >= _CALL and key not in _begun
+            is_ready = is_third and scratch <= self._room(key.device)
+            if is_ready:
+                _begun.add(key)
+        if not is_ready:
+            return plain()
         events = [runtime(key.device).Event(enable_timing=True) for _ in range(4)]
         try:
             given = _in(key.dtype, args)
@@ -120,12 +117,7 @@ class Proofs:
 
     def _room(self, device: torch.device) -> int:
         memory = memory_bytes(device)
-        return self.room_bytes if memory is None else min(self.room_bytes, memory[0])
-
-
-def current_proofs() -> Proofs | None:
-    """Return the proofs that calls in this thread may make; None: none."""
-    return _current.get()
+        return self._room_bytes if memory is None else min(self._room_bytes, memory[0])
 
 
 def proving(proofs: Proofs | None) -> AbstractContextManager[object]:

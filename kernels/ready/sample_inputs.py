@@ -25,12 +25,12 @@ _LARGE, _SMALL, _WIDE = (7, 136), (5, 40), 1 << 16
 
 
 def video(channels: int, frames: int = 1) -> Tensor:
-    """Return a placeholder for `[B, C, T, H, W]` with `channels` and `frames`, on `meta`."""
+    """Return a placeholder for `[B, C, T, H, W]` on `meta`."""
     return torch.empty(1, channels, frames, 1, 1, device="meta")
 
 
 def row(channels: int) -> Tensor:
-    """Return a placeholder for `[..., C]` or a parameter with `channels`, on `meta`."""
+    """Return a placeholder for `[..., C]` or a parameter on `meta`."""
     return torch.empty(1, channels, device="meta")
 
 
@@ -59,19 +59,17 @@ _USUAL: dict[str, dict[str, Any]] = {
 
 OPS = tuple(_USUAL)
 
-Size = tuple[int, int, int]
-
 
 def call(
     op: str,
-    size: Size,
+    size: tuple[int, int, int],  # frames, height and width
     dtype: torch.dtype,
     device: torch.device,
     given: Mapping[str, Any] | None = None,
 ) -> list[Any]:
     """Generate the arguments of the launches of an op, normally distributed, from a fixed seed."""
-    # `size` has frames, height and width. `given` is a call to imitate in all but its sizes and the
-    # dtype of activations; None: the most frequent call.
+    # `given` is a call to imitate in all but its sizes and the dtype of activations; None: the most
+    # frequent call.
     given = _USUAL[op] if given is None else given
     times = given.get("times", 1)
     frames, height, width = size
@@ -119,29 +117,27 @@ def _target(op: str, made: Mapping[str, Any], given: Mapping[str, Any]) -> Tenso
     """Return memory for a result, with the dtype and layout of that of `given`."""
     x, out = next(iter(made.values())), given.get("out")
     dtype = x.dtype if out is None or op not in CONVERTING else out.dtype
-    if op == "average_down" and out is not None:
-        return shapes.new_video(x, shapes.averaged(x, out.shape[1], made["times"], made["size"]))
-    if op == "frames_to_images":
-        dtype = torch.float32 if out is None else dtype
-        return x.new_empty(shapes.images(x, made["patch"]), dtype=dtype)
-    if "border" in made:
-        # NaN, because all of it must be written.
-        return shapes.new_window(x, made["tail"], made["border"]).fill_(math.nan)
     shape = tuple(x.shape)
-    if op == "group_norm_statistics":
-        wide = torch.promote_types(dtype, torch.float32)
-        return x.new_empty(shapes.statistics(x, made["groups"]), dtype=wide)
-    if op == "silu_mul":
-        return x.new_empty(shape)
-    if op == "merge_phases":
+    if op == "frames_to_images":
+        shape, dtype = shapes.images(x, made["patch"]), torch.float32 if out is None else dtype
+    elif op == "group_norm_statistics":
+        shape = shapes.statistics(x, made["groups"])
+        dtype = torch.promote_types(dtype, torch.float32)
+    elif op == "average_down" and out is not None:
+        shape = shapes.averaged(x, out.shape[1], made["times"], made["size"])
+    elif op == "merge_phases":
         shape = shapes.merged(x)
     elif op == "interleave_time":
         shape = shapes.interleaved(x, made["phases"])
     elif op == "pixel_shuffle_3d":
         shape = shapes.shuffled(x, made["size"])
-    dense = out is None or out.stride(1) == 1
-    order = torch.channels_last_3d if dense else torch.contiguous_format
-    return torch.empty(shape, dtype=dtype, device=x.device, memory_format=order)
+    elif "border" in made:
+        shape = shapes.window(x, made["tail"], made["border"])
+    last = len(shape) == 5 and (out is None or out.stride(1) == 1)
+    order = torch.channels_last_3d if last else torch.contiguous_format
+    memory = torch.empty(shape, dtype=dtype, device=x.device, memory_format=order)
+    # NaN, because all of it must be written.
+    return memory.fill_(math.nan) if dtype.is_floating_point else memory
 
 
 def convolution(op: str, given: Mapping[str, Any], device: torch.device) -> list[Any]:

@@ -1,39 +1,38 @@
-"""What the calls of a video run, fixed while it runs: the kernels found before it, and fallbacks.
+"""What the calls of a thread see: the kernels and fallbacks of a video, or a device to play.
 
-A `Fallback` names what a device computes wrongly, so that something else serves there.
+What a video runs is fixed while it runs: the kernels found before it, and a `Fallback` in place of
+what a device computes wrongly. A network that runs on `meta` plays a device: its calls of ops are
+noted, and only allocate.
 """
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
+from typing import Any
 
-from ..backends import within
+import torch
+from torch import Tensor
+
+from ..backends import Kernel, within
+from ..convolution.weight import ConvWeight
 
 
 @dataclass(frozen=True)
 class Fallback:
-    """What is used on a device in place of what is wrong there; nothing by default.
+    """What is used on a device in place of what is wrong there; nothing by default."""
 
-    Attributes:
-        reference: The ops of the reference, attention in blocks of products, plain convolutions.
-        sliced: Convolutions of single frames in place of those over time.
-        contiguous: Convolutions in contiguous memory, channels first.
-        float32: Layers in float32.
-        cpu: The CPU.
-    """
-
-    reference: bool = False
-    sliced: bool = False
-    contiguous: bool = False
-    float32: bool = False
+    reference: bool = False  # the ops of the reference, attention in blocks, plain convolutions
+    sliced: bool = False  # convolutions of single frames in place of those over time
+    contiguous: bool = False  # convolutions in contiguous memory, channels first
+    float32: bool = False  # layers in float32
     cpu: bool = False
 
     def __bool__(self) -> bool:
         return self != _NONE
 
     def __or__(self, other: "Fallback") -> "Fallback":
-        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
-        return Fallback(*(a or b for a, b in pairs))
+        return Fallback(**dict.fromkeys((*self.names, *other.names), True))
 
     @property
     def convolves(self) -> bool:
@@ -72,20 +71,49 @@ class Snapshot:
     fallback: Fallback = _NONE  # in place of what is wrong
 
 
+# Takes the kernel of a convolution (None: the library, or another op), an op, the arguments of its
+# launches, and its result.
+Note = Callable[[Kernel | None, str, Sequence[Any], Tensor], object]
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """A network that runs on `meta` plays `device`: its calls only allocate, and are noted."""
+
+    device: torch.device
+    note: Note
+    tiles: bool  # the convolutions run on our kernels where they may; otherwise on the library
+
+
 _snapshot: ContextVar[Snapshot | None] = ContextVar("snapshot", default=None)
+_recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 
+# What the calls of this thread see; None: all that there is.
+snapshot = _snapshot.get
 
-def snapshot() -> Snapshot | None:
-    """Return what the calls of this thread see; None: all that there is."""
-    return _snapshot.get()
+# What notes the calls of this thread on `meta`; None: nothing.
+recorder = _recorder.get
 
 
 def fallback() -> Fallback:
     """Return what the calls of this thread use in place of what is wrong."""
-    seen = _snapshot.get()
+    seen = snapshot()
     return _NONE if seen is None else seen.fallback
 
 
 def seeing(seen: Snapshot) -> AbstractContextManager[object]:
     """Let ops in this thread run what `seen` has, until the end of the block."""
     return within(_snapshot, seen)
+
+
+def device_of(x: Tensor | ConvWeight) -> torch.device:
+    """Return the device of `x` `[...]`, or the one that this thread plays on `meta`."""
+    made = recorder()
+    return x.device if made is None else made.device
+
+
+def playing(
+    device: torch.device, note: Note, *, tiles: bool = False
+) -> AbstractContextManager[object]:
+    """Let calls of this thread on `meta` play `device` until the block ends; see `Recorder`."""
+    return within(_recorder, Recorder(device, note, tiles))

@@ -6,7 +6,7 @@ order, so single values can differ by more than their rounding while the error a
 larger: the rule compares root mean squares, of few enough rows that one wrong block is found.
 """
 
-import functools
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -73,21 +73,15 @@ def are_codes_right(codes: Tensor, exact: Tensor, lowest: int, highest: int) -> 
 def checked(names: Sequence[str], op: str, sample: Sample) -> tuple[str, ...]:
     """Return the first of some backends that computes a sample rightly; empty: none does."""
     case = _Case(op, sample)
-    for name in names:
-        if _answer(name, op, case.device, functools.partial(case.is_right, name)):
-            return (name,)
-    return ()
+    right = (n for n in names if _answer(n, op, case.device, lambda n=n: case.is_right(n)))
+    return tuple(itertools.islice(right, 1))
 
 
 def running(name: str, op: str, sample: Sample) -> tuple[str, ...]:
     """Return the backend `name` if it runs the sample of `op`, without a comparison."""
     args = sample()
-
-    def runs() -> bool:
-        ask(name, op, *args)
-        return True
-
-    return (name,) if _answer(name, op, args[0].device, runs) else ()
+    runs = _answer(name, op, args[0].device, lambda: ask(name, op, *args) is not None)
+    return (name,) if runs else ()
 
 
 def _answer(name: str, op: str, device: torch.device, question: Callable[[], bool]) -> bool:

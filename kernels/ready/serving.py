@@ -7,7 +7,6 @@ the library serves. What a family needs is known before its first decode: its ne
 """
 
 import functools
-import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,10 +22,8 @@ from ..devices import current as on_device
 from ..devices import device_kind, runtime, with_index
 from ..native_ops.build import CPU
 from ..warmup_log import preparing
-from . import background, facts, recording, selfcheck, variants
-from .seen import Snapshot, snapshot
-
-LIBRARY = ("reference",)
+from . import background, facts, selfcheck, variants
+from .seen import Snapshot, playing, recorder, snapshot
 
 # How the names of checks in the store begin.
 _RIGHT = "right: "
@@ -35,8 +32,7 @@ _RIGHT = "right: "
 _NONE = "none"
 
 _lock = threading.Lock()
-_numbers = itertools.count(1)
-_last = _last_proof = 0
+_last = _last_proof = 0  # numbers of what was found
 # The backend of each variant that was looked at, empty for the library, with its number.
 _found: dict[variants.Key, tuple[int, tuple[str, ...]]] = {}
 _asked: set[variants.Key] = set()
@@ -48,26 +44,17 @@ def next_number(*, proof: bool = False) -> int:
     """Return the number of what is found now: a kernel, or a `proof`."""
     global _last, _last_proof
     with _lock:
-        _last = next(_numbers)
+        _last += 1
         _last_proof = _last if proof else _last_proof
         return _last
 
 
-def backends_of(op: str, args: Sequence[Any]) -> tuple[str, ...]:
-    """Return the backends that run a call on a GPU; ask for a variant that is not there yet."""
+def ours(op: str, args: Sequence[Any], kernel: Kernel | None = None) -> tuple[str, ...]:
+    """Return the backend of ours for a call on a GPU; ask for a variant that is not there yet."""
     if not args[0].numel():
-        return LIBRARY
-    key = variants.key_of(op, args, args[0].device)
-    own = kernel_of(key, lambda: variants.samples_of(op, args, key))
-    return (*own, *LIBRARY) if own else LIBRARY
-
-
-def serves(kernel: Kernel, args: Sequence[Any]) -> bool:
-    """Return whether a kernel of ours runs a convolution; ask for a variant that is not there."""
-    if not args[0].numel():
-        return False
-    key = variants.key_of("conv3d", args, args[0].device, kernel)
-    return bool(kernel_of(key, lambda: variants.samples_of("conv3d", args, key)))
+        return ()
+    key = variants.key_of(op, args, args[0].device, kernel)
+    return kernel_of(key, lambda: variants.samples_of(op, args, key))
 
 
 def kernel_of(key: variants.Key, samples_of: Callable[[], selfcheck.Sample]) -> tuple[str, ...]:
@@ -108,7 +95,7 @@ def build(key: variants.Key, sample: selfcheck.Sample) -> None:
     if key in _found:
         return
     kept, name = facts.of_kernels(key.device), _RIGHT + variants.name_of(key)
-    able = variants.kernels_of(key)
+    able = variants.kernels_of(key)  # backends, or the candidate of a convolution
     with apart(key.device), preparing("kernel build", key.op):
         # A call loads what was right in an earlier process from the disk.
         known = kept.get(name)
@@ -134,7 +121,7 @@ def checked_kernels(device: torch.device) -> dict[str, bool]:
 
 def has_tile(weight: ConvWeight, stride: tuple[int, ...]) -> bool:
     """Return whether a convolution has a tile that serves, or will have one (calls are noted)."""
-    if recording.recorder() is not None:
+    if recorder() is not None:
         return True
     since = _tiled.get((weight.device, weight.dtype, weight.shape, stride))
     seen = snapshot()
@@ -147,10 +134,9 @@ def apart(device: torch.device) -> Iterator[None]:
     if device.type not in ("cuda", "xpu"):
         yield
         return
-    module = runtime(device)
     with relaxed_captures(device), on_device(device):
-        stream = module.Stream(device)
-        with module.stream(stream):
+        stream = runtime(device).Stream(device)
+        with runtime(device).stream(stream):
             yield
         stream.synchronize()
 
@@ -161,16 +147,13 @@ def library_of(device: torch.device) -> Snapshot:
 
 
 class Prepared:
-    """What a network needs on a device, which the background thread builds.
-
-    Args:
-        device: The device.
-        record: Runs the network once on `meta`, with all of its ops and sizes.
-    """
+    """What a network needs on a device, which the background thread builds."""
 
     def __init__(self, device: torch.device, record: Callable[[], object]) -> None:
+        # `record` runs the network once on `meta`, with all of its ops and sizes.
         self._device, self._record = with_index(device), record
-        self._proofs, self.is_ready = 0, device_kind(device) not in TRIED
+        self._proofs, self._is_tried = 0, device_kind(device) in TRIED
+        self.is_ready = not self._is_tried
         self.job = CPU.prepare() if device.type == "cpu" else self._begun()
 
     def renew(self) -> None:
@@ -180,20 +163,19 @@ class Prepared:
 
     def seen(self) -> Snapshot:
         """Return what a video that begins now may use: all, or the library until all is there."""
-        if device_kind(self._device) not in TRIED or not self.is_ready:
-            return library_of(self._device)
-        return Snapshot(_last, self._proofs, native=False)
+        if self._is_tried and self.is_ready:
+            return Snapshot(_last, self._proofs, native=False)
+        return library_of(self._device)
 
     def _begun(self) -> background.Job:
-        if device_kind(self._device) not in TRIED:
-            return background.DONE
-        return background.submit(f"the build of kernels for {self._device}", self._work)
+        name = f"the build of kernels for {self._device}"
+        return background.submit(name, self._work) if self._is_tried else background.DONE
 
     def _work(self) -> None:
         proofs = _last
         wanted = dict[variants.Key, selfcheck.Sample]()
         note = functools.partial(_want, self._device, wanted)
-        with recording.playing(self._device, note, tiles=True):
+        with playing(self._device, note, tiles=True):
             self._record()
         for key, sample in wanted.items():
             build(key, sample)

@@ -74,11 +74,6 @@ def _channels(x: Tensor) -> int:
     return x.shape[1] if x.ndim == 5 else x.shape[-1]
 
 
-def in_dtype(key: Key, dtype: torch.dtype) -> Key:
-    """Return the variant of the convolution `key` with frames and weight in `dtype`."""
-    return key._replace(kinds=(dtype, *key.kinds[1:]))
-
-
 def kernels_of(key: Key) -> tuple[str, ...]:
     """Return the backends or candidates whose kernels may serve a variant."""
     return _CHECKED if key.kernel is None else (key.kernel.backend,)

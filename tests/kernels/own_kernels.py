@@ -1,4 +1,4 @@
-"""A stand-in for Triton's kernels on a played GPU: it computes with the reference, and counts."""
+"""Stand-ins on a played GPU: Triton's kernels, which count and use the reference; a network."""
 
 import contextlib
 import functools
@@ -8,9 +8,10 @@ from collections import Counter
 import pytest
 import torch
 
-from fast_video_vae.kernels import Fused, dispatch, modules, routes, use_backend
+from fast_video_vae import kernels
+from fast_video_vae.kernels import Fused, Prepared, dispatch, modules, routes, use_backend
 from fast_video_vae.kernels.backends import SIGNATURES, Kernel
-from fast_video_vae.kernels.ready import facts, serving, variants
+from fast_video_vae.kernels.ready import facts, sample_inputs, serving, variants
 from fast_video_vae.kernels.ready import proof as proofs
 from fast_video_vae.kernels.tables import Kind
 from fast_video_vae.tests.played_devices import played
@@ -70,6 +71,7 @@ def playing(monkeypatch, tmp_path, chip=CHIP, table=None):
         entries = {CHIP: {CUBE: Kernel("triton", 0)}} if table is None else table
         monkeypatch.setattr(routes, "KERNELS", entries)
         monkeypatch.setattr(variants, "_ELEMENTS", 1 << 12)  # of a check: less time
+        monkeypatch.setattr(sample_inputs, "_LARGE", (3, 8))
         yield device, own
     facts.of_kernels.cache_clear()
 
@@ -79,6 +81,33 @@ def gpu(monkeypatch, tmp_path):
     """Play a chip of the table; returns the device and its kernels."""
     with playing(monkeypatch, tmp_path) as both:
         yield both
+
+
+class Network:
+    """A norm and a convolution, as layers of a VAE; `prepared` builds its kernels."""
+
+    def __init__(self, dtype=torch.bfloat16):
+        generator = torch.Generator().manual_seed(0)
+        x, weight = (
+            torch.randn(s, generator=generator) for s in ((1, 3, 4, 6, 8), (8, 3, 3, 3, 8))
+        )
+        self._given = [x.movedim(-1, 1), weight.movedim(-1, 1) / 15, torch.ones(8)]
+        self._given = [each.to(dtype) for each in self._given]
+        meta = [each.to("meta") for each in self._given]
+        self._given = [each.to("cuda") for each in self._given]
+        self.prepared = Prepared(torch.device("cuda"), lambda: self._run(*meta))
+
+    def _run(self, x, weight, gamma):
+        return kernels.conv3d(kernels.rms_norm_silu(x, gamma), weight, padding=(1, 1))
+
+    def video(self, seen=None, steps=4, room=1 << 30, most=9):
+        """Return the bits of a video, which sees what is there, and can prove tiles."""
+        self.prepared.renew()
+        proved = proofs.Proofs(room, most)
+        with kernels.seeing(seen or self.prepared.seen()), kernels.proving(proved):
+            found = bits(torch.stack([self._run(*self._given) for _ in range(steps)]))
+        proved.close()
+        return found
 
 
 def bits(x):

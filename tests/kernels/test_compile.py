@@ -34,12 +34,12 @@ SHARED_BYTES = 16 << 10
 @pytest.mark.parametrize(
     ("chip", "cases"),
     [
-        (90, ("bf16,96", "int8-bf16,96,96")),
+        pytest.param(90, (CASES[0], CONVOLUTIONS[3], CONVOLUTIONS[4]), marks=pytest.mark.slow),
         *(
             pytest.param(
                 chip,
                 (*CASES, *(() if chip == "gfx1100" else CONVOLUTIONS)),
-                marks=pytest.mark.slow,
+                marks=pytest.mark.nightly,
                 id=f"{chip}-all",
             )
             for chip in SHARED
@@ -65,22 +65,19 @@ def library():
         pytest.skip("nvidia-cuda-nvrtc is not installed")
 
 
-def is_default(chip, constants):
-    return chip in (75, 90) and constants["DTYPE"] == "bfloat16" and constants["PACK"] > 1
-
-
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize(
     ("chip", "default"),
     [
-        (75, True), (90, True),
-        *(pytest.param(chip, False, marks=pytest.mark.slow) for chip in nvrtc.CHIPS),
+        (90, True), pytest.param(75, True, marks=pytest.mark.slow),
+        *(pytest.param(chip, False, marks=pytest.mark.nightly) for chip in nvrtc.CHIPS),
     ],
 )  # fmt: skip
 def test_nvrtc_compiles_every_kernel_without_spills(chip, default):
     if chip not in nvrtc.compiler().chips():
         pytest.skip(f"{nvrtc.compiler().version} does not know sm_{chip}")
-    chosen = [case for case in nvrtc.variants() if not default or is_default(chip, case[1])]
+    usual = {"DTYPE": "bfloat16", "PACK": 8}
+    chosen = [each for each in nvrtc.variants() if not default or usual.items() <= each[1].items()]
     for source, constants in chosen:
         found = nvrtc.resources(source, constants, chip)
         # The names are not mangled, so the driver finds them.

@@ -4,13 +4,13 @@ The compiler and the driver are stand-ins, because no machine without a GPU has 
 """
 
 import errno
-import logging
 import os
 import shutil
 import sys
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -90,12 +90,11 @@ def test_a_first_call_compiles_and_a_second_process_reads_the_binary(made, tmp_p
     assert len(made.compiled) == len([*tmp_path.rglob("*.bin")]) == 2
 
 
-@pytest.mark.parametrize("damage", [lambda whole: whole[:-1], lambda _: b"PK" * 100])
-def test_a_damaged_file_is_made_again(made, damage, tmp_path):
+def test_a_damaged_file_is_made_again(made, tmp_path):
     found = loaded()
     (path,) = tmp_path.rglob("*.bin")
     whole = path.read_bytes()
-    path.write_bytes(damage(whole))
+    path.write_bytes(whole[:-1])
     runtime._modules.clear()
     assert loaded() == found
     assert len(made.compiled) == 2
@@ -121,27 +120,37 @@ def test_all_that_a_binary_is_made_from_is_in_its_key(monkeypatch, tmp_path):
     assert len({*keys, key()}) == len(keys) + 1
 
 
-@pytest.mark.parametrize("cause", ["a file", "no home"])
-def test_a_folder_that_cannot_be_written_costs_one_line(made, cause, monkeypatch, caplog, tmp_path):
-    """Every start compiles then."""
-
-    def homeless():
-        raise RuntimeError("Could not determine home directory.")
-
-    if cause == "a file":
-        (tmp_path / "cache").touch()
-    else:
-        for name in ("FAST_VIDEO_VAE_CACHE", "XDG_CACHE_HOME"):
-            monkeypatch.delenv(name, raising=False)
-        monkeypatch.setattr(Path, "home", homeless)
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            loaded()
-            runtime._modules.clear()
+def test_a_user_without_a_home_compiles_at_every_start_and_has_one_line(made, monkeypatch, caplog):
+    for name in ("FAST_VIDEO_VAE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    homeless = mock.Mock(side_effect=RuntimeError("Could not determine home directory."))
+    monkeypatch.setattr(Path, "home", homeless)
+    for _ in range(2):
+        loaded()
+        runtime._modules.clear()
     assert len(made.compiled) == 2
     (line,) = caplog.messages
     assert "is not writable (Not a directory)" in line
     assert "set FAST_VIDEO_VAE_CACHE" in line
+
+
+@pytest.mark.parametrize(
+    ("system", "variables", "folder"),
+    [
+        ("linux", {}, "/home/a/.cache/fast-video-vae/x"),
+        ("linux", {"XDG_CACHE_HOME": "/b"}, "/b/fast-video-vae/x"),
+        ("darwin", {"XDG_CACHE_HOME": "/b"}, "/home/a/Library/Caches/fast-video-vae/x"),
+        ("darwin", {"FAST_VIDEO_VAE_CACHE": "/c"}, "/c/x"),
+    ],
+)
+def test_the_folder_of_what_is_made_is_that_of_the_platform(system, variables, folder, monkeypatch):
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(Path, "home", lambda: Path("/home/a"))
+    for name in ("FAST_VIDEO_VAE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert cache.folder("x") == Path(folder)
 
 
 def test_a_file_is_whole_at_any_time_and_leaves_nothing_else(tmp_path, monkeypatch, caplog):
@@ -163,13 +172,7 @@ def test_a_file_is_whole_at_any_time_and_leaves_nothing_else(tmp_path, monkeypat
     assert sorted(tmp_path.iterdir()) == [path, young]
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        CompileError("silu_mul.cu(3): error: no such type"),
-        RuntimeError("the driver returned 209 (no kernel image)"),
-    ],
-)
+@pytest.mark.parametrize("error", [CompileError("no such type"), RuntimeError("no image")])
 def test_what_fails_for_every_source_is_refused_with_one_line(made, error, caplog):
     made.error = error
     for source in ("silu_mul", "rms_norm", "spread") * 2:
@@ -243,18 +246,16 @@ def test_kernels_run_on_the_device_and_the_current_stream_of_the_tensors(monkeyp
     def load(*_):
         return SimpleNamespace(launch=lambda *given: launched.append((current[0], given[-1])))
 
-    def stream(device):
-        return SimpleNamespace(cuda_stream=70 + device.index)
-
-    for where, name, value in (
-        (torch.cuda, "device", entered), (torch.cuda, "current_device", lambda: current[0]),
-        (torch.cuda, "current_stream", stream), (runtime, "loaded", load),
-    ):  # fmt: skip
-        monkeypatch.setattr(where, name, value)
-    for index in (0, 1, 0, 1):
+    monkeypatch.setattr(torch.cuda, "device", entered)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=70 + device.index)
+    )
+    monkeypatch.setattr(runtime, "loaded", load)
+    for index in (0, 1, 0):
         like = SimpleNamespace(device=torch.device("cuda", index), dtype=torch.float32)
         runtime.launch("silu_mul", "gate_rows", like, 1, (256, 1), b"", PACK=4)
-    assert launched == [(0, 70), (1, 71)] * 2
+    assert launched == [(0, 70), (1, 71), (0, 70)]
 
 
 @settings(deadline=None)

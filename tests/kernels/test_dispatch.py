@@ -7,8 +7,18 @@ import pytest
 import torch
 
 from fast_video_vae import kernels
-from fast_video_vae.kernels import BackendError, errors, modules, use_backend
-from fast_video_vae.kernels.backends import forced
+from fast_video_vae.kernels import (
+    BackendError,
+    ConvWeight,
+    Fallback,
+    Snapshot,
+    conv_route,
+    errors,
+    modules,
+    seeing,
+    use_backend,
+)
+from fast_video_vae.kernels.backends import convolution_order, forced
 from fast_video_vae.kernels.errors import Refusal, log_once
 from fast_video_vae.tests.kernels.cases import DTYPES, OPS, SERVED, inputs, random, video
 
@@ -82,11 +92,8 @@ def test_a_chosen_backend_never_falls_back(team):
 
 def test_the_choice_ends_with_its_block(team):
     with use_backend("reference"):
-        with use_backend("native"):
-            assert run(2) == ("native", 2)
-        assert run(2) == ("reference", 2)
-        with pytest.raises(RuntimeError, match="inside"), use_backend("native"):
-            raise RuntimeError("inside")
+        with pytest.raises(BackendError, match="native: x is -2"), use_backend("native"):
+            run(-2)
         assert run(2) == ("reference", 2)
     assert run(2) == ("native", 2)
     assert forced() is None
@@ -108,19 +115,59 @@ def test_a_choice_holds_for_its_thread_only(team):
     assert served == ["native", "native"]
 
 
+def sees(**fallback):
+    return seeing(
+        Snapshot(0, 0, native=fallback.pop("native", True), fallback=Fallback(**fallback))
+    )
+
+
+def test_a_video_runs_the_kernels_that_it_sees(team):
+    with sees():
+        assert run(2) == ("native", 2)
+    for what in ({"native": False}, {"reference": True}):
+        with sees(**what):
+            assert run(2) == ("reference", 2)
+    with sees(sliced=True, contiguous=True):  # of convolutions
+        assert run(2) == ("native", 2)
+
+
+def route_of(*taps, stride=(1, 1, 1)):
+    weight = ConvWeight.of(random(8, 8, *taps))
+    route = conv_route(weight, stride, video=True)
+    return [tuple(each.kernel) for each in route.candidates], route.joined
+
+
+@pytest.mark.parametrize(
+    ("taps", "stride", "joined"),
+    [
+        ((3, 3, 3), (1, 1, 1), True), ((1, 3, 3), (1, 1, 1), False), ((3, 1, 1), (2, 1, 1), True),
+        ((2, 1, 1), (2, 1, 1), False), ((3, 3), (1, 1, 1), False),
+    ],
+)  # fmt: skip
+def test_a_convolution_that_needs_earlier_frames_has_them_joined(taps, stride, joined):
+    assert route_of(*taps, stride=stride) == ([("aten", 0), ("reference", 0)], joined)
+
+
+def test_the_candidates_of_a_convolution_replace_what_is_wrong():
+    for what, of_videos, of_frames in (
+        ({"sliced": True}, ("sliced", 0), ("aten", 0)),
+        ({"reference": True}, ("reference", 0), ("reference", 0)),
+        ({"contiguous": True}, ("reference", 1), ("reference", 1)),
+        ({"sliced": True, "contiguous": True}, ("sliced", 1), ("reference", 1)),
+    ):
+        with sees(**what):
+            assert route_of(3, 3, 3)[0] == [of_videos]
+            assert route_of(3, 3)[0] == [of_frames]
+    with sees(float32=True), use_backend("sliced"):
+        assert route_of(3, 3, 3)[0] == [("sliced", 0)]
+    assert convolution_order("apple", 3) == ("sliced", "aten", "reference")
+    assert convolution_order("apple", 2) == convolution_order("cpu", 3) == ("aten", "reference")
+
+
 def test_an_unknown_backend_lists_the_known_ones():
     known = "triton, cuda, native, reference, hopper, aten, sliced"
     with pytest.raises(ValueError, match=f"backend is 'metal'; expected one of {known}$"):
         use_backend("metal").__enter__()
-
-
-def test_an_error_of_a_backend_is_not_a_refusal(team):
-    def breaks(_):
-        raise RuntimeError("out of memory")
-
-    modules._loaded["native"].refuse = breaks
-    with pytest.raises(RuntimeError, match="out of memory"):
-        run(1)
 
 
 def test_a_missing_backend_is_logged_once(monkeypatch, caplog):

@@ -1,6 +1,7 @@
 """The ops on any memory: strides, offsets, aliases, empty tensors and very large ones."""
 
 import resource
+from itertools import product
 
 import pytest
 import torch
@@ -45,27 +46,28 @@ def check_close(actual, expected):
 def test_any_strides_are_read_and_written_correctly_or_refused(ask, op, dtype):
     """A backend that refuses has not written."""
     expected, next_tail = expected_of(op, dtype)
-    for layout in LAYOUTS:
+    images, writes = op == "frames_to_images", op not in ("average_down", "group_norm_statistics")
+    like = expected.movedim(-1, 0)[None] if images else expected
+    ran = set()  # with the layout at both ends; then one of them shows nothing more
+    for layout, ends in product(LAYOUTS, ("both", "inputs", "out") if writes else ("inputs",)):
+        if layout in ran:
+            continue
         args, keywords = inputs(op, dtype)
-        args = [remade(value, layout) for value in args]
-        keywords = {name: remade(value, layout) for name, value in keywords.items()}
+        if ends != "out":
+            args = [remade(value, layout) for value in args]
+            keywords = {name: remade(value, layout) for name, value in keywords.items()}
+        if ends != "inputs":
+            out = LAYOUTS[layout](torch.full_like(like, torch.nan))
+            keywords["out"] = out[0].movedim(0, -1) if images else out
         actual = ask(getattr(kernels, op), *args, **keywords)
         check_close(actual, expected)
-        if actual is not None and next_tail is not None:
-            check_close(keywords["tail"], next_tail)
-        if op in ("average_down", "group_norm_statistics"):
-            continue  # they have no out
-        images = op == "frames_to_images"
-        like = expected.movedim(-1, 0)[None] if images else expected
-        args, keywords = inputs(op, dtype)
-        out = LAYOUTS[layout](torch.full_like(like, torch.nan))
-        given = out[0].movedim(0, -1) if images else out
-        actual = ask(getattr(kernels, op), *args, out=given, **keywords)
         if actual is None:
-            assert out.isnan().all()
-        else:
-            assert actual is given
-            check_close(given, expected)
+            assert ends == "inputs" or out.isnan().all()
+            continue
+        assert actual is keywords.get("out", actual)
+        ran |= {layout} if ends == "both" else set()
+        if next_tail is not None:
+            check_close(keywords["tail"], next_tail)
 
 
 ROWS = {
@@ -102,7 +104,6 @@ def test_images_are_written_anywhere_or_refused(ask, to):
     expected, _ = formulas.frames_to_images(x, dtype=to)
     for shape, offset, view in [
         ((4, 6, 10, 3), 1, lambda memory: memory),
-        ((4, 6, 10, 3), 63, lambda memory: memory),
         ((4, 3, 6, 10), 64, lambda memory: memory.permute(0, 2, 3, 1)),
         ((4, 6, 20, 3), 64, lambda memory: memory[:, :, 7:17]),
         ((4, 6, 10, 4), 64, lambda memory: memory[..., :3]),
@@ -113,7 +114,7 @@ def test_images_are_written_anywhere_or_refused(ask, to):
         assert actual is None or torch.equal(buffer.take(actual), expected), shape
 
 
-@pytest.mark.parametrize("channels", [3, 16, 33, 96])
+@pytest.mark.parametrize("channels", [3, 16, 33])
 @each_dtype
 def test_results_may_overwrite_their_inputs(backend, dtype, channels):
     gamma, bias = random(2, channels, seed=1)

@@ -6,52 +6,41 @@ import pytest
 import torch
 
 from fast_video_vae.kernels import fp16_pays, routes, table_entry
-from fast_video_vae.kernels.ready import facts, proof, selfcheck, serving
+from fast_video_vae.kernels.ready import facts, proof, selfcheck
 from fast_video_vae.kernels.routes import Proof, ProofKey
-from fast_video_vae.kernels.tables import KERNELS, SUMS_IN_HALF, Kind
+from fast_video_vae.kernels.tables import KERNELS, Kind
 from fast_video_vae.kernels.triton_ops.convolution_tiles import tiles_of
 from fast_video_vae.tests import played_devices
-from fast_video_vae.tests.kernels.own_kernels import CUBE, bits, playing, restart
+from fast_video_vae.tests.kernels.own_kernels import CUBE, Network, playing, restart
 from fast_video_vae.tests.vae.families import STATES, latent_for
 from fast_video_vae.vae.checkpoint import load_vae
-from fast_video_vae.vae.streaming.prepared import preparation
 
 AMPERE, GEFORCE = (8, 0), (8, 9)
 
 
 @pytest.fixture(autouse=True)
 def right(monkeypatch):
-    """Let the check find the stand-ins right at once."""
+    """Let the check find the stand-ins right at once, and let every call be large enough."""
     monkeypatch.setattr(selfcheck, "checked", lambda *_: ("triton",))
+    monkeypatch.setattr(proof, "_PRODUCTS", 0)
 
 
 @pytest.fixture(params=[AMPERE])
 def unknown(request, monkeypatch, tmp_path):
     """Play a chip that is not in the table, whose tiles take half the library's time."""
-    clock = itertools.count()
     with playing(monkeypatch, tmp_path, request.param, {}) as (device, own):
-        monkeypatch.setattr(
-            played_devices.Event, "record", lambda e, *_: setattr(e, "at", next(clock))
-        )
-        monkeypatch.setattr(proof, "_PRODUCTS", 0)
         times = itertools.cycle((1.0, 2.0))
         monkeypatch.setattr(played_devices.Event, "elapsed_time", lambda *_: next(times))
         yield device, own
 
 
-def new_vae(dtype=torch.bfloat16):
-    return load_vae(STATES["wan2.1"](), device="cuda", dtype=dtype)
-
-
-def decoded(vae, latents=4, size=16):
-    return vae.decode(latent_for(vae, latents, size, size), 1)
-
-
-def settle(device, vae):
-    """Run a video, whose tiles are then built, and the jobs after it."""
+def built(device, dtype=torch.bfloat16):
+    """Return a network whose kernels are built, after a video whose tiles were then built."""
+    network = Network(dtype)
     device.build()
-    decoded(vae)
+    network.video()
     device.build()
+    return network
 
 
 def proofs_of(device):
@@ -60,138 +49,135 @@ def proofs_of(device):
 
 def test_a_tile_serves_after_a_proof_in_a_later_video(unknown):
     device, own = unknown
-    vae = new_vae()
-    settle(device, vae)
+    network = built(device)
     own.ran.clear()
-    frames = decoded(vae)  # proves
-    proved = own.ran["conv3d"]
-    assert proved
+    network.video()  # proves at the third call of the kind
+    assert own.ran == {"rms_norm_silu": 4, "conv3d": 1}
     assert not proofs_of(device)  # the numbers are on the device until the thread reads them
     device.build()
     kept = proofs_of(device)
-    assert len(kept) == proved  # one call of each kind
-    assert all(each["right"] and each["ms"] < each["plain_ms"] for each in kept.values())
+    assert list(kept.values()) == [{"plain_ms": 2.0, "ms": 1.0, "right": True}]
     own.ran.clear()
-    decoded(vae)  # the library convolves, because the tiles need other variants
-    assert own.ran["rms_norm_silu"]  # but what was built before serves on
+    network.video()  # the library convolves, because the tiles need other variants
+    assert own.ran == {"rms_norm_silu": 4}  # what was built before serves on
     device.build()
-    assert own.ran["conv3d"] == len(proofs_of(device)) - proved  # of rarer kinds
-    own.ran.clear()
-    again = decoded(vae)
-    assert own.ran["conv3d"] > proved
-    assert again.shape == frames.shape
-    own.ran.clear()
-    assert bits(decoded(vae)) == bits(again)
+    first = network.video()
+    assert own.ran["conv3d"] == 4
+    assert network.video() == first
+    assert proofs_of(device) == kept
+
+
+def test_the_third_call_of_a_kind_proves_and_only_in_room_for_it(unknown):
+    device, own = unknown
+    network = built(device)
+    for options in ({"steps": 1}, {"most": 0}, {"room": 4 * 1152 - 1, "steps": 9}):
+        own.ran.clear()
+        network.video(**options)
+        device.build()
+        assert not own.ran["conv3d"], options
+    network.video(steps=1, room=4 * 1152)  # copies of frames and result in two dtypes
+    device.build()
+    assert proofs_of(device)
 
 
 def test_no_kind_is_proved_twice_on_a_machine(unknown, monkeypatch):
     device, _ = unknown
-    vae = new_vae()
-    settle(device, vae)
-    decoded(vae)
+    built(device).video()
     device.build()
     known = proofs_of(device)
     restart(monkeypatch)
-    monkeypatch.setattr(preparation, "_prepared", {})
     monkeypatch.setattr(proof, "_difference", None)  # which a proof calls
-    vae = new_vae()
-    settle(device, vae)
-    decoded(vae)
+    built(device).video()
     device.build()
     assert proofs_of(device) == known
 
 
-def test_frames_of_a_video_with_a_proof_are_those_of_the_library(unknown, monkeypatch):
+@pytest.mark.parametrize("factor", [1, 1.02, torch.nan])
+def test_frames_are_the_librarys_and_a_tile_with_other_results_does_not_serve(unknown, factor):
     device, own = unknown
-    vae = new_vae()
-    settle(device, vae)
-    with monkeypatch.context() as patch:
-        patch.setattr(proof, "_CALL", 1 << 30)
-        expected = bits(decoded(vae))
+    network = built(device)
+    expected = network.video(most=0)
+    own.change = lambda op, y: y.mul_(factor) if op == "conv3d" else y
     own.ran.clear()
-    assert bits(decoded(vae)) == expected
-    assert own.ran["conv3d"]
-
-
-def test_a_tile_with_other_results_does_not_serve(unknown):
-    device, own = unknown
-    vae = new_vae()
-    settle(device, vae)
-
-    def wrong(op, y):
-        return y.mul_(1.02) if op.startswith("conv") else y
-
-    own.change = wrong  # after the check of the kernels
-    for _ in range(3):
-        decoded(vae)
-        device.build()
-    assert not any(each["right"] for each in proofs_of(device).values())
-    own.ran.clear()
-    decoded(vae)
-    assert not own.ran["conv3d"]
-
-
-def test_a_picture_proves_one_kind_and_memory_is_needed(unknown, monkeypatch):
-    device, own = unknown
-    vae = new_vae()
+    assert network.video() == expected
+    assert own.ran["conv3d"] == 1
     device.build()
-    counts = []
-    for _ in range(6):
-        decoded(vae, 1)
-        device.build()
-        counts.append(len(proofs_of(device)))
-    assert counts[-1]
-    assert all(after <= before + 1 for before, after in itertools.pairwise(counts))
-    monkeypatch.setattr(proof.Proofs, "_room", lambda *_: 0)
+    (kept,) = proofs_of(device).values()
+    assert kept["right"] == (factor == 1)
+    network.video()
+    device.build()
     own.ran.clear()
-    before = len(proofs_of(device))
-    for _ in range(3):
-        decoded(vae)
-        device.build()
-    assert len(proofs_of(device)) == before
+    network.video()
+    assert own.ran["conv3d"] == 4 * (factor == 1)
+
+
+@pytest.mark.parametrize(("tile_ms", "serves"), [(1.96, True), (1.97, False)])
+def test_a_tile_serves_if_it_takes_2_percent_less(unknown, tile_ms, serves):
+    device, own = unknown
+    routes.keep_proof(ProofKey(device.device, CUBE, torch.bfloat16), Proof(2, tile_ms, right=True))
+    network = Network()
+    device.build()
+    network.video()
+    assert own.ran["conv3d"] == 4 * serves
 
 
 @pytest.mark.parametrize("because", ["the convolutions are small", "the chip has a table"])
 def test_nothing_is_proved(because, monkeypatch, tmp_path):
     chip, table = ((9, 0), {(9, 0): {}}) if because == "the chip has a table" else (AMPERE, {})
     with playing(monkeypatch, tmp_path, chip, table) as (device, own):
-        monkeypatch.setattr(proof, "_PRODUCTS", 0 if table else 1e10)
-        vae = new_vae()
-        settle(device, vae)
-        for _ in range(3):
-            decoded(vae)
-            device.build()
+        monkeypatch.setattr(proof, "_PRODUCTS", 0 if table else 8 * 8 * 27 * 4 * 6 + 1)
+        built(device).video()
         assert own.ran["rms_norm_silu"]
         assert not own.ran["conv3d"]
-        assert not proofs_of(device)
+        assert not device.jobs
 
 
 @pytest.mark.parametrize("unknown", [GEFORCE], indirect=True)
-def test_float16_serves_a_decode_where_sums_in_float16_are_proved(unknown):
+def test_float16_pays_where_it_is_proved_in_three_widths_by_15_percent(unknown):
     device, _ = unknown
-    vae = new_vae(None)
-    assert vae.dtype == torch.bfloat16
-    settle(device, vae)
-    assert not fp16_pays(device.device)
-    decoded(vae)
+    built(device).video()
     device.build()
-    kept = proofs_of(device)
-    assert kept
-    assert all(name.endswith("float16") for name in kept)
-    for number in range(3):
-        kind = Kind(8, 8 + number, (3, 3, 3), (1, 1, 1), video=True)
+    (name,) = proofs_of(device)
+    assert name.endswith("float16")  # of calls in bfloat16
+    assert not fp16_pays(device.device)
+
+    def keep(width, ms, right=True):
+        kind = Kind(width, 8, (3, 3, 3), (1, 1, 1), video=True)
         key = ProofKey(device.device, kind, torch.float16)
-        routes.keep_proof(key, Proof(2.0, 1.0, right=True))
+        routes.keep_proof(key, Proof(2.3, ms, right=right))
+
+    keep(8, 2.0)
+    keep(16, 2.0)
+    keep(32, 2.0, right=False)
+    assert not fp16_pays(device.device)
+    keep(32, 2.01)
+    assert not fp16_pays(device.device)
+    keep(32, 2.0)
     assert fp16_pays(device.device)
     assert not fp16_pays(torch.device("cpu"))
-    assert AMPERE not in SUMS_IN_HALF
-    assert decoded(vae).dtype == torch.bfloat16
+
+
+def test_a_picture_of_a_vae_proves_one_kind(unknown):
+    device, _ = unknown
+    vae = load_vae(STATES["wan2.1"](), device="cuda", dtype=torch.bfloat16)
+    latent, counts = latent_for(vae, 1, 8, 8), [0]
+    for _ in range(4):
+        device.build()
+        vae.decode(latent)
+        device.build()
+        counts.append(len(proofs_of(device)))
+    assert counts[-1]
+    assert all(after - before in (0, 1) for before, after in itertools.pairwise(counts))
 
 
 def test_the_entry_of_a_chip_is_one_line_per_kind(unknown):
     device, _ = unknown
-    assert table_entry(device.device) == []
-    routes.keep_proof(ProofKey(device.device, CUBE, torch.bfloat16), Proof(2.5, 1.25, right=True))
+    key = ProofKey(device.device, CUBE, torch.bfloat16)
+    for damaged in (3, {}, {"plain_ms": "x", "ms": 1, "right": True}, [1, 2]):
+        facts.of_kernels(device.device).put(key.name(), damaged)
+        assert routes.proof_of(key) is None
+        assert table_entry(device.device) == []
+    routes.keep_proof(key, Proof(2.5, 1.25, right=True))
     assert table_entry(device.device) == [
         "8x8 3x3x3 stride 1x1x1 video bfloat16: library 2.500 ms, tile 1.250 ms, right"
     ]
@@ -202,13 +188,3 @@ def test_every_entry_of_the_table_has_its_tile():
         for kind, kernel in entries.items():
             assert kernel.backend == "triton"  # no row has another one yet
             assert tiles_of(chip, torch.bfloat16, kind.outputs)[kernel.tile].width >= 96
-
-
-def test_a_damaged_proof_counts_as_none(unknown):
-    device, _ = unknown
-    key = ProofKey(device.device, CUBE, torch.bfloat16)
-    for damaged in (3, {}, {"plain_ms": "x", "ms": 1, "right": True}, [1, 2]):
-        facts.of_kernels(device.device).put(key.name(), damaged)
-        assert routes.proof_of(key) is None
-        assert table_entry(device.device) == []
-    assert serving.snapshot() is None

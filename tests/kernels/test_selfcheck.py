@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from fast_video_vae.kernels import ConvWeight, use_backend
+from fast_video_vae.kernels import ConvWeight, code_steps, use_backend
 from fast_video_vae.kernels.errors import Refusal
 from fast_video_vae.kernels.modules import ask
 from fast_video_vae.kernels.ready import sample_inputs, selfcheck, variants
@@ -43,7 +43,6 @@ def test_right_sums_pass_20_times_in_a_row(dtype):
     "plant",
     [
         lambda y: y[256:384].mul_(1.01),  # one block of queries
-        lambda y: y[300].copy_(y[301]),  # one row
         lambda y: y[1023].zero_(),
         lambda y: y[5, 7:9].copy_(y[5, 9:11]),
         lambda y: y[0, :1].fill_(torch.nan),
@@ -55,6 +54,16 @@ def test_a_planted_error_is_found(plant, dtype):
     assert is_right(result, plain, exact)
     plant(result)
     assert not is_right(result, plain, exact)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 1.025), (torch.float32, 2.0)])
+def test_an_error_may_be_little_more_than_that_of_the_plain_op(dtype, most):
+    exact, _ = rows(0, dtype)
+    error = torch.randn(exact.shape, dtype=torch.float64) * 50 * torch.finfo(dtype).eps
+    plain = (exact + error).to(dtype)
+    assert is_right((exact - error).to(dtype), plain, exact)
+    assert is_right((exact + 0.98 * most * error).to(dtype), plain, exact)
+    assert not is_right((exact + 1.02 * most * error).to(dtype), plain, exact)
 
 
 def test_a_copy_is_exact_or_wrong():
@@ -76,6 +85,15 @@ def test_one_wrong_code_is_found(lowest, highest):
     assert not are_codes_right(codes, exact, lowest, highest)
 
 
+@pytest.mark.parametrize("shift", [None, torch.tensor([0.0, 0.3, -2.0, 1.0])])
+def test_the_steps_of_codes_hold_four_deviations(shift):
+    gamma = torch.tensor([1.0, -0.5, 0.1, 2.0])
+    values = gamma[:, None] * torch.linspace(-4, 4, 8001)
+    values = torch.nn.functional.silu(values if shift is None else values + shift[:, None])
+    expected = torch.maximum(-values.amin(1) / 17, values.amax(1) / 238)
+    torch.testing.assert_close(code_steps(gamma, shift), expected, rtol=1e-4, atol=1e-9)
+
+
 @pytest.fixture
 def changed(monkeypatch):
     """Return a function that changes the results of `triton`, which runs in its interpreter."""
@@ -95,13 +113,13 @@ def changed(monkeypatch):
 NAMES = ("triton", "cuda")
 
 
-def sample(op, dtype, size=(2, 9, 9), **more):
+def sample(op, dtype, size=(2, 5, 5), **more):
     """Return the sample of an op with all optional tensors."""
     given = {
         name: value.to(dtype) if isinstance(value, torch.Tensor) else value
         for name, value in sample_inputs._USUAL[op].items()
     }
-    size = (1, 1, 300) if op == "attention" else size
+    size = (1, 1, 144) if op == "attention" else size
     return functools.partial(sample_inputs.call, op, size, dtype, CPU, {**given, **more})
 
 
@@ -137,7 +155,9 @@ def test_the_kernels_of_convolutions_are_right(taps, norm, dtype, small, changed
     assert selfcheck.checked(["triton"], "conv3d", given) == ("triton",)
 
 
-@pytest.mark.parametrize("op", ["rms_norm_silu", "group_norm_silu"])
+@pytest.mark.parametrize(
+    "op", ["rms_norm_silu", pytest.param("group_norm_silu", marks=pytest.mark.slow)]
+)
 def test_a_wrong_code_of_a_norm_is_found(op, small, changed):
     codes = torch.zeros(96), torch.zeros(2, dtype=torch.int64)
     more = {"border": 1, "codes": codes[0], "saturated": codes[1]}
@@ -155,7 +175,7 @@ def test_a_wrong_code_of_a_norm_is_found(op, small, changed):
         assert not selfcheck.checked(NAMES, op, given)
 
 
-@pytest.mark.parametrize("op", ["attention", "conv3d", "frames_to_images", "bias_residual"])
+@pytest.mark.parametrize("op", ["conv3d", "frames_to_images", "bias_residual"])
 def test_one_wrong_row_of_an_op_is_found(op, small, changed, caplog):
     given = convolution(torch.float16, (96, 32, 3, 3, 3)) if op == "conv3d" else None
     given = given or sample(op, torch.bfloat16)
@@ -181,15 +201,3 @@ def test_a_kernel_that_fails_is_not_used(error, small, changed, caplog):
         return
     with pytest.raises(torch.OutOfMemoryError):
         selfcheck.checked(NAMES, "silu_mul", given)
-
-
-def test_a_sample_takes_at_most_64_mib(monkeypatch):
-    """The widest convolution of Wan 2.2 has 1024 channels: 54 MiB of weights."""
-    x = torch.empty(1, 1024, 2, 4, 4, dtype=torch.bfloat16, device="meta")
-    weight = torch.empty(1024, 1024, 3, 3, 3, dtype=torch.bfloat16, device="meta")
-    monkeypatch.setattr(torch, "Generator", lambda *_: torch.default_generator)
-    monkeypatch.setattr(torch.Tensor, "normal_", lambda y, **_: y)
-    args = arguments("conv3d", x=x, weight=ConvWeight.of(weight), padding=(1, 1))
-    made = variants.samples_of("conv3d", args, variants.key_of("conv3d", args, x.device))()
-    count = sum(y.nbytes for y in made if isinstance(y, torch.Tensor))
-    assert count + weight.nbytes <= 64 << 20

@@ -15,9 +15,6 @@ from fast_video_vae import kernels
 from fast_video_vae.kernels import SIGNATURES, backends, use_backend
 from fast_video_vae.kernels import support as matrix
 
-# Functions about the convolutions that are not ops.
-QUESTIONS = ("is_capturing", "__getattr__")
-
 
 @pytest.fixture(scope="module")
 def entries():
@@ -35,7 +32,7 @@ def test_the_matrix_has_every_op_backend_and_dtype_once(entries):
         if inspect.isfunction(getattr(kernels, name))
         and getattr(kernels, name).__module__ == kernels.__name__
     ]
-    assert sorted([*ops, *QUESTIONS]) == sorted(defined)
+    assert sorted(ops) == sorted(defined)
     assert sorted(ops) == sorted(SIGNATURES)
     assert found == [
         (op, name, dtype)
@@ -61,12 +58,9 @@ def test_a_refusal_has_a_reason_and_is_not_exact(entries):
 
 
 def test_convolutions_run_on_the_cpu_on_three_candidates(entries):
-    """A GPU would add others."""
     mine = [each for each in entries if each.op.startswith("conv") and each.device == "cpu"]
-    served = {(each.op, each.backend) for each in mine if each.reason is None}
-    refused = {(each.op, each.backend) for each in mine if each.reason is not None}
-    assert served == {("conv3d", name) for name in ("aten", "reference", "sliced")}
-    assert not served & refused
+    for each in mine:  # a GPU would add others
+        assert (each.reason is None) == (each.backend in ("aten", "reference", "sliced"))
 
 
 def test_unused_backends_are_not_built_or_imported():

@@ -1,6 +1,5 @@
-// The ops as PyTorch sees them. Results are arguments, so that a dispatch mode sees one op per
-// call. native_ops/ refuses unsupported layouts; the checks here protect direct calls through
-// torch.ops.
+// The ops as PyTorch sees them, with the arguments of `SIGNATURES` (backends.py). native_ops/
+// refuses unsupported layouts; the checks here protect direct calls through torch.ops.
 #include <ATen/Parallel.h>
 #include <ATen/Version.h>
 #include <ATen/core/Tensor.h>
@@ -178,9 +177,9 @@ Results results_of(const Video& x, const Tensor& like, const MaybeTensor& tail, 
   return results;
 }
 
-void rms_norm_silu(const Tensor& x, const Tensor& gamma, bool silu, const MaybeTensor& bias,
-                   const MaybeTensor& tail, int64_t border, const MaybeTensor& codes,
-                   const MaybeTensor& saturated, const Tensor& out) {
+void rms_norm_silu(const Tensor& x, const Tensor& gamma, const MaybeTensor& bias,
+                   const MaybeTensor& tail, const Tensor& out, const MaybeTensor& codes,
+                   const MaybeTensor& saturated, bool silu, int64_t border) {
   std::vector<float> steps;
   RmsNormSilu op{};
   op.dtype = dtype_of(x);
@@ -264,15 +263,15 @@ float* statistics_of(const Tensor& statistics, const Tensor& x, int64_t groups) 
   return statistics.data_ptr<float>();
 }
 
-void group_norm_statistics(const Tensor& x, int64_t groups, double eps, const Tensor& out) {
+void group_norm_statistics(const Tensor& x, const Tensor& out, int64_t groups, double eps) {
   TORCH_CHECK(x.dim() == 5);
   measure(x, groups, eps, statistics_of(out, x, groups));
 }
 
-void group_norm_silu(const Tensor& x, const Tensor& weight, const Tensor& bias, int64_t groups,
-                     double eps, bool silu, const MaybeTensor& statistics,
-                     const MaybeTensor& tail, int64_t border, const MaybeTensor& codes,
-                     const MaybeTensor& saturated, const Tensor& out) {
+void group_norm_silu(const Tensor& x, const Tensor& weight, const Tensor& bias,
+                     const MaybeTensor& statistics, const MaybeTensor& tail, const Tensor& out,
+                     const MaybeTensor& codes, const MaybeTensor& saturated, int64_t groups,
+                     double eps, bool silu, int64_t border) {
   std::vector<float> steps;
   GroupNormSilu op{};
   op.dtype = dtype_of(x);
@@ -342,7 +341,7 @@ void bias_residual(const Tensor& x, const MaybeTensor& bias, const MaybeTensor& 
   spread(kernels().bias_residual, op, v.batch * v.frames * blocks, op.block);
 }
 
-void interleave_time(const Tensor& x, int64_t phases, const Tensor& out) {
+void interleave_time(const Tensor& x, const Tensor& out, int64_t phases) {
   const InterleaveTime op{video_of(x, x), video_of(out, x), phases};
   const Video& v = op.x;
   TORCH_CHECK(phases > 0 && v.channels % phases == 0);
@@ -350,8 +349,8 @@ void interleave_time(const Tensor& x, int64_t phases, const Tensor& out) {
   spread(kernels().interleave_time, op, v.batch * v.frames * v.height, v.width * v.channels);
 }
 
-void merge_phases(const Tensor& grid, const MaybeTensor& source, int64_t times,
-                  const MaybeTensor& bias, const Tensor& out) {
+void merge_phases(const Tensor& grid, const MaybeTensor& source, const MaybeTensor& bias,
+                  const Tensor& out, int64_t times) {
   MergePhases op{dtype_of(grid), video_of(grid, grid), maybe_video_of(source, grid),
                  video_of(out, grid), nullptr, times, 0};
   const Video& v = op.grid;
@@ -392,8 +391,8 @@ Nest nest_of(const std::string& order, int64_t c, int64_t t, int64_t h, int64_t 
   return nest;
 }
 
-void pixel_shuffle_3d(const Tensor& x, at::IntArrayRef size, const std::string& order,
-                      const Tensor& out) {
+void pixel_shuffle_3d(const Tensor& x, const Tensor& out, at::IntArrayRef size,
+                      const std::string& order) {
   TORCH_CHECK(size.size() == 3);
   PixelShuffle3d op{video_of(x, x), video_of(out, x), size[0], size[1], size[2], {}};
   const Video& v = op.x;
@@ -407,7 +406,7 @@ void pixel_shuffle_3d(const Tensor& x, at::IntArrayRef size, const std::string& 
   spread(kernels().pixel_shuffle_3d, op, v.batch * v.frames * v.height, v.width * v.channels);
 }
 
-void average_down(const Tensor& x, int64_t times, int64_t size, const Tensor& out) {
+void average_down(const Tensor& x, const Tensor& out, int64_t times, int64_t size) {
   AverageDown op{dtype_of(x), video_of(x, x), video_of(out, x), times, size, 0};
   const Video& v = op.x;
   TORCH_CHECK(times > 0 && size > 0 && v.height % size == 0 && v.width % size == 0);
@@ -441,24 +440,23 @@ Video images_of(const Tensor& x, int64_t frames) {
   return v;
 }
 
-void frames_to_images(const Tensor& frames, int64_t patch, const std::string& order,
-                      int64_t white, const Tensor& out) {
+void frames_to_images(const Tensor& frames, const Tensor& out, int64_t patch,
+                      const std::string& order) {
   FramesToImages op{};
   op.dtype = dtype_of(frames);
+  op.white = 1;
   switch (out.scalar_type()) {
-    case at::ScalarType::Byte: op.out_dtype = Dtype::uint8; break;
-    case at::ScalarType::UInt16: op.out_dtype = Dtype::uint16; break;
+    case at::ScalarType::Byte: op.out_dtype = Dtype::uint8, op.white = 255; break;
+    case at::ScalarType::UInt16: op.out_dtype = Dtype::uint16, op.white = 65535; break;
     default: op.out_dtype = dtype_of(out);
   }
   op.frames = video_of(frames, frames);
   op.out = images_of(out, frames.size(2));
   op.patch = patch;
   op.block = 8192;
-  op.white = static_cast<float>(white);
   const Video& v = op.frames;
   TORCH_CHECK(op.out_dtype == Dtype::float32 || op.out_dtype == Dtype::uint8 ||
               op.out_dtype == Dtype::uint16);
-  TORCH_CHECK(white > 0 && white <= (op.out_dtype == Dtype::uint16 ? 65535 : 255));
   TORCH_CHECK(patch > 0 && v.channels % (patch * patch) == 0);
   if (out.numel() == 0) return;
   check_size(op.out, v.batch, v.channels / (patch * patch), v.frames, v.height * patch,
@@ -476,23 +474,23 @@ auto nothing(void (*)(Args...)) {
 }
 
 #define FVV_EACH(DO)                                                                     \
-  DO(rms_norm_silu, "(Tensor x, Tensor gamma, bool silu, Tensor? bias, "                 \
-                    "Tensor(a!)? tail, int border, Tensor? codes, "                      \
-                    "Tensor(b!)? saturated, Tensor(c!) out) -> ()")                      \
-  DO(group_norm_silu, "(Tensor x, Tensor weight, Tensor bias, int groups, float eps, "   \
-                      "bool silu, Tensor? statistics, Tensor(a!)? tail, int border, "    \
-                      "Tensor? codes, Tensor(b!)? saturated, Tensor(c!) out) -> ()")     \
-  DO(group_norm_statistics, "(Tensor x, int groups, float eps, Tensor(a!) out) -> ()")   \
+  DO(rms_norm_silu, "(Tensor x, Tensor gamma, Tensor? bias, Tensor(a!)? tail, "          \
+                    "Tensor(c!) out, Tensor? codes, Tensor(b!)? saturated, bool silu, "  \
+                    "int border) -> ()")                                                 \
+  DO(group_norm_silu, "(Tensor x, Tensor weight, Tensor bias, Tensor? statistics, "      \
+                      "Tensor(a!)? tail, Tensor(c!) out, Tensor? codes, "                \
+                      "Tensor(b!)? saturated, int groups, float eps, bool silu, "        \
+                      "int border) -> ()")                                               \
+  DO(group_norm_statistics, "(Tensor x, Tensor(a!) out, int groups, float eps) -> ()")   \
   DO(silu_mul, "(Tensor x, Tensor gate, Tensor(a!) out) -> ()")                          \
   DO(bias_residual, "(Tensor x, Tensor? bias, Tensor? residual, Tensor? residual_bias, " \
                     "Tensor(a!) out) -> ()")                                             \
-  DO(interleave_time, "(Tensor x, int phases, Tensor(a!) out) -> ()")                    \
-  DO(merge_phases, "(Tensor grid, Tensor? source, int times, Tensor? bias, "             \
-                   "Tensor(a!) out) -> ()")                                              \
-  DO(pixel_shuffle_3d, "(Tensor x, int[3] size, str order, Tensor(a!) out) -> ()")       \
-  DO(average_down, "(Tensor x, int times, int size, Tensor(a!) out) -> ()")              \
-  DO(frames_to_images, "(Tensor frames, int patch, str order, int white, "               \
-                       "Tensor(a!) out) -> ()")
+  DO(interleave_time, "(Tensor x, Tensor(a!) out, int phases) -> ()")                    \
+  DO(merge_phases, "(Tensor grid, Tensor? source, Tensor? bias, Tensor(a!) out, "        \
+                   "int times) -> ()")                                                   \
+  DO(pixel_shuffle_3d, "(Tensor x, Tensor(a!) out, int[3] size, str order) -> ()")       \
+  DO(average_down, "(Tensor x, Tensor(a!) out, int times, int size) -> ()")              \
+  DO(frames_to_images, "(Tensor frames, Tensor(a!) out, int patch, str order) -> ()")
 
 #define FVV_DEFINE(op, schema) m.def(#op schema);
 #define FVV_CPU(op, schema) m.impl(#op, op);
