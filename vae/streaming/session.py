@@ -17,9 +17,8 @@ from ..layers.workspace import Workspace, canonical
 from ..models.base import Network
 from ..models.config import VAEConfig
 from ..planning.device_memory import free_bytes
-from ..planning.frames import Plan
 from ..planning.job import StreamJob, job_of
-from ..planning.plan import check_plan, make_plan
+from ..planning.plan import Plan, check_plan, make_plan
 from ..validation import warn_dropped
 from . import cuda_graph
 from .bands.banded_executor import BandedExecutor

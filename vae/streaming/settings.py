@@ -5,9 +5,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...kernels import Fallback
-from ..planning.frames import Plan
 from ..planning.job import StreamJob
-from ..planning.plan import smaller_plan
+from ..planning.plan import Plan, smaller_plan
 from .precision import compute_dtype
 
 _CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from fast_video_vae.vae.planning import plan
 
 VAE = Path(plan.__file__).parents[1]
 # Limits for following a decode.
-MOST_FILES, MOST_FRAMES = 12, 15
+MOST_FILES, MOST_FRAMES = 13, 15
 
 
 def in_vae(frame):

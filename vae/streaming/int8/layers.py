@@ -25,11 +25,11 @@ from ....kernels import Job, facts_of, is_out_of_memory
 from ...layers.conv import Conv
 from ...layers.conv_weights import marks_of
 from ...layers.inputs.coding import Coding, name_convolutions
+from ...layers.pipeline import advance
 from ...layers.temporal_cache import TemporalCache
 from ...layers.workspace import canonical
 from ...models.base import Network
 from ...models.replicas import copied
-from ..executor import advance
 from ..precision import layer_modes
 
 # Decibels below bfloat16. The asked bound is 1.5: another video has other errors.

@@ -24,6 +24,7 @@ from torch import Tensor
 from ....kernels import Snapshot, seeing, unsearched
 from ...demo import VAE_PATH
 from ...layers.causal_layer import CausalLayer
+from ...layers.pipeline import advance
 from ...layers.temporal_cache import TemporalCache
 from ...layers.workspace import canonical, to_unit
 from ...models.base import Network
@@ -39,7 +40,6 @@ from ...models.seedvr2 import (
 from ...models.wan21 import Wan21Decoder, Wan21Encoder
 from ...models.wan22 import Wan22Decoder, Wan22Encoder
 from ...models.wan_blocks import AttentionBlock, Downsample, Head, ResidualBlock, Upsample
-from ..executor import advance
 from ..output import Output, background_writer
 from ..precision import layer_modes
 from ..upload import Upload

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from ....kernels import Prepared, frames_to_images, pixel_shuffle_3d
 from ...layers.inputs.coding import Coding, name_convolutions
+from ...layers.pipeline import advance
 from ...layers.temporal_cache import TemporalCache
 from ...layers.workspace import canonical
 from ...models.build import make_decoder, make_encoder
 from ...models.config import VAEConfig
 from ...models.patchify import COLUMN_FIRST, ROW_FIRST
 from ...planning.byte_counter import ByteCounter
-from ..executor import advance
 
 # Height and width of the frames in pixels, and the latents of each step: a picture and a video.
 _VIDEOS = (((1024, 1024), (1,)), ((480, 832), (1, 1)))
