@@ -105,13 +105,16 @@ class Settings:
 
         More of the memory is used only instead of tiles, or of tails on the host.
         """
-        for settings in self._groups():
-            for limit in (usual, most):
-                for setting in settings:
-                    plan = self._plan(setting)
-                    if plan.holds and plan.peak_bytes <= limit:
-                        return plan
+        for settings in filter(None, self._groups()):
+            # The last one of a group shows at once whether it is worth a look.
+            if self._fits(settings[0], usual) or self._fits(settings[-1], most):
+                fitting = ((each, limit) for limit in (usual, most) for each in settings)
+                return next(self._plan(each) for each, limit in fitting if self._fits(each, limit))
         return min(self._known.values(), key=lambda plan: (not plan.holds, plan.peak_bytes))
+
+    def _fits(self, setting: _Setting, limit: int) -> bool:
+        plan = self._plan(setting)
+        return plan.holds and plan.peak_bytes <= limit
 
     def _plan(self, setting: _Setting) -> Plan:
         """Return the plan of a setting, which is measured once."""
