@@ -18,7 +18,6 @@ PACKAGES = ("kernels", "lora", "nodes", "vae")
 DATA = (
     "kernels/csrc/**/*.*",
     "vae/demo/*.*",
-    "vae/planning/*.json",
     "vae/streaming/prepared/*.safetensors",
     "docs/*.md",
     "web/docs/**/*.md",

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from .demo import CLIP_PATH, VAE_PATH
     from .model import VideoVAE
     from .models.config import SEEDVR2, LayoutError, VAEConfig
+    from .models.executor import rechunk
     from .planning.device_memory import trim_heap
     from .round_trip import check_corrections, encode_corrected
-    from .streaming.executor import rechunk
     from .streaming.memory import ExhaustedError, retried
     from .streaming.options import StreamOptions
     from .streaming.precision import eager, fastest_decode_dtype

@@ -11,9 +11,8 @@ from .models.base import Network
 from .models.config import VAEConfig
 from .models.patchify import fold_pixels
 from .planning.device_memory import check_holds
-from .planning.frames import Plan
 from .planning.job import job_of
-from .planning.plan import empty_limit, make_plan
+from .planning.plan import Plan, empty_limit, make_plan
 from .streaming.bands.team import SharedDevices, Team
 from .streaming.int8.layers import Int8Choices
 from .streaming.memory import retried

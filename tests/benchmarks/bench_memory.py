@@ -28,8 +28,8 @@ from fast_video_vae.tests.benchmarks import record  # noqa: E402
 from fast_video_vae.tests.benchmarks.weights import WIDTHS, random_weights  # noqa: E402
 from fast_video_vae.vae import StreamOptions, VideoVAE, load_vae  # noqa: E402
 from fast_video_vae.vae.planning import plan  # noqa: E402
-from fast_video_vae.vae.planning.frames import Plan  # noqa: E402
 from fast_video_vae.vae.planning.job import job_of  # noqa: E402
+from fast_video_vae.vae.planning.plan import Plan  # noqa: E402
 from fast_video_vae.vae.streaming.precision import compute_dtype  # noqa: E402
 
 _STATUS = Path("/proc/self/status")

@@ -95,7 +95,8 @@ def played(case, vae):
 def circumstances(case, vae, share):
     """Let a plan take the cut and the parts of the case, and the library fuse what it says."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "kept_settings", plan.Settings)
+        for network in filter(None, (vae.encoder, vae.decoder)):
+            patch.setattr(network, "kept", conv.Kept())  # plans are made anew
         if case.cut is not None:
             patch.setattr(plan, "can_cut", lambda net: tiling.can_cut(net)[case.cut :][:1])
         if case.part_bytes is not None:

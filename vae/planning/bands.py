@@ -15,7 +15,7 @@ import torch
 
 from ..models.receptive_field import Span
 from .job import StreamJob
-from .tiling import Tiles, lengths_before
+from .tiling import Sight, Tiles, lengths_before
 
 # Halvings of the interval of the longest time of a band; the last one is 0.02 % of it.
 _STEPS = 12
@@ -92,7 +92,7 @@ def divide(
     """
     works = job.works
     tiled = slice(0, cut) if job.encodes else slice(cut, len(works))
-    layers = [sight for _, sight in job.layers[tiled]]
+    layers = [Sight.of(layer) for layer in job.network.layers()[tiled]]
     whole = float(sum(works) - sum(works[tiled]))
     before, length = (job.sizes[at][axis] for at in (tiled.start, tiled.stop))
     lengths = lengths_before(layers, before, (0, length))

@@ -1,4 +1,4 @@
-"""The bytes of a run on `meta`: those that are allocated, and those that are read and written."""
+"""The bytes that a run on `meta` allocates."""
 
 import itertools
 import math
@@ -7,15 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from ...kernels import SIGNATURES, new_video
-from ..layers.temporal_cache import Workspace
 
 _IN_PLACE = {"aten::add_", "aten::sub_", "aten::mul_"}
 _VIEWS = {"aten::_unsafe_view", "aten::_reshape_alias", "aten::detach"}
-_ALLOCATES = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty"}
+
+# Attention on a GPU in blocks: the head size above which blocks are used, the scores of a block,
+# and the bytes of a score and its softmax (kernels/reference/attention.py).
+_FUSED_HEAD = 256
+_SCORES = 1 << 26
+_SCORE_BYTES = 8
 
 
 def _summed(x: Tensor, dims: Sequence[int] = (), keeps: bool = False, **_: object) -> list[int]:
@@ -77,17 +79,21 @@ _SHAPES: dict[str, Callable[..., Sequence[int]]] = {
 
 
 class ByteCounter(TorchDispatchMode):
-    """Counts the bytes of live storages, and those that are read and written.
+    """Counts the bytes of live storages, of a run on `meta` that plays a `device`.
 
     The arithmetic of PyTorch on `meta` is replaced by memory for its results.
+
+    Attributes:
+        peak: The most bytes at once.
+        largest: Bytes of the largest storage.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None, *, casts: bool = False) -> None:
         super().__init__()
         self.live = self.peak = self.largest = 0
-        self.moved = self.passes = self.head = 0
-        self.adds = False
-        self._known: dict[int, int] = {}
+        self._on_cpu = device is not None and device.type == "cpu"
+        self._copies = (1 + casts) * self._on_cpu  # of a weight that is not kept
+        self._known: set[int] = set()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -113,53 +119,27 @@ class ByteCounter(TorchDispatchMode):
         if func.is_view or name in _VIEWS or not isinstance(result, Tensor):
             return result
         storage = result.untyped_storage()
-        if storage._cdata not in self._known:
-            self._known[storage._cdata] = storage.nbytes()
-            self.live += storage.nbytes()
-            self.largest = max(self.largest, storage.nbytes())
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key not in self._known:
+            self._known.add(key)
+            self.live += nbytes
+            self.largest = max(self.largest, nbytes)
             self.peak = max(self.peak, self.live)
-            weakref.finalize(storage, self._forget, storage._cdata)
-        if name not in _ALLOCATES:
-            self._read(*args, result)
+            weakref.finalize(storage, self._forget, key, nbytes)
         return result
 
     def op(self, _: object, name: str, args: Sequence[Any], made: Tensor) -> None:
-        """Count an op of `kernels`, whatever would run it: what it is given, and its result."""
-        given = dict(zip(SIGNATURES[name], args, strict=True)) | {"out": None}
-        # A norm also replaces the tail that it reads.
-        again = given["tail"] if name.endswith("norm_silu") else None
-        self._read(*given.values(), made, again)
-        if name == "attention":
-            self.head = args[0].shape[-1]
-        self.adds |= given.get("residual") is not None
+        """Count what an op of `kernels` needs next to its result while it runs on the device."""
+        inside = 0
+        if name == "conv3d" and not args[1].keeps:
+            # oneDNN reorders the weight in each call, one frame of taps in PyTorch's order too.
+            times = self._copies * (1 + (args[1].ndim == 4))
+            inside = times * math.prod(args[1].shape) * made.element_size()
+        elif name == "attention" and args[0].shape[-1] > _FUSED_HEAD and not self._on_cpu:
+            batch, length, _ = args[0].shape
+            inside = _SCORE_BYTES * min(batch * length**2, _SCORES)
+        self.peak = max(self.peak, self.live + inside)
 
-    def leave_out(self, make: Callable[[], Tensor]) -> Tensor:
-        """Return what `make` returns, whose storage does not count."""
-        peak, tensor = self.peak, make()
-        key = tensor.untyped_storage()._cdata
-        self.live -= self._known[key]
-        self._known[key], self.peak = 0, peak
-        return tensor
-
-    def _read(self, *tensors: object) -> None:
-        self.passes += 1
-        for each in tensors:
-            if isinstance(each, Tensor) and not isinstance(each, nn.Parameter):
-                self.moved += min(each.nbytes, each.untyped_storage().nbytes())
-
-    def _forget(self, key: int) -> None:
-        self.live -= self._known.pop(key, 0)
-
-
-class UncountedScratch(Workspace):
-    """Scratch memory that a counter leaves out, with its largest size."""
-
-    def __init__(self, counter: ByteCounter) -> None:
-        super().__init__()
-        self._counter, self.largest = counter, 0
-
-    def scratch(self, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor:
-        """Return memory for the input of a convolution."""
-        memory = self._counter.leave_out(lambda: new_video(like, tuple(shape)))
-        self.largest = max(self.largest, memory.nbytes)
-        return memory
+    def _forget(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self.live -= nbytes

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from ..layers.conv import Conv
-from ..models.base import Network, unwrapped
+from ..models.base import Network
 from ..models.config import VAEConfig
 from ..models.receptive_field import Size, frame_sizes, is_encoder
-from .footprint import Footprint, footprints
-from .tiling import Sight
 
 # Shares of the free memory for a plan. More than the first only instead of tiles, which compute
 # their halos twice: libraries need some, and freed blocks of other sizes are not always usable. On
@@ -39,19 +37,6 @@ class StreamJob:
         return is_encoder(self.network)
 
     @functools.cached_property
-    def layers(self) -> list[tuple[Footprint, Sight]]:
-        """What each layer allocates and sees; kept with the network."""
-        network = unwrapped(self.network)
-        job = self.device.type, self.dtype, self.coded, self.single_frame
-
-        def measure() -> list[tuple[Footprint, Sight]]:
-            given = network, self.device, self.dtype, self.coded
-            found = footprints(*given, single_frame=self.single_frame)
-            return list(zip(found, map(Sight.of, network.layers()), strict=True))
-
-        return network.kept.of(("layers", *job), measure)
-
-    @functools.cached_property
     def sizes(self) -> list[Size]:
         """Height and width before each layer and after the last."""
         layers, (_, height, width) = self.network.layers(), self.latent_size
@@ -68,18 +53,20 @@ class StreamJob:
     @functools.cached_property
     def frames(self) -> int:
         """Frames of the input per latent."""
-        return round(1 / min(1.0, math.prod(layer.times for layer, _ in self.layers)))
+        modules = () if self.single_frame else self.network.modules()
+        return math.prod(each.stride for each in modules if isinstance(each, Conv))
 
     @functools.cached_property
     def works(self) -> list[int]:
         """Approximate products of each layer for one latent."""
         works, frames = list[int](), self.frames * self.latent_size[0]
         layers, sizes = self.network.layers(), itertools.pairwise(self.sizes)
-        for layer, (footprint, _), size in zip(layers, self.layers, sizes, strict=True):
-            convs = (each for each in layer.modules() if isinstance(each, Conv))
+        for layer, size in zip(layers, sizes, strict=True):
+            convs = [each for each in layer.modules() if isinstance(each, Conv)]
             area = max(map(math.prod, size))
             works.append(frames * area * sum(conv.weight.numel() for conv in convs))
-            frames = int(frames * footprint.times)
+            frames = frames * math.prod(part.times for part in layer.blocks)
+            frames //= math.prod(conv.stride for conv in convs)
         return works
 
     @property

@@ -1,27 +1,27 @@
 """The choice of a plan: the length of steps, the tiles, and the place of the tails.
 
-Settings are looked at in a fixed order: whole frames in smaller and smaller parts, the fewest
-tiles, then tiles whose tails wait on the host. Of those that fit into the memory the one counts
-that moves the fewest bytes, and of those within 3 % of it the one that needs the least memory.
+Settings are measured in a fixed order, the fastest first: whole frames and a few tiles in shorter
+and shorter steps, whole frames in smaller and smaller parts, then smaller and smaller tiles, whose
+tails wait on the host if they can. The first one that fits into the memory is the plan.
 """
 
-import functools
 import itertools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import cast
 
+from ...kernels import tensor_limit
 from ..models.base import Network, unwrapped
 from ..models.receptive_field import Size
 from .bands import Band, Bands, Place, divide
 from .device_memory import free_bytes, total_bytes
-from .frames import Frames, Plan, places
 from .job import StreamJob
-from .tiling import Tiles, band_cuts, can_cut
+from .measured import measured
+from .tiling import Tiles, band_cuts, can_cut, places
 
 # Sizes of parts on a GPU. The first one fills it, and below the last one a part is a frame.
-_PARTS = (1 << 30, 1 << 29, 1 << 28)
+_PARTS = (1 << 30, 1 << 28)
 
 # On a CPU an activation of this size stays in the last-level cache, and in memory that malloc
 # reuses: glibc maps every block over 32 MB from the system, which takes about as long as the
@@ -29,20 +29,57 @@ _PARTS = (1 << 30, 1 << 29, 1 << 28)
 _CPU_PARTS = (24 << 20,)
 
 # Parts for when memory is short; a larger single frame is not divided.
-_SMALL_PARTS = (1 << 27, 1 << 26, 1 << 24, 1 << 20)
+_SMALL_PARTS = (1 << 26, 1 << 22)
 
-# Latents per step. More gained nothing measurable, and delay the first frames. With tails on the
-# host longer steps copy less.
-_LATENTS = (4, 3, 2, 1)
-_PARKED_LATENTS = (32, 16, 8, 4)
+# Latents per step. More gained nothing measurable, and delay the first frames.
+_LATENTS = (3, 2, 1)
+
+# Places of a cut into tiles whose tails wait on the host, those of the most layers in tiles.
+_PARKED_CUTS = 2
 
 # Numbers of rows and columns of tiles.
-_GRIDS = ((2, 1), (3, 1), (4, 1), (6, 1), (4, 2), (8, 1), (6, 2), (8, 2), (8, 4), (12, 6), (16, 9))
+_GRIDS = ((2, 1), (4, 2), (8, 2), (8, 4), (16, 9))
 _SMALLEST_TILE = 32
 
-# Bytes that a step may move more where it needs less memory, and those of whole frames, next to the
-# fewest, for which no tiles are looked at.
-_MORE, _NEAR = 1.03, 1.1
+# Those that cost less than smaller parts of whole frames.
+_FEW = slice(1, 2)
+
+# Tiles, latents per step, bytes of a part, and whether tails wait on the host.
+_Setting = tuple[Tiles | None, int, int, bool]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of one stream."""
+
+    chunk: int  # latents per step; -1: all
+    part_bytes: int  # an activation above this size is divided in time
+    peak_bytes: int  # estimated, without weights, input and output
+    tiles: Tiles | None = None  # None: whole frames
+    parked: bool = False  # tails of a tile are on the host while it does not run
+    pixels: int = 1  # of an image per pixel of the network's frames
+    holds: bool = True  # the device holds every tensor; otherwise no plan of the stream does
+    bands: Bands | None = None  # `peak_bytes` is then the first device's; None: one device
+
+    @property
+    def step(self) -> str:
+        """The length of a step, in words."""
+        return "all latents" if self.chunk == -1 else f"{self.chunk} latent{'s'[: self.chunk > 1]}"
+
+    @property
+    def frames(self) -> str:
+        """The bands, or the size of the tiles (width before height), in words."""
+        if self.bands is not None:
+            return str(self.bands)
+        if self.tiles is None:
+            return "whole frames"
+        height, width = (self.pixels * length for length in self.tiles.size)
+        return f"tiles of {width}x{height}{', caches on the host' if self.parked else ''}"
+
+    def __str__(self) -> str:
+        if self.bands is not None:
+            return f"{self.step} a step, {self.frames}"
+        return f"{self.step} a step, {self.frames}, about {self.peak_bytes / 2**20:.0f} MiB"
 
 
 class Settings:
@@ -58,111 +95,76 @@ class Settings:
         band: Tiles | None,
     ) -> None:
         self._job, self._chunk, self._band = job, chunk, band
-        self._on_cpu = job.device.type == "cpu"
-        self._frames: dict[Tiles | None, Frames] = {}
-        self._sizes = _tile_sizes(job, tile, band) if cuts else []
         self._cuts = can_cut(job.network) if band is None else [band.cut]
-        if not self._cuts:
-            self._sizes = []
+        self._sizes = _tile_sizes(job, tile, band) if cuts and self._cuts else []
         self._only_tiles = band is not None or (tile is not None and bool(self._sizes))
-        self._last: tuple[tuple[int, int], Plan] | None = None  # the limits, and their plan
+        self._known: dict[_Setting, Plan] = {}
 
     def first(self, usual: int, most: int) -> Plan:
-        """Return the first plan within the `usual` limit; within `most` if there is none."""
-        if self._last is None or self._last[0] != (usual, most):
-            self._last = (usual, most), self._first(usual, most)
-        return self._last[1]
+        """Return the first plan within the `usual` limit, or within `most`; or the smallest one.
 
-    @functools.cached_property
-    def smallest(self) -> Plan:
-        """The plan that needs the least memory."""
-        whole = () if self._only_tiles else self._whole()
-        groups = itertools.chain(whole, self._tiled(), self._tiled(parked=True))
-        return min(itertools.chain(*groups), key=lambda plan: (not plan.holds, plan.peak_bytes))
-
-    def _first(self, usual: int, most: int) -> Plan:
-        # More of the memory only instead of tiles.
-        best = None if self._only_tiles else _fitting(self._whole(), usual)
-        if best is not None:
-            least = min(plan.cost_bytes for plan in next(self._whole()))
-            if best.cost_bytes <= _NEAR * least:
-                return best
-        found = [best, _fitting(self._tiled(usual), usual)]
-        if not any(found):
-            whole = iter(()) if self._only_tiles else self._whole()
-            found = [_fitting(whole, most), _fitting(self._tiled(most), most)]
-        found.append(_fitting(self._tiled(usual, parked=True), usual))
-        if not any(found):
-            found.append(_fitting(self._tiled(most, parked=True), most))
-        known = [plan for plan in found if plan is not None]
-        return min(known, key=lambda plan: plan.cost_bytes) if known else self.smallest
-
-    def _whole(self) -> Iterator[list[Plan]]:
-        """Yield the plans of whole frames, of one size of parts after the other."""
-        for chunks, part in self._steps(_LATENTS):
-            yield [self._at(None).plan(chunk, part) for chunk in chunks]
-
-    def _tiled(self, limit: float | None = None, *, parked: bool = False) -> Iterator[list[Plan]]:
-        """Yield the plans of tiles within a limit, of one grid after the other.
-
-        Without a limit, the ones that need the least memory.
+        More of the memory is used only instead of tiles, or of tails on the host.
         """
-        if parked and not self._job.parks:
-            return
-        steps = self._steps(_PARKED_LATENTS if parked else _LATENTS)
-        for size in self._sizes:
-            group: list[Plan] = []
-            for frames in (self._at(self._tiles(cut, size)) for cut in self._cuts):
-                plan = functools.partial(frames.plan, parked=parked)
-                least = plan(steps[-1][0][-1], steps[-1][1])
-                if limit is None:
-                    group.append(least)
-                elif _fits(least, limit):
-                    group += [plan(chunk, part) for chunks, part in steps for chunk in chunks]
-            if group:
-                yield group
+        for settings in filter(None, self._groups()):
+            # The last one of a group shows at once whether it is worth a look.
+            if self._fits(settings[0], usual) or self._fits(settings[-1], most):
+                fitting = ((each, limit) for limit in (usual, most) for each in settings)
+                return next(self._plan(each) for each, limit in fitting if self._fits(each, limit))
+        return min(self._known.values(), key=lambda plan: (not plan.holds, plan.peak_bytes))
 
-    def _steps(self, latents: Sequence[int]) -> list[tuple[Sequence[int], int]]:
-        """Return the lengths of steps for each size of parts; the smallest for short ones only."""
+    def _fits(self, setting: _Setting, limit: int) -> bool:
+        plan = self._plan(setting)
+        return plan.holds and plan.peak_bytes <= limit
+
+    def _plan(self, setting: _Setting) -> Plan:
+        """Return the plan of a setting, which is measured once."""
+        if setting not in self._known:
+            job, (tiles, chunk, part_bytes, parked) = self._job, setting
+            peak, largest = measured(job, tiles, chunk, part_bytes, parked=parked)
+            holds = largest <= tensor_limit(job.device, job.dtype.itemsize)
+            made = chunk, part_bytes, peak, tiles, parked, job.pixels, holds
+            self._known[setting] = Plan(*made)
+        return self._known[setting]
+
+    def _groups(self) -> Iterator[list[_Setting]]:
+        """Yield the settings in groups; of a later one, whatever fits takes longer."""
+        sizes, cuts, parked, (latents, parts) = (
+            self._sizes,
+            self._cuts,
+            self._job.parks,
+            self._steps(),
+        )
+        whole, few = list[Tiles | None]([None]), list[Tiles | None]()
+        if self._only_tiles:
+            whole = [self._tiles(cut, sizes[0]) for cut in cuts]
+        else:
+            few += [self._tiles(cut, size) for size in sizes[_FEW] for cut in cuts[:2][-1:]]
+        for tiles in (whole, few):
+            yield [(each, count, parts[0], False) for each in tiles for count in latents]
+        yield [(each, latents[-1], part, False) for each in whole for part in parts[1:]]
+        # Tails are most of the memory of a video, but those of the layers before the first cut stay
+        # where they are. Longer steps copy less.
+        parked = self._job.parks
+        count, cuts = (latents[0], cuts[-_PARKED_CUTS:]) if parked else (latents[-1], cuts)
+        small = [self._tiles(cut, size) for size in sizes for cut in cuts]
+        part = parts[len(parts) // 2]
+        yield [
+            *((each, count, part, parked) for each in small),
+            *((each, latents[-1], parts[-1], parked) for each in small[-1:]),
+        ]
+
+    def _steps(self) -> tuple[Sequence[int], Sequence[int]]:
+        """Return latents per step, and sizes of parts, the largest first."""
+        latents = _LATENTS
         if self._job.single_frame:
             latents = (1,)
         elif self._chunk is not None:
             latents = (self._chunk if self._chunk > 0 else _LATENTS[0],)
-        parts = _CPU_PARTS if self._on_cpu else _PARTS
-        return [(latents, part) for part in parts] + [(latents[-1:], part) for part in _SMALL_PARTS]
-
-    def _at(self, tiles: Tiles | None) -> Frames:
-        if tiles not in self._frames:
-            self._frames[tiles] = Frames(self._job, tiles)
-        return self._frames[tiles]
+        parts = _CPU_PARTS if self._job.device.type == "cpu" else _PARTS
+        return latents, [*parts, *(part for part in _SMALL_PARTS if part < parts[0])]
 
     def _tiles(self, cut: int, size: Size) -> Tiles:
         return Tiles(cut, size) if self._band is None else replace(self._band, size=size)
-
-
-def _fits(plan: Plan, limit: float) -> bool:
-    return plan.holds and plan.peak_bytes <= limit
-
-
-def _fitting(groups: Iterator[list[Plan]], limit: int) -> Plan | None:
-    """Return the plan within a limit that moves the fewest bytes, or hardly more with less memory.
-
-    The search ends at a group whose plans all move more than the best one so far, or with small
-    parts, which take longer than their bytes say.
-    """
-    best: Plan | None = None
-    for group in groups:
-        if best is not None and (
-            group[0].part_bytes in _SMALL_PARTS
-            or min(plan.cost_bytes for plan in group) > _MORE * best.cost_bytes
-        ):
-            break
-        fitting = [plan for plan in [*group, best] if plan and _fits(plan, limit)]
-        if fitting:
-            most = _MORE * min(plan.cost_bytes for plan in fitting)
-            near = [plan for plan in fitting if plan.cost_bytes <= most]
-            best = min(near, key=lambda plan: plan.peak_bytes)
-    return best
 
 
 def make_plan(

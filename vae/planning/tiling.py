@@ -7,6 +7,7 @@ at latent size: the first ones of a decoder, the last ones of an encoder.
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -18,6 +19,7 @@ from ..layers.causal_layer import CausalLayer
 from ..layers.temporal_cache import TemporalCache, canonical
 from ..models.base import Network
 from ..models.receptive_field import Size, Span, is_encoder, reach
+from .job import StreamJob
 
 Chains = list[list[CausalLayer]]
 
@@ -44,7 +46,15 @@ class FrameTile:
     def seen(self) -> tuple[slice, slice]:
         """Rows and columns of the frames before the tiled layers that it sees."""
         crop = self.chains[0][0]
-        return (crop.rows, crop.columns) if isinstance(crop, Crop) else (slice(0), slice(0))
+        assert isinstance(crop, Crop)
+        return crop.rows, crop.columns
+
+    @property
+    def pixels(self) -> int:
+        """Pixels that it keeps of the frames of all sizes."""
+        crops = (each for chain in self.chains for each in chain if isinstance(each, Crop))
+        spans = ((each.rows, each.columns) for each in crops)
+        return sum(math.prod(span.stop - span.start for span in pair) for pair in spans)
 
 
 @dataclass(frozen=True)
@@ -154,6 +164,24 @@ def make_tile(chains: Chains, size: Size, rows: Span, columns: Span) -> FrameTil
                 made[-1] += _crop(have, layer.scale, needed[seen])
                 have = needed[seen]
     return FrameTile(rows, columns, made, layers)
+
+
+def places(job: StreamJob, tiles: Tiles) -> list[tuple[Span, Span]]:
+    """Return rows and columns of the output of each tile."""
+    end = job.sizes[tiles.cut] if job.encodes else job.end
+    down = max(1, job.end[0] // end[0])
+    (top, bottom), (left, right) = tiles.within or ((0, end[0]), (0, end[1]))
+    most = max(1, tiles.size[0] // down), max(1, tiles.size[1] // down)
+    found = grid((bottom - top, right - left), most)
+    return [((top + y[0], top + y[1]), (left + x[0], left + x[1])) for y, x in found]
+
+
+def cut_tiles(job: StreamJob, tiles: Tiles) -> tuple[Chains, list[FrameTile], Size]:
+    """Return the layers on whole frames, the tiles, and height and width before them."""
+    first, rest = divided(job.network.chains(), tiles.cut)
+    whole, tiled = (rest, first) if job.encodes else (first, rest)
+    size = job.end if job.encodes else job.sizes[tiles.cut]
+    return whole, [make_tile(tiled, size, *each) for each in places(job, tiles)], size
 
 
 def lengths_before(layers: Sequence[Sight], length: int, span: Span) -> list[int]:

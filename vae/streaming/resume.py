@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from ...kernels import first_line, is_out_of_memory
@@ -150,13 +151,7 @@ class Video:
         self._session = session = VideoSession(job, setting, sink, coding)
         source = self._source.read(start.given, self._part.stop)
         stream = session.run(source, begins=start.begins)
-        # A piece is complete when it arrives. Where that takes a wait for the device, it computes
-        # the next piece meanwhile. A whole video is looked at in the end.
-        ahead = 0.0
-        if device.type != "cpu" and job.options.whole:
-            ahead = math.inf
-        elif job.video is not None and (writer or (watch and device.type != "cpu")):
-            ahead = 1
+        ahead = self._ahead(device, writes=writer is not None, watches=watch is not None)
         waiting: deque[tuple[Tensor, int]] = deque()
         missing, failure = stop - self._at, None
 
@@ -195,6 +190,17 @@ class Video:
             raise failure
         if stop != OPEN_END:
             self._part.check_end(self._at)
+
+    def _ahead(self, device: torch.device, *, writes: bool, watches: bool) -> float:
+        """Return how many pieces are computed before the first of them is delivered.
+
+        A piece is complete when it arrives. Where that takes a wait for the device, it computes
+        the next piece meanwhile. A whole video is looked at in the end.
+        """
+        if device.type != "cpu" and self._job.options.whole:
+            return math.inf
+        waits = writes or (watches and device.type != "cpu")
+        return 1 if waits and self._job.video is not None else 0
 
     def _settings(self) -> Iterator[Setting]:
         """Yield the setting of the first run, and after each failure that of the next one."""

@@ -15,22 +15,21 @@ from ..layers.inputs.coding import Coding
 from ..layers.temporal_cache import TemporalCache, Workspace, canonical
 from ..models.base import Network
 from ..models.config import VAEConfig
+from ..models.executor import Executor, rechunk
+from ..models.static_frames import Changes
 from ..planning.device_memory import free_bytes
-from ..planning.frames import Plan
 from ..planning.job import StreamJob, job_of
-from ..planning.plan import check_plan, make_plan
+from ..planning.plan import Plan, check_plan, make_plan
 from ..validation import warn_dropped
 from . import cuda_graph
 from .bands.banded_executor import BandedExecutor
 from .bands.member import Work
 from .bands.team import Team
 from .cache_offload import Parking
-from .executor import Executor, rechunk
 from .options import StreamOptions
 from .output import Output, Sink
 from .precision import layer_modes
 from .settings import Setting
-from .static_frames import Changes
 from .tiled_executor import TiledDecode, tiled_executor
 from .upload import Upload
 

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...kernels import Fallback, device_name, log_once
-from ..planning.frames import Plan
 from ..planning.job import StreamJob
-from ..planning.plan import smaller_plan
+from ..planning.plan import Plan, smaller_plan
 from ..validation import dtype_name
 from ..weights import VAEWeights
 from .precision import compute_dtype

@@ -10,12 +10,11 @@ from torch import Tensor
 from ...kernels import new_video
 from ..layers.inputs.coding import Coding
 from ..layers.temporal_cache import TemporalCache
+from ..models.executor import Executor
 from ..models.receptive_field import Size, Span, causal_taps, frame_sizes
-from ..planning.frames import cut_tiles
 from ..planning.job import StreamJob
-from ..planning.tiling import Chains, FrameTile, Tiles
+from ..planning.tiling import Chains, FrameTile, Tiles, cut_tiles
 from .cache_offload import Parking
-from .executor import Executor
 from .output import Output, TiledChunk
 
 

@@ -7,8 +7,8 @@ from fast_video_vae.tests.vae.families import STATES, random_frames
 from fast_video_vae.vae import load_vae
 from fast_video_vae.vae.layers.conv import Conv
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
+from fast_video_vae.vae.models.executor import Executor
 from fast_video_vae.vae.models.receptive_field import frames_before, latents_before
-from fast_video_vae.vae.streaming.executor import Executor
 
 START = 2  # latents before the stream that starts in the middle
 

@@ -8,10 +8,9 @@ import torch
 from fast_video_vae.tests.vae.families import STATES, published_decode
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.planning.bands import Place, divide
-from fast_video_vae.vae.planning.frames import places
 from fast_video_vae.vae.planning.job import job_of
 from fast_video_vae.vae.planning.plan import make_bands
-from fast_video_vae.vae.planning.tiling import band_cuts
+from fast_video_vae.vae.planning.tiling import band_cuts, places
 
 CPU = torch.device("cpu")
 GIB = 1 << 30

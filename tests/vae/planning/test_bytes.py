@@ -20,7 +20,7 @@ OWN_SHARE = 0.75
 
 # Most traffic without the convolutions of a decode of 720 x 1280 with less free memory, next to
 # that with 22 GiB.
-SHARES = {16: 1.05, 11: 1.15, 8: 1.3, 7: 1.3, 6: 1.3}
+SHARES = {11: 1.05, 8: 1.2, 6: 1.35}
 
 
 @pytest.fixture(autouse=True)
@@ -68,14 +68,3 @@ def test_less_memory_costs_little_traffic():
     most = passes(22)
     for free_gib, share in SHARES.items():
         assert passes(free_gib) <= share * most, free_gib
-
-
-@pytest.mark.parametrize("free_gib", [22, pytest.param(6, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("direction", ["decode", "encode"])
-@pytest.mark.parametrize("family", ["wan2.1", "wan2.2"])
-def test_the_predicted_traffic_is_the_counted_one(family, direction, free_gib):
-    config = count_bytes.configs()[family]
-    size = 41, 720, 1280
-    counter, chosen = count_bytes.whole_video(config, direction, size, free_gib << 30)
-    predicted = chosen.moved_bytes * config.latent_frames(size[0])
-    assert predicted == pytest.approx(counter.total, rel=0.15)

@@ -15,11 +15,11 @@ from fast_video_vae.vae.layers.causal_layer import CausalLayer
 from fast_video_vae.vae.layers.conv import PointwiseConv
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache, Workspace, canonical
 from fast_video_vae.vae.models.base import Network
+from fast_video_vae.vae.models.executor import Executor, rechunk
 from fast_video_vae.vae.models.wan_blocks import Downsample
-from fast_video_vae.vae.planning.frames import BASE_BYTES
 from fast_video_vae.vae.planning.job import StreamJob
+from fast_video_vae.vae.planning.measured import BASE_BYTES
 from fast_video_vae.vae.planning.plan import make_plan
-from fast_video_vae.vae.streaming.executor import Executor, rechunk
 from fast_video_vae.vae.streaming.tiled_executor import Joined, tiled_executor
 
 WAYS = [*product((False, True), (1, 3), (None, (27, 38), (13, 16)))]

@@ -17,13 +17,6 @@ from fast_video_vae.vae.planning import plan, tiling
 from fast_video_vae.vae.streaming.bands.banded_executor import BandedExecutor
 from fast_video_vae.vae.streaming.tiled_executor import TiledExecutor
 
-DIVIDED = ("wan2.1", "wan2.2", "qwen-image-2.1")
-
-
-@pytest.fixture(scope="module", params=DIVIDED)
-def vae(request):
-    return load_vae(STATES[request.param](), dtype=torch.float32)
-
 
 @pytest.fixture
 def wan():
@@ -58,14 +51,14 @@ def inputs(vae, latents, height, width, batch=1):
     return latent_for(vae, latents, height, width, batch), video
 
 
-@same(max_examples=20)
+@same(max_examples=6)
 @given(SEEDS)
 def test_devices_give_the_same_video(seed):
     check_both(seed, shared=True)
 
 
 @pytest.mark.slow
-@same(max_examples=100)
+@same(max_examples=30)
 @given(SEEDS)
 def test_many_devices_give_the_same_video(seed):
     check_both(seed, shared=True)
@@ -73,7 +66,7 @@ def test_many_devices_give_the_same_video(seed):
 
 @pytest.fixture(scope="module")
 def processes():
-    processes = Processes(4)
+    processes = Processes(3)
     yield processes
     processes.close()
 
@@ -90,26 +83,31 @@ def among(processes):
     return share
 
 
-@same(max_examples=3)
-@given(SEEDS)
-def test_ranks_give_the_same_video(processes, seed):
-    check_both(seed, among(processes), shared=True, fails=False)
-
-
 @pytest.mark.slow
-@same(max_examples=30)
+@same(max_examples=8)
 @given(SEEDS)
 def test_many_ranks_give_the_same_video(processes, seed):
     check_both(seed, among(processes), shared=True, fails=False)
 
 
-@pytest.mark.parametrize("calls", [0, 7])
+def test_ranks_give_the_bits_of_one_device(processes, wan):
+    latent, video = inputs(wan, 3, 32, 96)
+    decoded, encoded = wan.decode(latent), wan.encode(video)
+    with processes.shared(wan, 3, [1, 2, 1], vae_of, "wan2.1", 1, "whole", "auto"):
+        actual = wan.decode(latent), wan.encode(video)
+    assert torch.equal(actual[0], decoded)
+    assert torch.equal(actual[1], encoded)
+
+
 @pytest.mark.parametrize(
-    ("error", "text"),
-    [(RuntimeError("gone\n"), "gone"), (torch.OutOfMemoryError("no room"), "memory ran out .*")],
+    ("calls", "error", "text"),
+    [
+        (0, RuntimeError("gone\n"), "gone"),
+        (7, torch.OutOfMemoryError("no room"), "memory ran out .*"),
+    ],
 )
 def test_a_video_goes_on_without_a_rank_that_fails(processes, wan, caplog, calls, error, text):
-    latent, video = inputs(wan, 9, 32, 96)
+    latent, video = inputs(wan, 5, 16, 96)
     options = StreamOptions(1)
     for run, source in ((wan.decode_stream, latent), (wan.encode_stream, video)):
         expected = joined(run(source, options))
@@ -117,28 +115,29 @@ def test_a_video_goes_on_without_a_rank_that_fails(processes, wan, caplog, calls
             assert torch.equal(joined(run(source, options)), expected)
             assert torch.equal(joined(run(source, options)), expected)
     lines = [x.getMessage() for x in caplog.records if "Fast Video VAE" in x.getMessage()]
-    line = rf".* rank 1 of 4 failed: {text} in .*; going on with cpu, rank 2 of 4"
+    line = rf".* rank 1 of 3 failed: {text} in .*; going on with cpu, rank 2 of 3"
     assert len(lines) == 2
     assert all(re.fullmatch(line, each) for each in lines)
 
 
-# Devices, their shares, height and width of the frames, latents, chunk, batch.
+# Family, devices, their shares, height and width of the frames, latents, chunk, batch.
 CASES = [
-    (2, None, 96, 160, 3, None, 1),
-    (3, None, 96, 256, 3, 1, 1),
-    (2, [1, 3], 144, 112, 3, -1, 1),  # unequal, rows
-    (3, [1, 4, 2], 96, 256, 4, 2, 2),  # unequal, a batch, a last chunk of its own length
-    (2, "memory", 96, 160, 1, None, 1),  # one frame
-    (4, None, 48, 48, 5, 1, 1),  # oneDNN sums in another order on more cores than the caller's
+    ("wan2.1", 2, [1, 3], 144, 112, 3, -1, 1),  # unequal, rows
+    ("wan2.1", 3, [1, 4, 2], 96, 128, 4, 2, 2),  # a batch, a last chunk of its own length
+    ("wan2.1", 4, None, 48, 48, 3, 1, 1),  # oneDNN may sum in another order on more cores
+    ("wan2.2", 2, "memory", 96, 160, 2, 1, 1),
+    ("qwen-image-2.1", 2, None, 96, 160, 1, None, 1),  # one frame
 ]
 
 
-@pytest.mark.parametrize(("count", "shares", "height", "width", "latents", "chunk", "batch"), CASES)
+@pytest.mark.parametrize(
+    ("family", "count", "shares", "height", "width", "latents", "chunk", "batch"), CASES
+)
 def test_bands_give_the_bits_of_one_device(
-    vae, banded, count, shares, height, width, latents, chunk, batch
+    banded, family, count, shares, height, width, latents, chunk, batch
 ):
+    vae = load_vae(STATES[family](), dtype=torch.float32)
     latent, video = inputs(vae, latents, height, width, batch)
-    vae.devices = []
     decoded, encoded = vae.decode(latent, chunk), vae.encode(video, chunk)
     assert not banded
     vae.devices, vae.shares = ["cpu"] * count, shares
@@ -150,7 +149,7 @@ def test_bands_give_the_bits_of_one_device(
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_every_cut_and_axis_give_the_same_result(wan, banded, monkeypatch, axis):
-    latent, video = inputs(wan, 3, 96, 96)
+    latent, video = inputs(wan, 2, 48, 48)
     decoded, encoded = wan.decode(latent), wan.encode(video)
     find, made = tiling.band_cuts, plan.divide
     counts = [len(find(network)) for network in (wan.decoder, wan.encoder)]
@@ -166,11 +165,10 @@ def test_every_cut_and_axis_give_the_same_result(wan, banded, monkeypatch, axis)
     assert min(map(len, banded)) == 2
 
 
-@pytest.mark.parametrize("chunk", [1, -1])
-def test_a_static_end_is_skipped_in_bands(wan, banded, chunk):
-    video = random_frames(1, 3, 1, 48, 96).repeat(1, 1, 81, 1, 1)
-    video[:, :, :7] = random_frames(1, 3, 7, 48, 96)
-    options = StreamOptions(chunk)
+def test_a_static_end_is_skipped_in_bands(wan, banded):
+    video = random_frames(1, 3, 1, 16, 96).repeat(1, 1, 61, 1, 1)
+    video[:, :, :7] = random_frames(1, 3, 7, 16, 96)
+    options = StreamOptions(1)
     skipped = joined(wan.encode_stream(video, options))
     wan.devices = ["cpu"] * 2
     assert torch.equal(joined(wan.encode_stream(video, options)), skipped)
@@ -230,17 +228,6 @@ def test_each_device_has_its_share_of_the_cores_and_the_caller_all_of_them(wan, 
     other.join()
     assert found == [1] * 6 + [2]
     assert torch.get_num_threads() == 2
-
-
-@pytest.mark.usefixtures("two_cores")
-def test_bands_on_several_cores_give_the_values_of_one_device(wan, banded):
-    """OneDNN sums in another order for this size on two cores."""
-    latent, video = inputs(wan, 3, 32, 128)
-    decoded, encoded = wan.decode(latent, 1), wan.encode(video, 1)
-    wan.devices = ["cpu"] * 2
-    assert (wan.decode(latent, 1) - decoded).abs().max() <= 1e-5
-    assert (wan.encode(video, 1) - encoded).abs().max() <= 1e-5
-    assert min(map(len, banded)) == 2
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from fast_video_vae.vae.streaming.session import VideoSession
 from fast_video_vae.vae.streaming.tiled_executor import TiledDecode, TiledEncode
 
 STEP = StreamOptions(1)
-LATENTS, HEIGHT, WIDTH = 7, 16, 96
+LATENTS, HEIGHT, WIDTH = 5, 16, 96
 KEPT = (BandedExecutor, Member, TemporalCache, VideoSession, Workspace)
 RUN_OUT = r"memory ran out \(CUDA out of memory. Tried to allocate .*\)"
 
@@ -135,8 +135,7 @@ def memory():
     assert held() == memory.before
 
 
-@pytest.mark.parametrize("task", ["decode", "encode"])
-@pytest.mark.parametrize("pieces", [None, 2])
+@pytest.mark.parametrize(("task", "pieces"), [("decode", 2), ("encode", None)])
 def test_a_finished_or_dropped_stream_keeps_nothing(vae, memory, task, pieces):
     for _ in itertools.islice(stream_of(vae, task), pieces):
         pass
@@ -146,15 +145,12 @@ def test_a_finished_or_dropped_stream_keeps_nothing(vae, memory, task, pieces):
 CASES = [
     ("decode", [0], 0, False, RuntimeError("the cable is loose\nnow"), "the cable is loose now"),
     ("encode", [1], 1, True, RuntimeError("a" * 200), "a" * 120),
-    ("out", [2], 4, False, ValueError(), "ValueError"),
+    ("out", [2], 3, False, ValueError(), "ValueError"),
     ("images", [1], LATENTS - 1, True, torch.OutOfMemoryError("no\nroom"), "memory .* .no room."),
-    ("pieces", [1, 2], 5, True, RuntimeError("gone"), "gone"),
+    ("pieces", [1, 2], 3, True, RuntimeError("gone"), "gone"),
     ("pieces of an encode", [0, 1], 3, False, RuntimeError("gone"), "gone"),
     ("pictures", [2], 2, True, RuntimeError("CUDA out of memory."), r"memory .* .CUDA out .*"),
     ("decode", [0], 3, 1, None, RUN_OUT),  # an allocation of the device fails
-    ("encode", [1], 2, 5, None, RUN_OUT),
-    ("pieces", [0], LATENTS - 1, 30, None, RUN_OUT),
-    ("encode", [0], LATENTS - 1, True, RuntimeError("gone"), "gone"),
     ("decode", [1], None, False, RuntimeError("no context"), "no context"),  # it cannot begin
     ("encode", [0], None, True, MemoryError(), r"memory .* .MemoryError."),
 ]
@@ -215,9 +211,11 @@ def test_the_others_go_on_after_a_failure(
     assert len(memory.lines) == 1
 
 
-@pytest.mark.parametrize("task", ["decode", "pieces of an encode"])
+@pytest.mark.parametrize(
+    "task", [pytest.param("decode", marks=pytest.mark.slow), "pieces of an encode"]
+)
 def test_a_failure_costs_the_receptive_field_and_the_step(vae, faults, task):
-    network, latents = (vae.decoder, 45) if task == "decode" else (vae.encoder, 33)
+    network, latents = (vae.decoder, 45) if task == "decode" else (vae.encoder, 19)
     vae.devices = ["cpu"] * 2
     expected, frames = alone(vae, task, latents=latents), []
 
@@ -277,12 +275,8 @@ def test_a_failure_in_a_video_says_nothing_about_devices_that_are_chosen_meanwhi
 @pytest.mark.parametrize(
     ("task", "step"),
     [
-        ("out", 23),
-        ("encode", 5),
-        *(
-            pytest.param(each, 1, marks=pytest.mark.slow)
-            for each in ("images", "pieces of an encode")
-        ),
+        ("encode", 37),
+        pytest.param("images", 5, marks=pytest.mark.slow),
     ],
 )
 def test_any_allocation_of_a_device_can_fail(vae, faults, task, step):
@@ -300,17 +294,16 @@ def test_any_allocation_of_a_device_can_fail(vae, faults, task, step):
         assert torch.equal(run(vae, task), expected)
         if not memory.failed:
             break
-    assert place > 10
+    assert place > 30
 
 
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, ValueError])
-def test_errors_of_the_callers_pieces_end_the_threads(vae, kind):
+def test_errors_of_the_callers_pieces_end_the_threads(vae):
     def pieces():
         yield from latent_for(vae, 3, HEIGHT, WIDTH).split(1, dim=2)
         assert threads()
-        raise kind("stop")
+        raise ValueError("stop")
 
-    with pytest.raises(kind, match="stop"):
+    with pytest.raises(ValueError, match="stop"):
         joined(vae.decode_stream(pieces()))
     assert not threads()
 
@@ -339,8 +332,7 @@ def soon():
     assert not threads()
 
 
-@pytest.mark.parametrize("task", ["decode", "encode"])
-def test_a_signal_ends_the_threads_between_two_layers(vae, slow, task):
+def test_a_signal_ends_the_threads_between_two_layers(vae, slow):
     def interrupt():
         slow[0].wait(10)
         _thread.interrupt_main()
@@ -350,7 +342,7 @@ def test_a_signal_ends_the_threads_between_two_layers(vae, slow, task):
     try:
         thread.start()
         with soon(), pytest.raises(KeyboardInterrupt):
-            run(vae, task)
+            run(vae, "decode")
     finally:
         signal.signal(signal.SIGINT, previous)
     thread.join()
@@ -364,8 +356,6 @@ class StopError(BaseException):
     ("task", "ends", "stops"),
     [
         ("decode", {0: torch.OutOfMemoryError, 2: StopError}, True),
-        ("encode", {1: RuntimeError, 2: StopError}, True),
-        ("decode", {1: StopError}, True),
         ("encode", {0: ValueError}, False),
         ("decode", {2: ValueError}, False),
     ],

@@ -16,8 +16,8 @@ from fast_video_vae.tests.vae.families import (
 )
 from fast_video_vae.tests.vae.streaming.waits import Waits
 from fast_video_vae.vae import StreamOptions, load_vae
-from fast_video_vae.vae.streaming import static_frames
-from fast_video_vae.vae.streaming.static_frames import Changes
+from fast_video_vae.vae.models import static_frames
+from fast_video_vae.vae.models.static_frames import Changes
 
 
 @pytest.fixture(scope="module", params=["wan2.1", "wan2.2", "seedvr2"])

@@ -16,8 +16,8 @@ from torch import Tensor
 from ....kernels import is_out_of_memory
 from ...background_writer import TICK_S
 from ...layers.temporal_cache import TemporalCache
+from ...models.executor import Executor
 from ...planning.bands import Band, Bands
-from ..executor import Executor
 from ..memory import bare
 from ..output import Output
 from ..tiled_executor import TiledDecode, TiledExecutor

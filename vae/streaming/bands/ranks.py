@@ -30,7 +30,7 @@ from ...models.receptive_field import Span
 from ...models.replicas import Replicas
 from ...planning.bands import Band
 from ...planning.device_memory import free_bytes
-from ...planning.frames import cut_tiles
+from ...planning.tiling import cut_tiles
 from ..memory import bare
 from ..tiled_executor import Target
 from .member import Announced, Member, Work

@@ -9,9 +9,8 @@ from ....kernels import log_once
 from ...models.replicas import Replicas
 from ...planning.bands import Place
 from ...planning.device_memory import free_bytes
-from ...planning.frames import Plan
 from ...planning.job import StreamJob
-from ...planning.plan import make_bands, plan_of
+from ...planning.plan import Plan, make_bands, plan_of
 from ...planning.tiling import band_cuts
 from ...validation import checked_devices, checked_shares
 from ..options import StreamOptions

@@ -27,8 +27,8 @@ from ...layers.conv_weights import marks_of
 from ...layers.inputs.coding import Coding, name_convolutions
 from ...layers.temporal_cache import TemporalCache, canonical
 from ...models.base import Network
+from ...models.executor import advance
 from ...models.replicas import copied
-from ..executor import advance
 from ..precision import layer_modes
 
 # Decibels below bfloat16. The asked bound is 1.5: another video has other errors.

@@ -17,17 +17,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ....kernels import Snapshot, seeing, unsearched
+from ....kernels import Snapshot, seeing
 from ...demo import VAE_PATH
 from ...layers.causal_layer import CausalLayer
 from ...layers.temporal_cache import TemporalCache, canonical
 from ...models.base import Network
 from ...models.build import make_decoder, make_encoder
 from ...models.config import VAEConfig, read_configs
+from ...models.executor import advance
 from ...models.seedvr2 import (
     SeedVR2Decoder,
     SeedVR2Downsample,
@@ -38,7 +38,6 @@ from ...models.seedvr2 import (
 from ...models.wan21 import Wan21Decoder, Wan21Encoder
 from ...models.wan22 import Wan22Decoder, Wan22Encoder
 from ...models.wan_blocks import AttentionBlock, Downsample, Head, ResidualBlock, Upsample
-from ..executor import advance
 from ..output import Output, background_writer
 from ..precision import layer_modes
 from ..upload import Upload, to_unit
@@ -47,9 +46,8 @@ from .sketches import difference, formula, sketch
 # Results, and the latent and the clip of the bundled VAE.
 EXPECTED = Path(__file__).with_name("expected.safetensors")
 
-# Allowed errors of a sum, as a share of the root mean square of all: of networks, and of blocks and
-# single functions. Right devices have a third of them at most, from roundings of the dtype, or in
-# float64 of the file.
+# Allowed errors of a sum, as a share of the root mean square of all: of networks, and of blocks.
+# Right devices have a third of them at most, from roundings of the dtype or, in float64, the file.
 _NETWORK = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 0.06, torch.bfloat16: 0.5}
 _BLOCK = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.08}
 
@@ -69,13 +67,11 @@ class Case:
         name: What it is, for people.
         run: Returns the result `[B, C, T, H, W]` on the host, with what a device runs.
         bounds: Allowed errors by dtype.
-        used: The VAEs use it; otherwise other nodes of ComfyUI do.
     """
 
     name: str
     run: Callable[[torch.device, torch.dtype, Snapshot], Tensor]
     bounds: Mapping[torch.dtype, float] = field(default_factory=lambda: _BLOCK)
-    used: bool = True
 
     def error(self, device: torch.device, dtype: torch.dtype, seen: Snapshot) -> float:
         """Return the error on a device: about the largest relative one of 256 values."""
@@ -85,22 +81,13 @@ class Case:
 
 @dataclass(frozen=True)
 class _Layers:
-    """Layers, and what they are given.
+    """Layers, and what they are given."""
 
-    Attributes:
-        make: Makes the network, without weights.
-        shape: Channels, height and width of its input.
-        steps: Frames of each step.
-        batch: Videos.
-        given: Name of its stored input; empty: the formula.
-        pictures: Every frame is a picture.
-    """
-
-    make: Callable[[], Network]
-    shape: tuple[int, int, int]
-    steps: tuple[int, ...]
-    given: str = ""
-    pictures: bool = False
+    make: Callable[[], Network]  # without weights
+    shape: tuple[int, int, int]  # channels, height and width of the input
+    steps: tuple[int, ...]  # frames of each
+    given: str = ""  # name of the stored input; empty: the formula
+    pictures: bool = False  # every frame is one
     batch: int = 1
 
     def __call__(self, device: torch.device, dtype: torch.dtype, seen: Snapshot) -> Tensor:
@@ -150,15 +137,13 @@ class Block(Network):
 
 
 def cases() -> list[Case]:
-    """Return what is checked: copies, networks, blocks, and functions of PyTorch."""
+    """Return what is checked: copies, networks and blocks."""
     return [
         Case("copy to the host", _copied),
         Case("images on the host", _imaged, dict.fromkeys(_BLOCK, _LEVELS)),
         Case("pixels on the device", _uploaded),
         *(Case(name, layers, _NETWORK) for name, layers in _networks()),
-        *(Case(name, layers) for name, layers in _small_blocks()),
-        *(Case(f"{name} at {x.shape[1]} x {x.shape[2]}", x) for name, x in _blocks()),
-        *(Case(name, run, used=False) for name, run in _functions().items()),
+        *(Case(name, layers) for name, layers in _blocks()),
     ]
 
 
@@ -190,62 +175,29 @@ def _networks() -> Iterator[tuple[str, _Layers]]:
 
 
 def _blocks() -> Iterator[tuple[str, _Layers]]:
-    """Yield the blocks of large frames by name."""
-    wide, half, even = (16, 257, 258), (16, 129, 130), (16, 258, 260)
+    """Yield blocks of large frames, of many frames, of two videos and of many channels."""
+    wide, half, even, small = (16, 257, 258), (16, 129, 130), (16, 258, 260), (17, 18)
+    pair, long = (1, 2), (1, 33)
     for name, layer, shape, steps in (
         ("attention", lambda: AttentionBlock(16), (16, 65, 66), (1, 1)),
-        ("residual block of Wan", lambda: ResidualBlock(16, 16), wide, (1, 2)),
+        ("residual block of Wan", lambda: ResidualBlock(16, 16), wide, pair),
         ("upsampling of Wan", lambda: Upsample(16, 16, temporal=True), half, (1, 1, 1)),
-        ("downsampling of Wan", lambda: Downsample(16, temporal=True), even, (1, 2)),
-        ("last layer of Wan", lambda: Head(16, 3), wide, (1, 2)),
+        ("downsampling of Wan", lambda: Downsample(16, temporal=True), even, pair),
+        ("last layer of Wan", lambda: Head(16, 3), wide, pair),
         ("residual block of SeedVR2", lambda: SeedVR2ResidualBlock(32, 32), (32, 257, 258), (1,)),
         ("upsampling of SeedVR2", lambda: SeedVR2Upsample(16, temporal=True), half, (1, 1)),
-        ("downsampling of SeedVR2", lambda: SeedVR2Downsample(16, temporal=True), even, (1, 2)),
+        ("downsampling of SeedVR2", lambda: SeedVR2Downsample(16, temporal=True), even, pair),
     ):
-        yield name, _Layers(functools.partial(Block, layer), shape, steps)
-
-
-def _small_blocks() -> Iterator[tuple[str, _Layers]]:
-    """Yield blocks of many frames, of two videos, and of many channels."""
-    long = (1, 33)
-    for name, layer, shape, steps, batch in (
-        ("33 frames of Wan in a batch of 2", lambda: ResidualBlock(16, 16), (16, 17, 18), long, 2),
-        ("a batch of 2 of SeedVR2", lambda: SeedVR2ResidualBlock(32, 32), (32, 17, 18), (1, 2), 2),
-        ("192 channels of Wan", lambda: ResidualBlock(192, 192), (192, 17, 18), (1, 2), 1),
-        ("attention of 384 channels", lambda: AttentionBlock(384), (384, 17, 18), (1,), 2),
+        made = _Layers(functools.partial(Block, layer), shape, steps)
+        yield f"{name} at {shape[1]} x {shape[2]}", made
+    for name, layer, channels, steps, batch in (
+        ("33 frames of Wan in a batch of 2", lambda: ResidualBlock(16, 16), 16, long, 2),
+        ("a batch of 2 of SeedVR2", lambda: SeedVR2ResidualBlock(32, 32), 32, pair, 2),
+        ("192 channels of Wan", lambda: ResidualBlock(192, 192), 192, pair, 1),
+        ("attention of 384 channels", lambda: AttentionBlock(384), 384, (1,), 2),
     ):
-        yield name, _Layers(functools.partial(Block, layer), shape, steps, batch=batch)
-
-
-def _functions() -> dict[str, Callable[[torch.device, torch.dtype, Snapshot], Tensor]]:
-    """Return functions of PyTorch that other VAEs of ComfyUI call, with large frames."""
-
-    def given(device: torch.device, dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
-        return [formula(shape, seed).to(device, dtype) for seed, shape in enumerate(shapes)]
-
-    def padded(device: torch.device, dtype: torch.dtype, _: Snapshot) -> Tensor:
-        (x,) = given(device, dtype, (1, 16, 1, 257, 258))
-        return F.pad(x, (0, 0, 0, 0, 2, 0)).cpu()
-
-    def convolved(device: torch.device, dtype: torch.dtype, _: Snapshot) -> Tensor:
-        x, weight = given(device, dtype, (1, 16, 4, 257, 258), (4, 16, 3, 3, 3))
-        with unsearched(device):
-            return F.conv3d(x, weight, padding=(0, 1, 1)).cpu()
-
-    def normed(device: torch.device, dtype: torch.dtype, _: Snapshot) -> Tensor:
-        (x,) = given(device, dtype, (2, 64, 65, 66))
-        return F.group_norm(x, 32).cpu()[:, :, None]
-
-    def attended(device: torch.device, dtype: torch.dtype, _: Snapshot) -> Tensor:
-        q, k, v = given(device, dtype, *[(1, 1, 4290, 16)] * 3)
-        return F.scaled_dot_product_attention(4 * q, 4 * k, v).cpu()[:, None]
-
-    return {
-        "torch.nn.functional.pad in time": padded,
-        "torch.nn.functional.conv3d": convolved,
-        "torch.nn.functional.group_norm": normed,
-        "torch.nn.functional.scaled_dot_product_attention": attended,
-    }
+        made = functools.partial(Block, layer)
+        yield name, _Layers(made, (channels, *small), steps, batch=batch)
 
 
 def _copied(device: torch.device, dtype: torch.dtype, _: Snapshot) -> Tensor:

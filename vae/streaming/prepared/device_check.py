@@ -142,14 +142,7 @@ def rows(
     fallback: Fallback = Fallback(),  # noqa: B008, it is frozen
     wanted: Iterable[Case] | None = None,
 ) -> Iterator[Row]:
-    """Yield the results of the wanted cases on a device, all by default.
-
-    Args:
-        device: The device.
-        dtype: Dtype of the layers; float32 with that fallback.
-        fallback: What is used in place of the usual.
-        wanted: Cases.
-    """
+    """Yield the results of the wanted cases on a device, all by default, with a `fallback`."""
     device, dtype = (_CPU if fallback.cpu else device), torch.float32 if fallback.float32 else dtype
     seen = replace(library_of(device), fallback=fallback)
     for case in cases() if wanted is None else wanted:
@@ -171,18 +164,12 @@ def judged(found: Sequence[Row], device: torch.device, dtype: torch.dtype) -> Ve
     wrong = [row for row in found if not row.is_right]
     if not wrong:
         return Verdict(Fallback(), "")
-    used = [row for row in wrong if row.case.used]
-    others = [row for row in wrong if not row.case.used]
-    shown = [row.case.name + f" ({row.reason})" * bool(row.reason) for row in used[:1]]
-    shown += [row.case.name for row in others[:1]]
-    more = [f"{len(wrong) - len(shown)} more"] if len(wrong) > len(shown) else []
-    what = f"wrong results in {dtype_name(dtype)}: {', '.join([*shown, *more])}"
+    shown = wrong[0].case.name + f" ({wrong[0].reason})" * bool(wrong[0].reason)
+    more = f", {len(wrong) - 1} more" * (len(wrong) > 1)
+    what = f"wrong results in {dtype_name(dtype)}: {shown}{more}"
     end = report(device)
-    if not used:
-        text = f"{what}; this pack does not use it, other nodes do; {end}"
-        return Verdict(Fallback(), text)
     # Those that were wrong come first, because a set with a wrong result is not looked at further.
-    order = [row.case for row in sorted(found, key=lambda row: row.is_right) if row.case.used]
+    order = [row.case for row in sorted(found, key=lambda row: row.is_right)]
     tried = list[tuple[str, str]]()
     for fallback in SETS:
         if fallback.cpu and device.type == "cpu":

@@ -15,9 +15,9 @@ from ...layers.inputs.coding import Coding, name_convolutions
 from ...layers.temporal_cache import TemporalCache, canonical
 from ...models.build import make_decoder, make_encoder
 from ...models.config import VAEConfig
+from ...models.executor import advance
 from ...models.patchify import COLUMN_FIRST, ROW_FIRST
 from ...planning.byte_counter import ByteCounter
-from ..executor import advance
 
 # Height and width of the frames in pixels, and the latents of each step: a picture and a video.
 _VIDEOS = (((1024, 1024), (1,)), ((480, 832), (1, 1)))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..layers.causal_layer import CausalLayer
 from ..layers.temporal_cache import Settling, TemporalCache, canonical
-from ..models.receptive_field import causal_taps
+from .receptive_field import causal_taps
 
 # Elements of a frame that are compared first; only if they are equal, all are compared.
 _SAMPLES = 4096

@@ -1,4 +1,4 @@
-"""The executor of whole frames: a chain of causal layers, and their tails of one video.
+"""The executor of whole frames: chunks are pushed depth first through a chain of causal layers.
 
 Only the causal convolutions read across frames, and each keeps its own tail, so any split of the
 frames after the first yields the same result (the first frame takes a separate path). Steps are as
