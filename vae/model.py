@@ -19,7 +19,6 @@ from .streaming.int8.layers import Int8Choices
 from .streaming.memory import retried
 from .streaming.options import AUTOMATIC, StreamOptions
 from .streaming.output import LatentOutput, Output, Wanted
-from .streaming.overflow import allows_fp16
 from .streaming.precision import compute_dtype, decode_dtype, eager
 from .streaming.prepared.prepared_vae import PreparedVAE
 from .streaming.resume import Pieces, Video
@@ -59,7 +58,6 @@ class VideoVAE(PreparedVAE, SharedDevices, VAEWeights):
     def __init__(self, config: VAEConfig, dtype: torch.dtype, encode_dtype: torch.dtype) -> None:
         super().__init__(config, dtype, encode_dtype)
         self.limit_bytes: int | None = None
-        self.graphs = False
         self.skips_static = True
         self.team = Team(self.replicas)
         self._int8 = Int8Choices()
@@ -286,7 +284,8 @@ class VideoVAE(PreparedVAE, SharedDevices, VAEWeights):
         size = height // step, width // step
         device = device or self.device
         asked = options.dtype or (self.encode_dtype if encode else self.dtype)
-        dtype = decode_dtype(asked, device, allow_fp16=not encode and allows_fp16(self, options))
+        allowed = self.allow_fp16 and options.dtype is None and not encode
+        dtype = decode_dtype(asked, device, allow_fp16=allowed)
         coded = frozenset[str]() if encode else self.planned_codes(dtype, device)
         model = network, self.config, (1, *size), dtype, device
         job = job_of(*model, single_frame=single_frame, coded=coded)
@@ -301,7 +300,7 @@ class VideoVAE(PreparedVAE, SharedDevices, VAEWeights):
 
     def _decode_setting(self, options: StreamOptions, asked: torch.dtype, *, deep: bool) -> Setting:
         """Return the setting of the first run of a decode."""
-        device, allowed = self.device, allows_fp16(self, options)
+        device, allowed = self.device, self.allow_fp16 and options.dtype is None
         decides = functools.partial(decode_dtype, asked, device, allow_fp16=allowed)
         dtype = decides(deep=True)
         coded = self.ready_codes(dtype)
@@ -330,6 +329,7 @@ class VideoVAE(PreparedVAE, SharedDevices, VAEWeights):
             video,
             enter,
             functools.partial(self.kernels_of, encodes=encodes),
+            self.proved,
             self.team,
             to_range,
             graphs=self.graphs,

@@ -22,6 +22,7 @@ class VAEWeights(nn.Module):
         self.dtype = dtype  # Dtype of decoding and of the frames
         self.encode_dtype = encode_dtype  # Dtype of encoding and of the latents
         self.allow_fp16 = False  # A decode in bfloat16 may compute in float16; see `VideoVAE`
+        self.graphs = False  # Repeated chunks are captured as CUDA graphs; see `VideoVAE`
         self.is_finite = True  # Frames are finite; False once they were not in any way
         self.replicas = Replicas()  # Copies of the networks on other devices
         latents = config.latent_channels

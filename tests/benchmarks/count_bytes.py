@@ -39,8 +39,7 @@ from fast_video_vae.tests.benchmarks import record
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.seedvr2 import random_seedvr2
 from fast_video_vae.vae import StreamOptions, read_checkpoint
-from fast_video_vae.vae.layers.temporal_cache import TemporalCache
-from fast_video_vae.vae.layers.workspace import canonical
+from fast_video_vae.vae.layers.temporal_cache import TemporalCache, canonical
 from fast_video_vae.vae.models.base import Network
 from fast_video_vae.vae.models.build import make_decoder, make_encoder
 from fast_video_vae.vae.models.config import VAEConfig
@@ -269,6 +268,7 @@ def whole_video(
         None,
         lambda x: fold_pixels(x, patch),
         lambda *_: Snapshot(0, 0, native=True),
+        lambda setting: setting,
         Team(Replicas()),
     )
     latents = LatentOutput(lambda x: x, Wanted())

@@ -1,4 +1,4 @@
-"""The causal convolution: 3D over a window of frames, 2D for the first frame of a video."""
+"""The causal convolution, and the convolutions that change the size of a frame."""
 
 import functools
 from collections.abc import Callable
@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels import Route, WeightForm, code_route
+from ...kernels import ConvWeight, Route, WeightForm, code_route, merge_phases, zero_of
 from .causal_layer import CausalLayer
-from .conv import BIAS, Conv, Terms
-from .conv_weights import CodedForm, coded_form
-from .frame_runs import Settling, fitted
-from .inputs.coding import Norm
+from .conv import BIAS, Conv, Form, Terms, kept_form
+from .conv_weights import coded_weight, derive
+from .frame_runs import fitted
+from .inputs.coding import Fill, Norm
 from .temporal_cache import TemporalCache
-from .workspace import Fill, Handover, bordered, copied, within
 
 
 class CausalConv3d(Conv, CausalLayer):
@@ -64,9 +63,9 @@ class CausalConv3d(Conv, CausalLayer):
         coding = cache.coding
         if coding is None or not self._reads_codes(cache):
             return norm
-        form = self._form(WeightForm("volume", torch.int8))
-        assert isinstance(form, CodedForm)
-        return coding.filling(norm, form.codes)
+        codes = self._form(WeightForm("volume", torch.int8)).codes
+        assert codes is not None
+        return coding.filling(norm, codes)
 
     def _reads_codes(self, cache: TemporalCache) -> bool:
         return cache.coding is not None and self.code_name in cache.coding.names
@@ -92,33 +91,41 @@ class CausalConv3d(Conv, CausalLayer):
 
     def forward(
         self,
-        x: Tensor | Handover,
+        x: Tensor | list[Tensor],
         cache: TemporalCache,
         fill: Fill | None = None,
         terms: Terms = BIAS,
     ) -> Tensor:
         """Convolve `fill(x)` causally; `T` is 1 while `cache.first` is set.
 
-        A `Handover` is freed before the products. With `cache.settling` the result has only the
-        frames until it is static, which can be none without a residual.
+        The tensor in a list is taken out, and freed before the products. With `cache.settling` the
+        result has only the frames until it is static, which can be none without a residual.
         """
-        given = x.take() if isinstance(x, Handover) else x
+        given = x.pop() if isinstance(x, list) else x
         del x
         route = self.route(given, cache)
         if fill is None and route.reads_codes:
             fill = copied
-        if cache.settling is not None and not cache.first:
-            return self._settled(cache.settling, given, cache, fill, terms, route)
-        if route.joined and self.context:
-            window = self._joined(given, cache, fill)
+        settles = cache.settling is not None and not cache.first
+        if settles or (route.joined and self.context):
+            frames = self._settled(cache, terms) if settles else given.shape[2]
+            if not frames:
+                shape = given.shape[0], self.weight.shape[0], 0, *given.shape[3:]
+                return given.new_empty(shape)
+            terms = terms.of(lambda residual: fitted(residual, frames) if settles else residual)
+            window = self._joined(given, cache, fill, frames * self.stride if settles else frames)
             del given, fill
             return self.convolve(window, route, self.pads, cache, terms)
-        window = self._filled(given, cache, fill, route)
+        border = self.padding if route.reads_codes else 0
+        window = given
+        if fill is not None:
+            window = self._buffer(given, cache, given.shape[2], border)
+            fill(given, out=window, border=border)
         del given, fill
         tail = self.tail(window, cache) if self.context and not cache.first else None
         y = self.convolve(window, route, self.pads, cache, terms, tail)
         if not cache.single_frame:
-            self.keep(within(window, self.padding if route.reads_codes else 0), cache)
+            self.keep(_within(window, border), cache)
         return y
 
     def into(
@@ -128,68 +135,43 @@ class CausalConv3d(Conv, CausalLayer):
         x: Tensor,
         cache: TemporalCache,
         fill: Fill,
-    ) -> tuple[Handover, Fill | None]:
+    ) -> tuple[list[Tensor], Fill | None]:
         """Convolve `fill(x)` for `conv`, which reads `norm` and SiLU of it.
 
         Returns:
-            The result, and how `conv` fills its window from it; None: it has the norm already.
+            The result, in a list for `forward` to free it, and how `conv` fills its window from it;
+            None: it has the norm already.
         """
         route, after = self.route(x, cache), conv.route(x, cache)
         if route.fused.norm and not (after.joined or after.reads_codes):
-            return Handover(self(x, cache, fill, Terms(gamma=norm.gamma))), None
+            return [self(x, cache, fill, Terms(gamma=norm.gamma))], None
         biased = route.fused.adds_bias
-        y = Handover(self(x, cache, fill, Terms(biased=biased, dtype=x.dtype)))
+        y = [self(x, cache, fill, Terms(biased=biased, dtype=x.dtype))]
         silu = norm.silu if biased else functools.partial(norm.silu, bias=self.bias)
         return y, conv.filled(silu, cache)
 
-    def _settled(
-        self,
-        settling: Settling,
-        x: Tensor,
-        cache: TemporalCache,
-        fill: Fill | None,
-        terms: Terms,
-        route: Route,
-    ) -> Tensor:
-        """Run `forward` on a chunk whose last frames are static."""
-        cache.settling = settling = settling.behind(self.weight.shape[2], self.stride)
-        frames = settling.needed if terms.residual is None else max(1, settling.needed)
-        if not frames:
-            return x.new_empty(x.shape[0], self.weight.shape[0], 0, *x.shape[3:])
-        terms = terms.of(lambda residual: fitted(residual, frames))
-        window = self._joined(x, cache, fill, frames * self.stride)
-        return self.convolve(window, route, self.pads, cache, terms)
+    def _settled(self, cache: TemporalCache, terms: Terms) -> int:
+        """Return the frames of the result until it is static, at least 1 with a residual."""
+        assert cache.settling is not None
+        cache.settling = cache.settling.behind(self.weight.shape[2], self.stride)
+        needed = cache.settling.needed
+        return needed if terms.residual is None else max(1, needed)
 
-    def _border(self, cache: TemporalCache) -> int:
-        """Return the rows and columns around each frame of the window, which are of codes."""
-        return self.padding if self._reads_codes(cache) else 0
+    def _buffer(self, x: Tensor, cache: TemporalCache, frames: int, border: int) -> Tensor:
+        """Return scratch memory for `frames` frames like those of `x`, and a border."""
+        height, width = (side + 2 * border for side in x.shape[3:])
+        return cache.scratch((*x.shape[:2], frames, height, width), self.like(x, cache))
 
-    def _buffer(self, x: Tensor, cache: TemporalCache, frames: int) -> Tensor:
-        """Return scratch memory for `frames` frames like those of `x` and their border."""
-        shape = bordered((*x.shape[:2], frames, *x.shape[3:]), self._border(cache))
-        return cache.scratch(shape, self.like(x, cache))
-
-    def _filled(self, x: Tensor, cache: TemporalCache, fill: Fill | None, route: Route) -> Tensor:
-        """Return `fill(x)` in scratch memory; `x` itself without `fill`."""
-        if fill is None:
-            return x
-        coded = route.reads_codes
-        filled = self._buffer(x, cache, x.shape[2]) if coded else cache.scratch(x.shape, x)
-        fill(x, out=filled, border=self.padding if coded else 0)
-        return filled
-
-    def _joined(
-        self, x: Tensor, cache: TemporalCache, fill: Fill | None, frames: int | None = None
-    ) -> Tensor:
+    def _joined(self, x: Tensor, cache: TemporalCache, fill: Fill | None, frames: int) -> Tensor:
         """Join the tail and the new frames: `[B, C_in, context + T, H, W]`; update the tail.
 
-        With `frames`, `x` is cut or its last frame repeated to that length.
+        `x` is cut, or its last frame repeated, to `frames`.
         """
-        new = x if frames is None else x[:, :, :frames]
-        fresh, border = new.shape[2], self._border(cache)
-        frames, known = fresh if frames is None else frames, self.context + fresh
-        window = self._buffer(new, cache, self.context + frames)
-        inner = within(window, border)
+        new = x if frames == x.shape[2] else x[:, :, :frames]
+        border = self.padding if self._reads_codes(cache) else 0
+        fresh, known = new.shape[2], self.context + new.shape[2]
+        window = self._buffer(new, cache, self.context + frames, border)
+        inner = _within(window, border)
         tail = self.tail(inner, cache)
         write = copied if fill is None or not fresh else fill
         write(new, out=window[:, :, :known], tail=tail, border=border)
@@ -202,20 +184,82 @@ class CausalConv3d(Conv, CausalLayer):
         """Return the `[B, C_in, context, H, W]` tail before `x` from `cache`."""
         return cache.tail(self, self.context, self.like(x, cache))
 
-    def _coded_form(self, form: WeightForm) -> CodedForm:
-        """Return a form in int8."""
-        if self.norm_before is None:
-            raise RuntimeError("the convolution follows no norm; expected one that writes codes")
-        steps, sources = self.norm_before.steps(), self.sources(coded=True)
-        return coded_form(self.weight, form.kind, steps, sources)
+    def keep(self, x: Tensor, cache: TemporalCache) -> None:
+        """Store the last frames of `x` `[B, C_in, T, H, W]` in `cache` as the new tail."""
+        if cache.first and self.replicate and self.context:
+            x = x.expand(-1, -1, self.context, -1, -1)
+        cache.keep(self, self.context, x)
+
+    def _coded_form(self, form: WeightForm) -> Form:
+        """Return a form in int8, with a dimension of time."""
+        assert self.norm_before is not None  # names in `Coding` are of convolutions behind a norm
+        steps, taps = self.norm_before.steps(), derive(self.weight, form.kind, torch.float32)
+        coded, scale = coded_weight(taps.unsqueeze(2) if taps.ndim == 4 else taps, steps)
+        coded = coded.contiguous(memory_format=torch.channels_last_3d)
+        weight = ConvWeight(coded.shape, torch.int8, coded.device, lambda: coded)
+        sources = self.sources(coded=True)
+        return kept_form(weight, sources, scale=scale, codes=steps.reciprocal())
 
     def sources(self, *, coded: bool = False) -> tuple[Tensor, ...]:
         """Return the weight `[C_out, C_in, ...]`; if `coded`, the scales of the norm before too."""
         norm = self.norm_before
         return (self.weight, *norm.scales()) if coded and norm is not None else (self.weight,)
 
-    def keep(self, x: Tensor, cache: TemporalCache) -> None:
-        """Store the last frames of `x` `[B, C_in, T, H, W]` in `cache` as the new tail."""
-        if cache.first and self.replicate and self.context:
-            x = x.expand(-1, -1, self.context, -1, -1)
-        cache.keep(self, self.context, x)
+
+class UpsampleConv2d(Conv):
+    """Nearest 2x in space and a 3x3 convolution of every frame, folded into one convolution.
+
+    The rows `2 i` and `2 i + 1` of the large picture only see the rows `i - 1`, `i` and `i + 1` of
+    the small one. So each of its four phases is a 2x2 convolution of the small picture, with the
+    sum of the taps that fall on one pixel: 16 products instead of 36, and no large intermediate
+    picture. Zero padding of the large picture equals zero padding of the small one.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__(in_channels, out_channels, (3, 3))
+
+    def forward(
+        self, x: Tensor, cache: TemporalCache, source: Tensor | None = None, times: int = 1
+    ) -> Tensor:
+        """Upsample, convolve, and add `source` `[B, C, T / times, H, W]` as in `merge_phases`."""
+        batch, _, frames, height, width = x.shape
+        route = self.routed(WeightForm("folded", x.dtype), (1, 1, 1), cache)
+        biased = route.fused.adds_bias
+        grid = self.convolve(x, route, (1, 1), cache, Terms(biased=biased))
+        out = cache.reused((batch, grid.shape[1] // 4, frames, 2 * height, 2 * width), x)
+        return merge_phases(grid, source, times, bias=None if biased else self.bias, out=out)
+
+
+class StridedConv2d(Conv):
+    """A 3x3 convolution of every frame with stride 2, zero-padded at the right and bottom only.
+
+    PyTorch pads both sides equally. With a fourth row and column of zero taps in front, a padding
+    of one on each side reads the same pixels as Wan's `ZeroPad2d((0, 1, 0, 1))` with padding 0,
+    without a padded copy. The extra products are 1-2 % of an encode.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__(in_channels, out_channels, (3, 3))
+
+    def forward(self, x: Tensor, cache: TemporalCache, terms: Terms = BIAS) -> Tensor:
+        """Convolve to `[B, C_out, T, H / 2, W / 2]`."""
+        route = self.routed(WeightForm("shifted", x.dtype), (1, 2, 2), cache)
+        return self.convolve(x, route, (1, 1), cache, terms)
+
+
+def copied(x: Tensor, *, out: Tensor, tail: Tensor | None = None, border: int = 0) -> None:
+    """Copy frames, as a `Fill`."""
+    inner = _within(out, border)
+    known = 0 if tail is None else tail.shape[2]
+    if border:
+        out.fill_(zero_of(out.dtype))
+    if x.shape[2]:
+        inner[:, :, known:] = x
+    if tail is not None:
+        inner[:, :, :known] = tail
+        tail.copy_(inner[:, :, inner.shape[2] - known :])
+
+
+def _within(frames: Tensor, border: int) -> Tensor:
+    """Return `frames` `[B, C, T, H, W]` without their `border`."""
+    return frames[..., border:-border, border:-border] if border else frames

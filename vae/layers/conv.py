@@ -6,7 +6,8 @@ derived from it once, and again when the parameter is replaced or written to.
 """
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -23,17 +24,7 @@ from ...kernels import (
     has_own_memory,
     int8_conv3d,
 )
-from .conv_weights import (
-    CodedForm,
-    Form,
-    derive,
-    form_shape,
-    keeps_form,
-    kept_form,
-    marks_of,
-    own_bytes,
-    proved_copy,
-)
+from .conv_weights import derive, form_shape, keeps_form, marks_of, own_bytes, proved_copy
 from .temporal_cache import TemporalCache
 
 # Most results of a module: sizes of frames and conditions come and go.
@@ -57,6 +48,44 @@ class Terms(NamedTuple):
 
 
 BIAS = Terms()
+
+
+@dataclass(frozen=True)
+class Form:
+    """A weight in the form of a call, with the state of the parameters it is derived from."""
+
+    weight: ConvWeight  # The weight, derived with the first call
+    offset: Tensor | None = None  # Values derived from biases; None: there are none
+    sources: tuple[weakref.ref[Tensor], ...] = ()
+    stamps: tuple[tuple[object, ...], ...] = ()  # `stamp_of` each source
+    marks: tuple[Tensor, ...] = ()  # `marks_of` the sources; empty: the form is not kept
+    scale: Tensor | None = None  # In int8: factors of the sums, `[C_out]`, float32
+    codes: Tensor | None = None  # In int8: codes per unit of the inputs, `[C_in]`, float32
+
+    def holds(self, sources: Sequence[Tensor]) -> bool:
+        """Return whether `sources` `[...]` are the parameters of the form, unchanged."""
+        return all(
+            source() is now and stamp == stamp_of(now)
+            for source, stamp, now in zip(self.sources, self.stamps, sources, strict=True)
+        )
+
+
+def kept_form(
+    weight: ConvWeight,
+    sources: Sequence[Tensor],
+    offset: Tensor | None = None,
+    scale: Tensor | None = None,
+    codes: Tensor | None = None,
+) -> Form:
+    """Return a form to keep, with the state of its `sources`."""
+    state = tuple(map(weakref.ref, sources)), tuple(map(stamp_of, sources)), marks_of(sources)
+    return Form(weight, offset, *state, scale, codes)
+
+
+def stamp_of(weight: Tensor) -> tuple[Any, ...]:
+    """Return what changes if `weight` `[...]` is moved, cast or written to by a recorded op."""
+    version = None if weight.is_inference() else weight._version
+    return weight.data_ptr(), version, weight.dtype, weight.device
 
 
 class Kept(dict[Any, Any]):
@@ -142,7 +171,7 @@ class Conv(nn.Module):
         residual, residual_bias, biased, gamma, dtype = terms
         form, out = self._form(route.form), residual
         bias = self._bias(route.form, form.offset) if biased else None
-        if isinstance(form, CodedForm):
+        if form.scale is not None:
             dtype = dtype if residual is None else residual.dtype
             options = {"residual": residual, "residual_bias": residual_bias, "out": out}
             return int8_conv3d(x, form.weight, form.scale, bias, dtype=dtype, **options)
@@ -166,16 +195,16 @@ class Conv(nn.Module):
         sources = self.sources(coded=coded)
         if form is not None and form.holds(sources):
             return form
-        if coded:
-            with torch.inference_mode(False), torch.no_grad():
-                made = self.forms[key] = self._coded_form(key)
-            return made
-        weight = self._weight(key)
-        if not weight.keeps:
+        weight = None if coded else self._weight(key)
+        if weight is not None and not weight.keeps:
             return Form(weight)
         # Outside inference mode, so that the form can be used in both modes.
         with torch.inference_mode(False), torch.no_grad():
-            made = self.forms[key] = kept_form(weight, self._offset(key), sources)
+            if weight is None:
+                made = self._coded_form(key)
+            else:
+                made = kept_form(weight, sources, self._offset(key))
+            self.forms[key] = made
         return made
 
     def _coded_form(self, form: WeightForm) -> Form:
@@ -246,25 +275,24 @@ def drop_stale_forms(convs: Iterable[Conv]) -> None:
     as `weight.data.copy_()` and runs once per video: it reads every weight, 4 ms on a CPU for the
     73 M of Wan 2.1's decoder. A GPU gets a handful of launches, and the host waits once.
     """
-    # Copied at once, because another thread may derive a form in the meantime. A weight on another
-    # device is noticed in the call, by its stamp.
-    kept = [(conv, *item) for conv in convs for item in list(conv.forms.items()) if item[1].marks]
     held = [
         (conv, key, form.marks, sources)
-        for conv, key, form in kept
-        if (sources := conv.sources(coded=key.dtype == torch.int8))[0].device
-        == form.marks[0].device
+        for conv in convs
+        # Copied at once, because another thread may derive a form in the meantime.
+        for key, form in list(conv.forms.items())
+        for sources in [conv.sources(coded=key.dtype == torch.int8)]
+        # A weight on another device is noticed in the call, by its stamp.
+        if form.marks and sources[0].device == form.marks[0].device
     ]
     if not held:
         return
-    each = {id(source): source for *_, sources in held for source in sources}
-    before = [mark for *_, marks, _ in held for mark in marks]
-
     with torch.inference_mode(False), torch.no_grad():
-        now = marks_of(list(each.values()))
+        now = marks_of([source for *_, sources in held for source in sources])
+        before = [mark for *_, marks, _ in held for mark in marks]
         # The bits, because the norm of a weight with NaN is NaN.
-        bits = torch.stack([*now, *before]).view(torch.int64).tolist()
-    marks, kept_marks = dict(zip(each, bits, strict=False)), iter(bits[len(each) :])
-    for conv, key, _, sources in held:
-        if [marks[id(source)] for source in sources] != [next(kept_marks) for _ in sources]:
+        bits = torch.stack([*now, *before]).view(torch.int64).view(2, -1)
+        same = iter(bits[0].eq(bits[1]).tolist())
+    for conv, key, marks, _ in held:
+        unchanged = [next(same) for _ in marks]
+        if not all(unchanged):
             conv.forms.pop(key, None)

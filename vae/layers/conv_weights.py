@@ -1,15 +1,11 @@
-"""Weights in the forms that calls need, cached with the parameter they are derived from."""
+"""The forms of weights that calls need, and numbers that change with a weight."""
 
-import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...kernels import ConvWeight, sums_float64, synchronize
-from .inputs.coded_weights import coded_weight
+from ...kernels import sums_float64, synchronize
 
 # Forms of larger weights are not kept, because those of Wan 2.2 would double its 705 M. The
 # convolution then reorders the weight in each call: 57 ms instead of 30 for 1024 channels in bf16,
@@ -21,50 +17,11 @@ _SUMS = ("folded", "summed", "shuffled")
 # Dtypes whose norms change with their values.
 _NORM_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
+# The largest code of a weight.
+_LARGEST = 127
 
-@dataclass(frozen=True)
-class Form:
-    """A weight in the form of a call, with the state of its parameters."""
-
-    weight: ConvWeight  # The weight, derived with the first call
-    offset: Tensor | None = None  # Values derived from biases; None: there are none
-    sources: tuple[weakref.ref[Tensor], ...] = ()  # The parameters that it was derived from
-    stamps: tuple[tuple[object, ...], ...] = ()  # `stamp_of` each of them
-    marks: tuple[Tensor, ...] = ()  # `marks_of` them; empty: the form is not kept
-
-    def holds(self, sources: Sequence[Tensor]) -> bool:
-        """Return whether `sources` `[...]` are the parameters of the form, unchanged."""
-        return all(
-            source() is now and stamp == stamp_of(now)
-            for source, stamp, now in zip(self.sources, self.stamps, sources, strict=True)
-        )
-
-
-@dataclass(frozen=True)
-class CodedForm(Form):
-    """A weight in int8, for codes."""
-
-    scale: Tensor = field(kw_only=True)  # `[C_out]`, float32: factors of the sums
-    codes: Tensor = field(kw_only=True)  # `[C_in]`, float32: codes per unit of the inputs
-
-
-def kept_form(weight: ConvWeight, offset: Tensor | None, sources: Sequence[Tensor]) -> Form:
-    """Return a form to keep, with the state of its `sources`."""
-    references = tuple(weakref.ref(source) for source in sources)
-    stamps = tuple(stamp_of(source) for source in sources)
-    return Form(weight, offset, references, stamps, marks_of(sources))
-
-
-def coded_form(weight: Tensor, kind: str, steps: Tensor, sources: Sequence[Tensor]) -> CodedForm:
-    """Return a kept form in int8, with a dimension of time, for inputs of `steps` `[C_in]`."""
-    taps = derive(weight, kind, torch.float32)
-    taps = taps.unsqueeze(2) if taps.ndim == 4 else taps
-    coded, scale = coded_weight(taps, steps)
-    coded = coded.contiguous(memory_format=torch.channels_last_3d)
-    kept = ConvWeight(coded.shape, torch.int8, coded.device, lambda: coded)
-    plain = kept_form(kept, None, sources)
-    state = plain.sources, plain.stamps, plain.marks
-    return CodedForm(kept, None, *state, scale=scale, codes=steps.reciprocal())
+# Output channels are coded in blocks of so many elements: the order needs 24 bytes for each.
+_BLOCK = 1 << 22
 
 
 def keeps_form(kind: str, numbers: int) -> bool:
@@ -126,7 +83,7 @@ def marks_of(sources: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """
     marks: dict[int, Tensor] = {}
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for source in sources:
+    for source in {id(source): source for source in sources}.values():
         if sums_float64(source.device) and source.dtype in _NORM_DTYPES:
             groups.setdefault((source.dtype, source.device), []).append(source)
         else:
@@ -135,12 +92,6 @@ def marks_of(sources: Sequence[Tensor]) -> tuple[Tensor, ...]:
         norms = torch._foreach_norm(group, dtype=torch.float64)  # type: ignore[attr-defined]
         marks |= zip(map(id, group), norms, strict=True)
     return tuple(marks[id(source)] for source in sources)
-
-
-def stamp_of(weight: Tensor) -> tuple[Any, ...]:
-    """Return what changes if `weight` `[...]` is moved, cast or written to by a recorded op."""
-    version = None if weight.is_inference() else weight._version
-    return weight.data_ptr(), version, weight.dtype, weight.device
 
 
 def own_bytes(form: Tensor, parameter: Tensor) -> int:
@@ -172,3 +123,40 @@ def proved_copy(source: Tensor, device: torch.device) -> Tensor:
         f"copies of the weights from {source.device} are wrong; expected a VAE that is loaded on "
         f"{device}"
     )
+
+
+def coded_weight(weight: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a weight in int8, for inputs of `steps` `[C_in]`, and its scales `[C_out]`, float32.
+
+    `sum(code * weight) * scale` is the convolution of the values, less the zeros of the codes. The
+    scale ends at the largest weight of an output channel: clipped weights gain 0.1 dB at most.
+    """
+    shape = (1, -1, *[1] * (weight.ndim - 2))
+    coded = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    scales = steps.new_empty(weight.shape[0])
+    rows = max(1, _BLOCK // max(1, weight.shape[1:].numel()))
+    for start in range(0, weight.shape[0], rows):
+        part = slice(start, start + rows)
+        wide = weight[part].float() * steps.view(shape)
+        scale = wide.flatten(1).abs().amax(1).div_(_LARGEST)
+        scale.clamp_(min=torch.finfo(torch.float32).tiny)
+        exact = wide.div_(scale.view(-1, *[1] * (weight.ndim - 1)))
+        coded[part] = _balanced(exact.flatten(2)).view(exact.shape).to(torch.int8)
+        scales[part] = scale
+    return coded, scales
+
+
+def _balanced(exact: Tensor) -> Tensor:
+    """Round `exact` `[C_out, C_in, taps]` so that the sums of taps are rounded to nearest."""
+    # The taps of one input and one output channel meet neighbouring pixels, which are similar, so
+    # their errors add up. The weights nearest to a half go the other way: 0.5 dB.
+    codes = exact.round()
+    errors = exact - codes
+    missing = errors.sum(2, keepdim=True).round_()
+    sign = missing.sign()
+    # A tap at the end of the range stays, and so does one whose error has the other sign.
+    may_move = (codes.abs() < _LARGEST) & (errors * sign > 0)
+    order = (errors * sign).masked_fill_(~may_move, -1).argsort(stable=True, dim=2, descending=True)
+    count = torch.arange(order.shape[2], device=order.device).expand_as(order)
+    place = torch.empty_like(order).scatter_(2, order, count)
+    return codes + sign * ((place < missing.abs()) & may_move)

@@ -1,48 +1,12 @@
-"""Runs of frames with a static end, on their way through causal layers.
-
-If a run ends in identical frames, the results of a causal layer are identical too, after its reach.
-So only the frames before that are computed, and the next layer gets as many copies of the last one
-as it needs until its own results are static.
-"""
+"""Runs of frames: cut or filled up to a length, and in parts."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ...kernels import new_video
-from .workspace import canonical
-
-
-@dataclass(frozen=True)
-class Settling:
-    """The frames of a run until it is static.
-
-    The frames after the first `fresh` are copies of the last of these; if it is 0 or less, of the
-    frame before the run.
-    """
-
-    frames: int
-    fresh: int
-
-    @property
-    def needed(self) -> int:
-        """Frames of the run that must be computed."""
-        return max(0, min(self.fresh, self.frames))
-
-    def behind(self, taps: int, stride: int) -> "Settling":
-        """Return the run after a causal convolution with `taps` and `stride`.
-
-        Result `j` sees `taps` frames up to `j * stride + stride - 1`. It is static once the first
-        of these is.
-        """
-        first = -(-(self.fresh - 1 + taps - stride) // stride)
-        return Settling(self.frames // stride, first + 1)
-
-    def part(self, start: int, frames: int) -> "Settling":
-        """Return the part of the run with `frames` frames from `start` on."""
-        return Settling(frames, self.fresh - start)
+from .temporal_cache import canonical
 
 
 def fitted(x: Tensor, frames: int) -> Tensor:

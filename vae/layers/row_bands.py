@@ -12,8 +12,8 @@ from torch import Tensor
 from ...kernels import zero_of
 from .causal_conv import CausalConv3d
 from .conv import Terms
+from .inputs.coding import Fill
 from .temporal_cache import TemporalCache
-from .workspace import Fill
 
 # Bands are used for frames of at least this many times the size of a band, because they are slower.
 WORTH_IT = 4
@@ -70,7 +70,11 @@ def convolve(
             last = columns[:, :, -conv.context :, pad : pad + bottom - top]
             last = last.expand(-1, -1, conv.context, -1, -1).clone()
             late = tail[:, :, :, top:bottom], last
-        added = terms.of(lambda y, band=slice(top, bottom): _copied(y[:, :, :, band]))
+        added = terms.of(
+            lambda y, band=slice(top, bottom): y[:, :, :, band].clone(
+                memory_format=torch.channels_last_3d
+            )
+        )
         out[:, :, :, top:bottom] = conv.convolve(window, route, (0, pad - side), cache, added)
     if late is not None:
         late[0].copy_(late[1])
@@ -85,7 +89,3 @@ def _write(fill: Fill, x: Tensor, out: Tensor) -> None:
     dense = torch.empty_like(out, memory_format=torch.channels_last_3d)
     fill(x, out=dense)
     out.copy_(dense)
-
-
-def _copied(rows: Tensor) -> Tensor:
-    return rows.clone(memory_format=torch.channels_last_3d)

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels import WeightForm, merge_phases, product_dtype
+from .causal_conv import copied
 from .conv import Conv, PointwiseConv
 from .temporal_cache import TemporalCache
-from .workspace import copied
 
 # Height and width are always doubled.
 _SIDE = 2
@@ -150,11 +150,12 @@ class ShuffleConv(Conv):
         """Add the bias contribution minus the constant bias, which is 0 except at the border."""
         offset = self.forms[form].offset
         assert offset is not None
-        rows, columns = _borders(offset, frames)
-        for row, line in zip((0, -1), rows, strict=True):
-            frames[..., row, :] += line
-        for column, line in zip((0, -1), columns, strict=True):
-            frames[..., 1:-1, column] += line
+        *_, height, width = frames.shape
+        for at, border, inner in ((0, 0, 2), (-1, 3, 1)):
+            row = _line(offset[:, border], offset[:, inner], width)
+            frames[..., at, :] += row.to(frames.dtype)[:, None]
+            column = _line(offset[:, :, border], offset[:, :, inner], height)[:, 1:-1]
+            frames[..., 1:-1, at] += column.to(frames.dtype)[:, None]
 
 
 def fold(taps: Tensor, parts: Tensor, places: Sequence[tuple[int, int]]) -> Tensor:
@@ -187,28 +188,11 @@ def _places(form: WeightForm, times: int) -> list[tuple[int, int]]:
     return times_of(form.phase, times, after_first=form.place == _SECOND)
 
 
-def _borders(offset: Tensor, frames: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the difference for the first and last row, and the first and last column between them.
+def _line(border: Tensor, inner: Tensor, length: int) -> Tensor:
+    """Return `[C, length]`: the line `border` `[C, 4]`, less `inner` without its two ends.
 
-    Two rows `[C, 1, W]` and two columns `[C, 1, H - 2]`.
+    The middle two of the four values repeat.
     """
-    *_, height, width = frames.shape
-    rows, columns = [], []
-    for border, inner in ((0, 2), (3, 1)):
-        line = _stretched(offset[:, border], width, 1) - _repeated(offset[:, inner], width, 1)
-        rows.append(line.to(frames.dtype)[:, None])
-        edge, bulk = offset[:, :, border], offset[:, :, inner]
-        line = _stretched(edge, height, 1) - _repeated(bulk, height, 1)
-        columns.append(line[:, 1:-1].to(frames.dtype)[:, None])
-    return rows, columns
-
-
-def _stretched(border: Tensor, length: int, dim: int) -> Tensor:
-    """Stretch four values along an axis: the ends once, the middle two repeated."""
-    first, middle, last = border.split((1, 2, 1), dim)
-    return torch.cat([first, *[middle] * (length // 2 - 1), last], dim)
-
-
-def _repeated(border: Tensor, length: int, dim: int) -> Tensor:
-    """Repeat the middle two of four values along the whole axis."""
-    return torch.cat([border.narrow(dim, 1, 2).flip(dim)] * (length // 2), dim)
+    first, middle, last = border.split((1, 2, 1), 1)
+    line = torch.cat([first, middle.repeat(1, length // 2 - 1), last], 1)
+    return line - inner[:, 1:3].flip(1).repeat(1, length // 2)

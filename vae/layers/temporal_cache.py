@@ -1,17 +1,108 @@
-"""The state of one video between two steps.
+"""The state of one video between two steps, and the reused memory of its activations.
 
 Wan's VAE sees the past through its causal convolutions only: each needs the last `kernel - stride`
 frames of its own input (wan/modules/vae.py, CACHE_T). So one `TemporalCache` belongs to one video:
 it is created when the video starts, passed down through the layers, and dropped at the end.
 """
 
+import functools
+from dataclasses import dataclass
+from math import prod
+
 import torch
 from torch import Tensor, nn
 
-from ...kernels import new_video, zero_of
-from .frame_runs import Settling
+from ...kernels import has_own_memory, new_video, zero_of
 from .inputs.coding import Coding
-from .workspace import Workspace
+
+# Blocks from this size on are kept for later results. glibc maps blocks over 32 MB anew each time,
+# and the first touch of 50 MB of new pages takes 13-30 ms, as long as the convolution that fills
+# them on a CPU with AMX. glibc reuses smaller blocks itself.
+KEPT_BYTES = 32 << 20
+
+# A block larger than this many times the requested size is not used for it.
+_WASTE = 1.5
+
+
+class Workspace:
+    """Memory for short-lived activations; one for all tiles of a stream."""
+
+    def __init__(self) -> None:
+        self._scratch: Tensor | None = None
+        self._views: dict[object, Tensor] = {}  # of the scratch memory
+        self._blocks: list[Tensor] = []
+
+    def scratch(self, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor:
+        """Return a channels-last buffer that is valid until the next call.
+
+        All calls share one memory, because new pages would cost as much as the arithmetic.
+        """
+        key = tuple(shape), like.dtype, like.device
+        view = self._views.get(key)
+        if view is not None:
+            return view
+        nbytes = prod(shape) * like.element_size()
+        block = self._scratch
+        if block is None or block.numel() < nbytes or block.device != like.device:
+            del block
+            self._scratch, self._views = None, {}  # freed before the larger one is allocated
+            block = self._scratch = _allocated(nbytes, like.device)
+        return self._views.setdefault(key, _video_of(block, shape, like))
+
+    def clear(self) -> None:
+        """Free the memory that no tensor uses."""
+        self._scratch, self._views, self._blocks = None, {}, []
+
+    def reused(self, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor | None:
+        """Return channels-last memory that is reused, or None where a new tensor costs no more.
+
+        The memory becomes free when the last tensor that uses it is gone.
+        """
+        nbytes = prod(shape) * like.element_size()
+        kept = nbytes >= KEPT_BYTES and not (like.is_meta or has_own_memory(like.device))
+        alone = _count_alone() if kept else None
+        if alone is None:
+            return None
+        free = [block for block in self._blocks if _count(block) == alone]
+        fitting = [block for block in free if nbytes <= block.numel() <= _WASTE * nbytes]
+        if not fitting:
+            # Free blocks of another size belong to layers that are done.
+            self._blocks = [b for b in self._blocks if not any(b is other for other in free)]
+            del free
+            fitting = [_allocated(nbytes, like.device)]
+            self._blocks += fitting
+        return _video_of(min(fitting, key=Tensor.numel), shape, like)
+
+
+@dataclass(frozen=True)
+class Settling:
+    """The frames of a run until it is static.
+
+    If a run ends in identical frames, the results of a causal layer are identical too, after its
+    reach. The frames after the first `fresh` are copies of the last of these; if it is 0 or less,
+    of the frame before the run.
+    """
+
+    frames: int
+    fresh: int
+
+    @property
+    def needed(self) -> int:
+        """Frames of the run that must be computed."""
+        return max(0, min(self.fresh, self.frames))
+
+    def behind(self, taps: int, stride: int) -> "Settling":
+        """Return the run after a causal convolution with `taps` and `stride`.
+
+        Result `j` sees `taps` frames up to `j * stride + stride - 1`. It is static once the first
+        of these is.
+        """
+        first = -(-(self.fresh - 1 + taps - stride) // stride)
+        return Settling(self.frames // stride, first + 1)
+
+    def part(self, start: int, frames: int) -> "Settling":
+        """Return the part of the run with `frames` frames from `start` on."""
+        return Settling(frames, self.fresh - start)
 
 
 class TemporalCache:
@@ -69,3 +160,44 @@ class TemporalCache:
         for frame in range(older):  # one by one: the frames overlap
             tail[:, :, frame] = tail[:, :, frame + last.shape[2]]
         tail[:, :, older:] = last
+
+
+def _allocated(nbytes: int, device: torch.device) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+@functools.cache
+def _count_alone() -> int | None:
+    """Return the use count of the storage of one tensor, or None if counting does not work."""
+    if not hasattr(torch._C, "_storage_Use_Count"):  # not public; PyTorch's CUDA graphs use it
+        return None
+    block = torch.empty(2)
+    alone = _count(block)
+    view = block[:1]
+    return alone if _count(block) == _count(view) == alone + 1 else None
+
+
+def _count(block: Tensor) -> int:
+    return torch._C._storage_Use_Count(block.untyped_storage()._cdata)
+
+
+def _video_of(block: Tensor, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor:
+    """View bytes as a channels-last `[B, C, T, H, W]`."""
+    numbers = block[: prod(shape) * like.element_size()].view(like.dtype)
+    return numbers.as_strided(shape, _strides(shape))
+
+
+def _strides(shape: tuple[int, ...] | torch.Size) -> tuple[int, ...]:
+    """Return the strides of channels-last memory for a video `[B, C, T, H, W]`."""
+    _, channels, frames, height, width = shape
+    frame = channels * height * width
+    return frames * frame, 1, frame, channels * width, channels
+
+
+def canonical(x: Tensor) -> Tensor:
+    """Give a channels-last `x` `[B, C, T, H, W]` the strides of that format in every dimension.
+
+    PyTorch keeps arbitrary strides in dimensions of size one, and then misjudges the layout of a
+    tensor with one frame or one column.
+    """
+    return x.as_strided(x.shape, _strides(x.shape))

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..layers.conv import Conv
-from ..layers.conv_weights import marks_of, proved_copy, stamp_of
+from ..layers.conv import Conv, stamp_of
+from ..layers.conv_weights import marks_of, proved_copy
 from .base import Network, unwrapped
 
 

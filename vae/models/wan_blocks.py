@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels import attention, bias_residual, code_steps, interleave_time, rms_norm_silu
-from ..layers.causal_conv import CausalConv3d
+from ..layers.causal_conv import CausalConv3d, StridedConv2d, UpsampleConv2d
 from ..layers.causal_layer import CausalLayer
 from ..layers.conv import PointwiseConv, Terms
-from ..layers.resample_conv import StridedConv2d, UpsampleConv2d
 from ..layers.temporal_cache import TemporalCache
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...kernels import SIGNATURES, new_video
-from ..layers.workspace import Workspace
+from ..layers.temporal_cache import Workspace
 
 _IN_PLACE = {"aten::add_", "aten::sub_", "aten::mul_"}
 _VIEWS = {"aten::_unsafe_view", "aten::_reshape_alias", "aten::detach"}

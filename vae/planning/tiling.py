@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from ..layers.causal_layer import CausalLayer
-from ..layers.temporal_cache import TemporalCache
-from ..layers.workspace import canonical
+from ..layers.temporal_cache import TemporalCache, canonical
 from ..models.base import Network
 from ..models.receptive_field import Size, Span, is_encoder, reach
 

@@ -9,15 +9,14 @@ from ...kernels import is_out_of_memory, log_once, preparing
 
 
 class Recording:
-    """The work on one chunk, to be replayed for other chunks of its shape."""
+    """The work on one chunk, to be replayed for other chunks of its shape.
 
-    # Capturing runs the Python code but nothing on the GPU: the first `replay` is the first run.
-    # The recording owns all memory between input and results. The state of `steps` must not move in
-    # memory, and they have run for this shape before, so that everything is set up.
+    Capturing runs the Python code but nothing on the GPU. The state of `steps` must not move in
+    memory, and they have run for this shape before, so that everything is set up.
+    """
 
     def __init__(self, steps: Callable[[Tensor], Iterable[Tensor]], x: Tensor) -> None:
-        self._input = x.clone()
-        self._graph = torch.cuda.CUDAGraph()
+        self._input, self._graph = x.clone(), torch.cuda.CUDAGraph()
         # Work of other threads on the device must not fail this capture. PyTorch does not leave the
         # stream of a capture that fails, so the stream is restored here.
         try:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..layers.causal_layer import CausalLayer
-from ..layers.frame_runs import Settling, fitted, largest_part, parts
-from ..layers.temporal_cache import TemporalCache
+from ..layers.frame_runs import fitted, largest_part, parts
+from ..layers.temporal_cache import Settling, TemporalCache
 from .static_frames import StaticEnd
 
 # Larger than any activation, so that no frames are divided.
@@ -113,7 +113,7 @@ def _cut(layer: CausalLayer, x: Tensor, part_bytes: int) -> int:
 
 
 def _fitted(layer: CausalLayer, x: Tensor) -> Tensor:
-    return fitted(x, _wanted(layer, x))
+    return fitted(x, _wanted(layer, x)) if layer.repeats else x
 
 
 def _wanted(layer: CausalLayer, x: Tensor) -> int:
@@ -145,8 +145,8 @@ def rechunk(pieces: Iterable[Tensor], size: int | None, *, begins: bool = True) 
         begins: The first frame is the start of the video; otherwise it is like any other.
 
     Yields:
-        One frame, then runs of `size` frames, the last of which can be shorter. A run is yielded as
-        soon as its frames are there, before the next piece is requested.
+        One frame, then runs of `size` frames, the last of which can be shorter, as soon as its
+        frames are there.
     """
     held: list[Tensor] = []
     missing: int | None = 1 if begins else size

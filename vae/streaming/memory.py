@@ -20,15 +20,7 @@ class ExhaustedError(torch.OutOfMemoryError):
 
 
 def exhausted(error: BaseException, task: str) -> ExhaustedError:
-    """Return the one-line error for a lack of memory that cannot be resolved.
-
-    Args:
-        error: The error of the allocator.
-        task: Name of the work in the message, such as "a decode".
-
-    Returns:
-        The error; `error` itself if it is one.
-    """
+    """Return the one-line error for an `error` of the allocator in a `task`, such as "a decode"."""
     if isinstance(error, ExhaustedError):
         return error
     text = " ".join(str(error).split())
@@ -53,9 +45,6 @@ def retried(
         device: The device of the memory.
         task: Name of the work in the error, such as "a decode".
         release: Releases memory of the caller on a device, before the second run; None: nothing.
-
-    Returns:
-        The result of `do`.
 
     Raises:
         ExhaustedError: Memory ran out again; the message is one line.

@@ -6,10 +6,8 @@ norm makes it NaN, which nothing in the networks turns into a finite number agai
 """
 
 import math
-import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,20 +15,17 @@ from torch import Tensor
 from ...kernels import frames_to_images, lacks, pixel_shuffle_3d
 from ..background_writer import BackgroundWriter
 from ..layers.inputs.coding import Coding
-from ..layers.workspace import uint16_as_int16
 from ..models.config import VAEConfig
 from ..models.patchify import COLUMN_FIRST, ROW_FIRST
 from ..models.receptive_field import Span
 from .source import OPEN_END
+from .upload import uint16_as_int16
 
 
 class Wanted:
     """Which results of a run are wanted, counted as they come.
 
-    Args:
-        wanted: Their numbers.
-        at: The number of the first result of the run.
-        origin: The number of the first result in the caller's memory.
+    `at` is the number of the first result of the run, `origin` that in the caller's memory.
     """
 
     def __init__(self, wanted: range = range(OPEN_END), at: int = 0, origin: int = 0) -> None:
@@ -53,44 +48,45 @@ class Wanted:
         return first - at, slice(place, place + last - first)
 
 
-class Sink(Protocol):
+class Sink:
     """Takes the output of the last layer in order of time."""
+
+    times = 1  # Results of a latent that is not the first
+
+    def __init__(self, wanted: Wanted) -> None:
+        self._wanted = wanted
 
     def write(self, x: Tensor) -> Tensor:
         """Take the output `[B, C, n, H, W]`; return the wanted results, which can be none."""
-        ...
+        skipped, place = self._wanted.passed(x.shape[2])
+        return self._written(x[:, :, skipped : skipped + place.stop - place.start], place)
 
     def end_after(self, latents: int) -> None:
-        """Drop the results after those of the next `latents`."""
-        ...
+        """Drop the results after those of the next `latents`, none of which is a first one."""
+        self._wanted.end_after(latents * self.times)
+
+    def _written(self, x: Tensor, place: slice) -> Tensor:
+        """Return the wanted results `x` as the caller gets them."""
+        raise NotImplementedError
 
 
-class LatentOutput:
+class LatentOutput(Sink):
     """The wanted latents of an encode, which `leave` makes of the output of the last layer."""
 
     def __init__(self, leave: Callable[[Tensor], Tensor], wanted: Wanted) -> None:
-        self._leave, self._wanted = leave, wanted
+        super().__init__(wanted)
+        self._leave = leave
 
-    def write(self, x: Tensor) -> Tensor:
-        """Return the latents `[B, C_latent, n, h, w]` of `x` `[B, 2 C_latent, n, h, w]`."""
-        skipped, place = self._wanted.passed(x.shape[2])
-        x = x[:, :, skipped : skipped + place.stop - place.start]
+    def _written(self, x: Tensor, place: slice) -> Tensor:
         return self._leave(x) if x.shape[2] else x
-
-    def end_after(self, latents: int) -> None:
-        """Drop what comes after the next `latents`."""
-        self._wanted.end_after(latents)
 
 
 class Finding:
     """The examination of one piece, in parts and from threads of several devices."""
 
-    def __init__(
-        self, sides: dict[torch.device, torch.cuda.Stream], coding: Coding | None = None
-    ) -> None:
-        self._sides, self._coding = sides, coding
-        # By thread, which has one device: the sum, and the event after it.
-        self._sums: dict[int, tuple[Tensor, torch.cuda.Event | None]] = {}
+    def __init__(self, coding: Coding | None = None) -> None:
+        self._coding = coding
+        self._sums: list[tuple[Tensor, torch.cuda.Event | None]] = []
 
     def look(self, x: Tensor, coding: Coding | None = None) -> None:
         """Examine a part `[B, C, n, H, W]` of the piece, without a wait for the device.
@@ -101,30 +97,20 @@ class Finding:
         coding = coding or self._coding
         if coding is not None:
             total.add_(coding.verdict())
-        thread = threading.get_ident()
-        if thread in self._sums:
-            before, summed = self._sums[thread]
-            total.add_(before)
-        else:
-            summed = torch.cuda.Event() if x.device.type == "cuda" else None
-        if summed is not None:
-            summed.record(torch.cuda.current_stream(x.device))
-        self._sums[thread] = total, summed
+        if not total.is_cuda:
+            self._sums.append((total, None))
+            return
+        # Copied at once: the device may compute the next piece when the sum is read.
+        copy, copied = total.to("cpu", non_blocking=True), torch.cuda.Event()
+        copied.record(torch.cuda.current_stream(x.device))
+        self._sums.append((copy, copied))
 
     def overflowed(self) -> bool:
         """Wait for the work on the piece, and return whether it has NaN or infinity."""
-        return not all(math.isfinite(self._read(*each)) for each in self._sums.values())
-
-    def _read(self, total: Tensor, summed: torch.cuda.Event | None) -> float:
-        if summed is None:
-            return total.item()
-        # On a stream of its own: the device may compute the next piece already.
-        summed.synchronize()
-        side = self._sides.get(total.device)
-        if side is None:
-            side = self._sides[total.device] = torch.cuda.Stream(total.device)
-        with torch.cuda.stream(side):
-            return total.item()
+        for _, copied in self._sums:
+            if copied is not None:
+                copied.synchronize()
+        return not all(math.isfinite(total.item()) for total, _ in self._sums)
 
 
 class Watch:
@@ -132,12 +118,11 @@ class Watch:
 
     def __init__(self, coding: Coding | None = None) -> None:
         self._coding = coding
-        self._sides: dict[torch.device, torch.cuda.Stream] = {}
         self._findings: deque[Finding] = deque()
 
     def next_piece(self) -> Finding:
         """Return the examination of the next piece."""
-        self._findings.append(Finding(self._sides, self._coding))
+        self._findings.append(Finding(self._coding))
         return self._findings[-1]
 
     def overflowed(self) -> bool:
@@ -145,7 +130,7 @@ class Watch:
         return self._findings.popleft().overflowed()
 
 
-class Output:
+class Output(Sink):
     """The wanted frames of a decode: new tensors, or parts of the caller's memory.
 
     Args:
@@ -168,11 +153,12 @@ class Output:
         writer: BackgroundWriter | None = None,
         watch: Watch | None = None,
     ) -> None:
+        super().__init__(wanted or Wanted())
         self._config, self._dtype, self._out, self._images = config, dtype, out, images
-        self._wanted = wanted or Wanted()
         self._writer, self._watch = writer, watch
+        self.times = config.temporal_compression
         # Pixels of a piece per pixel of the network's output, in height and width.
-        self._size = config.patch_size * config.output_scale
+        self.size = config.patch_size * config.output_scale
         self._order = COLUMN_FIRST if config.patch_size > 1 else ROW_FIRST
 
     @property
@@ -180,58 +166,47 @@ class Output:
         """The error of the writer, or None."""
         return None if self._writer is None else self._writer.error
 
-    def end_after(self, latents: int) -> None:
-        """Drop the frames after those of the next `latents`, none of which is a first one."""
-        self._wanted.end_after(latents * self._config.temporal_compression)
-
-    def write(self, x: Tensor) -> Tensor:
-        """Take frames `x` `[B, C, n, H, W]`, and return the piece of the wanted ones."""
-        skipped, place = self._wanted.passed(x.shape[2])
-        x = x[:, :, skipped : skipped + place.stop - place.start]
-        finding = self._finding(place)
+    def _written(self, x: Tensor, place: slice) -> Tensor:
+        finding, target = self._finding(place), self._target(place)
         if finding is not None:
             finding.look(x)
-        target = self._target(place)
         if target is None:
             return self._new(x)
-        self._place(x, target)
+        self.put(x, target)
         return target
 
     def chunk(self, latent: Tensor, *, first: bool) -> "TiledChunk":
         """Return a target for tiles of the frames of a `latent` `[B, C, t, h, w]`."""
-        batch, channels, _, height, width = self._config.decoded_shape(latent.shape)
-        count = 1 if first else latent.shape[2] * self._config.temporal_compression
+        count = 1 if first else latent.shape[2] * self.times
         skipped, place = self._wanted.passed(count)
         frames = place.stop - place.start
         piece = self._target(place)
         if piece is None:
-            piece = torch.empty(
-                (batch, channels, frames, height, width),
-                dtype=self._dtype,
-                device=latent.device,
-                memory_format=torch.channels_last_3d,
-            )
+            batch, channels, _, *sides = self._config.decoded_shape(latent.shape)
+            shape, order = (batch, channels, frames, *sides), torch.channels_last_3d
+            kind = {"dtype": self._dtype, "device": latent.device}
+            piece = torch.empty(shape, memory_format=order, **kind)
         return TiledChunk(self, piece, self._finding(place), skipped, frames)
 
-    def put(
-        self,
-        x: Tensor,
-        piece: Tensor,
-        finding: Finding | None,
-        time: slice,
-        rows: Span,
-        columns: Span,
-        coding: Coding | None,
-    ) -> None:
-        """Write a part `[B, C, n, h, w]` of some frames to its place in a piece, and examine it."""
-        down, across = (slice(self._size * a, self._size * b) for a, b in (rows, columns))
+    def part(self, piece: Tensor, time: slice, down: slice, across: slice) -> Tensor:
+        """Return a part of a piece of this output."""
         if self._images is None:
-            target = piece[:, :, time, down, across]
-        else:
-            target = piece[:, time, down, across]
-        if finding is not None:
-            finding.look(x, coding)
-        self._place(x, target)
+            return piece[:, :, time, down, across]
+        return piece[:, time, down, across]
+
+    def put(self, x: Tensor, target: Tensor) -> None:
+        """Write the network's output `x` `[B, C, n, h, w]` to a part of a piece."""
+        if not target.numel():
+            return
+        if self._writer is not None:
+            held = uint16_as_int16(self._converted(x, target))
+            self._writer.put(held, uint16_as_int16(target))
+            return
+        with torch.inference_mode(target.is_inference()):  # otherwise it cannot be written to
+            if self._images is not None:
+                frames_to_images(x, patch=self.size, order=self._order, out=target)
+            else:
+                pixel_shuffle_3d(x, (1, self.size, self.size), self._order, out=target)
 
     def _finding(self, place: slice) -> Finding | None:
         """Return the examination of a piece; None for one without frames, which is not yielded."""
@@ -245,22 +220,9 @@ class Output:
 
     def _new(self, x: Tensor) -> Tensor:
         frames = x.to(self._dtype)
-        if self._size == 1:
+        if self.size == 1:
             return frames
-        return pixel_shuffle_3d(frames, (1, self._size, self._size), self._order)
-
-    def _place(self, x: Tensor, target: Tensor) -> None:
-        if not target.numel():
-            return
-        if self._writer is not None:
-            held = uint16_as_int16(self._converted(x, target))
-            self._writer.put(held, uint16_as_int16(target))
-            return
-        with torch.inference_mode(target.is_inference()):  # otherwise it cannot be written to
-            if self._images is not None:
-                frames_to_images(x, patch=self._size, order=self._order, out=target)
-            else:
-                pixel_shuffle_3d(x, (1, self._size, self._size), self._order, out=target)
+        return pixel_shuffle_3d(frames, (1, self.size, self.size), self._order)
 
     def _converted(self, x: Tensor, target: Tensor) -> Tensor:
         """Return `x` in the shape and dtype of `target` `[...]`, on the device of `x`."""
@@ -269,12 +231,12 @@ class Output:
         dtype = torch.float32 if lacks(x.device, target.dtype) else target.dtype
         if self._images is None:
             return self._new(x).to(dtype)
-        images = frames_to_images(x, dtype=dtype, patch=self._size, order=self._order)
+        images = frames_to_images(x, dtype=dtype, patch=self.size, order=self._order)
         return images.view(target.shape)
 
 
 class TiledChunk:
-    """Frames that arrive in tiles."""
+    """Frames that arrive in tiles: `frames` of them after the first `skipped`, in `piece`."""
 
     def __init__(
         self, output: Output, piece: Tensor, finding: Finding | None, skipped: int, frames: int
@@ -289,10 +251,16 @@ class TiledChunk:
         """Write a part of the frames from `start` on; threads of devices may do so at once."""
         first = max(0, self._skipped - start)
         last = min(x.shape[2], self._skipped + self._frames - start)
-        if first < last:
-            time = slice(start + first - self._skipped, start + last - self._skipped)
-            place = self.piece, self._finding, time, rows, columns
-            self._output.put(x[:, :, first:last], *place, coding)
+        if first >= last:
+            return
+        x, at = x[:, :, first:last], start + first - self._skipped
+        if self._finding is not None:
+            self._finding.look(x, coding)
+        size = self._output.size
+        down, across = (slice(size * a, size * b) for a, b in (rows, columns))
+        self._output.put(
+            x, self._output.part(self.piece, slice(at, at + last - first), down, across)
+        )
 
 
 def background_writer(device: torch.device, target: Tensor | None) -> BackgroundWriter | None:

@@ -7,7 +7,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -25,17 +24,9 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 # Owner, name and old value of switches.
 _Saved = list[tuple[object, str, object]]
 
-
-@dataclass
-class _State:
-    """Threads inside `full_float32`, and the settings to restore, by kind of device."""
-
-    holders: int = 0
-    saved: dict[str, _Saved] = field(default_factory=dict)
-
-
 _lock = threading.Lock()
-_state = _State()
+_saved: dict[str, _Saved] = {}  # what to restore after `full_float32`, by kind of device
+_holders: list[str] = []  # the kinds of device of the threads inside
 
 
 def fastest_decode_dtype(device: torch.device) -> torch.dtype:
@@ -43,12 +34,6 @@ def fastest_decode_dtype(device: torch.device) -> torch.dtype:
 
     On a CPU, bfloat16 if it has instructions for its products. On a GPU, bfloat16 if it computes in
     it. Otherwise float32.
-
-    Args:
-        device: The device.
-
-    Returns:
-        The dtype.
     """
     if device.type == "cpu":
         return torch.bfloat16 if multiplies_bfloat16() else torch.float32
@@ -99,19 +84,17 @@ def full_float32(device: torch.device) -> Iterator[None]:
     # the older ones are read and disagree with them. Other code may read either at any time, so
     # both are set, and agree in the block.
     with _lock:
-        if device.type not in _state.saved:
-            _state.saved[device.type] = _switch_off(device.type)
-        _state.holders += 1
+        if device.type not in _saved:
+            _saved[device.type] = _switch_off(device.type)
+        _holders.append(device.type)
     try:
         yield
     finally:
         with _lock:
-            _state.holders -= 1
-            if _state.holders == 0:
-                while _state.saved:
-                    _, saved = _state.saved.popitem()  # the last one first
-                    for owner, name, value in saved:
-                        setattr(owner, name, value)
+            _holders.remove(device.type)
+            while _saved and not _holders:
+                for owner, name, value in _saved.popitem()[1]:  # of the last device first
+                    setattr(owner, name, value)
 
 
 def eager(function: _Function) -> _Function:
@@ -125,12 +108,6 @@ def eager(function: _Function) -> _Function:
 
     `torch.compiler.disable` imports TorchDynamo, which takes seconds. So it is only called after
     other code has imported TorchDynamo, as every compilation does.
-
-    Args:
-        function: The function to wrap.
-
-    Returns:
-        The wrapped function.
     """
     disabled: Callable[..., Any] | None = None
 
@@ -232,22 +209,22 @@ def _released(device_type: str) -> list[tuple[Any, str]]:
 def _values(switches: list[_Switch]) -> _Saved:
     """Return owner, name and value of every switch, even if the older ones cannot be read."""
     new = "fp32_precision"
-    newer = [(owner, owner.fp32_precision) for owner, name, *_ in switches if name == new]
-    saved = []
-    for owner, name, value, _ in switches:
-        if name == new:
-            continue
+    newer: _Saved = [
+        (owner, new, owner.fp32_precision) for owner, name, *_ in switches if name == new
+    ]
+    older: _Saved = []
+    for owner, name, value, _ in (each for each in switches if each[1] != new):
         try:
             found = getattr(owner, name)
         except RuntimeError:  # it disagrees with the newer ones
-            for other, _ in newer:
-                other.fp32_precision = "none"
+            for other, *_ in newer:
+                setattr(other, new, "none")
             try:
                 found = getattr(owner, name)
             except RuntimeError:
                 found = not value  # "none" agrees with `value`
-        saved.append((owner, name, found))
-    return saved + [(owner, new, value) for owner, value in newer]
+        older.append((owner, name, found))
+    return older + newer
 
 
 @functools.cache

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from ...kernels import first_line, is_out_of_memory
 from ..layers.inputs.coding import Coding
+from ..weights import VAEWeights
 from .bands.banded_executor import DeviceError
 from .bands.ranks import RankError
 from .memory import bare, exhausted, make_room
 from .output import Sink, Wanted, Watch, background_writer
-from .overflow import NarrowVAE, RangeError, remember, report_nan
 from .precision import eager
 from .session import VideoJob, VideoSession
-from .settings import Setting
+from .settings import RangeError, Setting, after_overflow
 from .source import OPEN_END, Part, Source
 
 _logger = logging.getLogger(__name__)
@@ -41,12 +41,10 @@ def resumed(
     """Yield the results of a run, and after a failure those of a run with the next setting.
 
     Args:
-        settings: The settings in order; the next one is requested when what the failed run held is
-            freed.
+        settings: The settings; the next one is requested when what the failed run held is freed.
         run: Yields the results under a setting, from the first one on that was not yielded yet.
         failed: Takes the error of a run; returns whether another setting may help.
-        task: Name of the work in the error about memory, such as "a decode"; empty: that of the
-            allocator is raised.
+        task: The work in the error about memory, such as "a decode"; empty: that of the allocator.
 
     Raises:
         ExhaustedError: Memory ran out, and no setting is left.
@@ -80,12 +78,7 @@ def resumed(
 
 
 class Pieces(Iterator[Tensor]):
-    """The pieces of a video; they are computed without `torch.compile`, and refer to no cycle.
-
-    Args:
-        pieces: The pieces.
-        park: Frees the memory that is held between them.
-    """
+    """The pieces of a video; they are computed without `torch.compile`, and refer to no cycle."""
 
     def __init__(self, pieces: Generator[Tensor, None, None], park: Callable[[], None]) -> None:
         self._pieces, self._park = pieces, park
@@ -114,20 +107,14 @@ class Video:
     A failure drops a run: a lack of memory, an overflow in a narrow dtype, a device that is lost.
     The next one begins a receptive field before the first result that is missing.
 
-    Args:
-        vae: The VAE, which remembers an overflow.
-        job: The work.
-        source: What comes in.
-        part: What is wanted of it.
-        setting: The setting of the first run.
-        sink: Makes the destination of a run, with `wanted`, `writer` and `watch` of `Output`.
-        target: The caller's memory for the frames; None: new tensors.
-        axis: The dimension of the frames or latents in a piece.
+    `vae` remembers an overflow. `sink` makes the destination of a run, with `wanted`, `writer` and
+    `watch` of `Output`, for frames in the caller's `target` or in new tensors; `axis` is that of
+    the frames in a piece.
     """
 
     def __init__(
         self,
-        vae: NarrowVAE,
+        vae: VAEWeights,
         job: VideoJob,
         source: Source,
         part: Part,
@@ -171,7 +158,7 @@ class Video:
         elif job.video is not None and (writer or (watch and device.type != "cpu")):
             ahead = 1
         waiting: deque[tuple[Tensor, int]] = deque()
-        missing, failures = stop - self._at, list[Exception]()
+        missing, failure = stop - self._at, None
 
         def arrived() -> Tensor:
             piece, queued = waiting.popleft()
@@ -185,21 +172,27 @@ class Video:
             return piece
 
         with contextlib.closing(stream), writer or contextlib.nullcontext(), job.left(setting):
-            for piece in _until_short(stream, failures):
+            while missing:
+                try:
+                    piece = next(stream, None)
+                except Exception as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    failure, piece = bare(error), None  # what is on its way arrives first
+                if piece is None:
+                    break
                 count = piece.shape[self._axis]
                 if count:
                     waiting.append((piece, writer.queued if writer else 0))
                 del piece  # without a wanted frame it is a view of the others
                 missing -= count
-                if not missing:
-                    break
-                if len(waiting) > ahead:
+                if len(waiting) > ahead and missing:
                     yield arrived()
             stream.close()
             while waiting:
                 yield arrived()
-        if failures:
-            raise failures[0]
+        if failure is not None:
+            raise failure
         if stop != OPEN_END:
             self._part.check_end(self._at)
 
@@ -210,7 +203,7 @@ class Video:
             setting, self._before = following, self._at
             if setting.is_narrow and not setting.coded and not self._vae.allow_fp16:
                 setting = setting.widened()  # another video has overflowed meanwhile
-            setting = self._vae.proved(setting)
+            setting = self._job.proved(setting)
             yield setting
             following = self._next(setting)
 
@@ -232,16 +225,10 @@ class Video:
         plan, planned = session and session.plan, session and session.planned
         del session  # whose memory is free before the caller's is released
         self._failure = self._session = None
-        if isinstance(failure, RangeError):
-            if setting.is_narrow:
-                remember(self._vae, self._at, coded=bool(setting.coded))
-                return setting.widened()
-            following = setting.after_nan()
-            self._vae.is_finite = following.watched
-            report_nan(self._at, setting, following)
-            return following
         if failure is None:
             return None
+        if isinstance(failure, RangeError):
+            return after_overflow(self._vae, self._at, setting)
         if plan and plan.bands:
             own = next(each for each in plan.bands.members if each.device == setting.device)
             if isinstance(failure, DeviceError) and failure.number != own.number:
@@ -272,13 +259,3 @@ class Video:
             words,
         )
         self._is_logged = True
-
-
-def _until_short(stream: Iterator[Tensor], failures: list[Exception]) -> Iterator[Tensor]:
-    """Yield pieces until memory runs out, which is noted: those on their way arrive first."""
-    try:
-        yield from stream
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        failures.append(bare(error))

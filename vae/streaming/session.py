@@ -12,8 +12,7 @@ from ...kernels import Proofs, Snapshot, proving, searches_shapes, seeing
 from ..layers.conv import Conv, drop_stale_forms
 from ..layers.frame_runs import fitted
 from ..layers.inputs.coding import Coding
-from ..layers.temporal_cache import TemporalCache
-from ..layers.workspace import Workspace, canonical
+from ..layers.temporal_cache import TemporalCache, Workspace, canonical
 from ..models.base import Network
 from ..models.config import VAEConfig
 from ..planning.device_memory import free_bytes
@@ -45,33 +44,22 @@ _SEARCHED = 3
 
 @dataclass(frozen=True)
 class VideoJob:
-    """What a video needs of its VAE under every setting.
+    """What a video needs of its VAE under every setting."""
 
-    Attributes:
-        network: The encoder or the decoder.
-        config: Configuration of the VAE.
-        options: Options of the stream, with limit and chunk filled in.
-        encodes: It is an encode.
-        video: The whole video; None: it arrives in pieces.
-        enter: Applied to a chunk `[B, C, T, H, W]` on the device, before the first layer.
-        kernels: What may run in addition to the library, by device, dtype and names in int8.
-        to_range: Of the pixels of an encode, to [-1, 1]; None: they are in that range.
-        graphs: Repeated chunks are captured as CUDA graphs.
-        skips: Static frames are skipped.
-        team: The VAE's devices.
-    """
-
-    network: Network
+    network: Network  # the encoder or the decoder
     config: VAEConfig
-    options: StreamOptions
+    options: StreamOptions  # with limit and chunk filled in
     encodes: bool
-    video: Tensor | None
+    video: Tensor | None  # the whole video; None: it arrives in pieces
+    # Applied to a chunk `[B, C, T, H, W]` on the device, before the first layer.
     enter: Callable[[Tensor], Tensor]
+    # What may run in addition to the library, by device, dtype and names in int8.
     kernels: Callable[[torch.device, torch.dtype, frozenset[str]], Snapshot]
+    proved: Callable[[Setting], Setting]  # without what its device computes wrongly
     team: Team
-    to_range: Callable[[Tensor], Tensor] | None = None
-    graphs: bool = False
-    skips: bool = False
+    to_range: Callable[[Tensor], Tensor] | None = None  # of float pixels of an encode, to [-1, 1]
+    graphs: bool = False  # repeated chunks are captured as CUDA graphs
+    skips: bool = False  # static frames are skipped
 
     @property
     def task(self) -> str:
@@ -108,17 +96,9 @@ class VideoJob:
 
 
 class VideoSession:
-    """One run of a video.
+    """One run of a video under a setting, whose results `sink` takes.
 
-    Args:
-        job: The work.
-        setting: The conditions of the run.
-        sink: Takes the results.
-        coding: The convolutions in int8; None: there are none.
-
-    Attributes:
-        plan: The plan, from the first result on.
-        planned: The stream that it is for.
+    `plan` is known from the first result on, and `planned` is the stream that it is for.
     """
 
     def __init__(
@@ -139,20 +119,15 @@ class VideoSession:
         self._recording: cuda_graph.Recording | None = None
         self._parking: Parking | None = None  # while tails are on the host
         self._caches: list[TemporalCache] = []  # that may be there
-        self._last: tuple[torch.Size, bool] | None = None
-        self._repeats = 0  # equal chunks before this one
+        self._last: tuple[torch.Size, bool] | None = None  # the chunk before, for a recording
 
     def run(
         self, source: Iterator[Tensor], *, begins: bool = True
     ) -> Generator[Tensor, None, None]:
-        """Run the checked pieces of a video; between results the caller's modes are active.
+        """Run the checked pieces `[B, C, t, H, W]` of a video; yield those of the sink.
 
-        Args:
-            source: Pieces `[B, C, t, H, W]` in order of time.
-            begins: The first frame is the start of the video; otherwise frames before are unknown.
-
-        Yields:
-            The pieces of the sink.
+        Between results the caller's modes are active. The first frame `begins` the video, or frames
+        before it are unknown.
         """
         first = next(source, None)
         if first is None:
@@ -168,7 +143,6 @@ class VideoSession:
             self._caches = executor.caches
         try:
             for chunk in self._chunks(pieces, executor, plan):
-                self._unpark()
                 results: Iterator[Tensor] | None = None
                 while True:
                     with self._modes():
@@ -202,13 +176,6 @@ class VideoSession:
         with self._modes():
             for cache in self._caches:
                 self._parking.park(cache)
-
-    def _unpark(self) -> None:
-        if self._parking is not None:
-            with self._modes():
-                for cache in self._caches:
-                    self._parking.wait(cache)
-            self._parking = None
 
     @contextlib.contextmanager
     def _modes(self) -> Iterator[None]:
@@ -310,17 +277,20 @@ class VideoSession:
 
     def _step(self, chunk: Tensor, executor: Executor) -> Iterator[Tensor]:
         """Return the results of a chunk, replayed if an equal chunk was captured."""
-        like = chunk.shape, executor.cache.first
-        self._repeats = self._repeats + 1 if like == self._last else 0
-        if self._repeats == 0:
-            self._recording = None
-        self._last = like
+        if self._parking is not None:
+            for cache in self._caches:
+                self._parking.wait(cache)
+            self._parking = None
         if self._skips:
             wanted = executor.takes(chunk.shape[2], self._changes.repeats(chunk))
             if wanted is not None:  # its last frames are static
+                self._last = None
                 return executor.advance(self._input(chunk[:, :, :wanted]))
         x = self._input(chunk)
-        if self._graphs and self._repeats and executor.records and cuda_graph.takes(self._device):
+        before, self._last = self._last, (chunk.shape, executor.cache.first)
+        if before != self._last:
+            self._recording = None
+        elif self._graphs and executor.records and cuda_graph.takes(self._device):
             try:
                 if self._recording is None:
                     self._recording = cuda_graph.Recording(executor.advance, x)

@@ -1,47 +1,52 @@
-"""The settings of a run, of which the next one is taken after a failure."""
+"""The settings of the runs of a video: which one follows after a failure, and what is remembered.
 
+float16 ends at 65504, where bfloat16 has the range of float32. Underflow is not looked for: below
+6e-5 float16 has fewer bits than above. Weights of published VAEs are far larger, and norms keep the
+activations near 1.
+"""
+
+import logging
+import threading
 from dataclasses import dataclass, replace
 
 import torch
 
-from ...kernels import Fallback
+from ...kernels import Fallback, device_name, log_once
 from ..planning.frames import Plan
 from ..planning.job import StreamJob
 from ..planning.plan import smaller_plan
+from ..validation import dtype_name
+from ..weights import VAEWeights
 from .precision import compute_dtype
 
+_logger = logging.getLogger(__name__)
+
 _CPU = torch.device("cpu")
+
+# Threads can decode with one VAE.
+_lock = threading.Lock()
+
+
+class RangeError(ArithmeticError):
+    """A piece of a decode has values that its dtype cannot hold; a wider one has to follow."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The conditions of a run.
+    """The conditions of a run."""
 
-    Attributes:
-        device: The device of the layers, or the first one of several.
-        dtype: Dtype of the layers.
-        wide: The dtype after an overflow.
-        coded: Names of the convolutions in int8.
-        shared: The VAE's other devices take part.
-        plan: The plan; None: the fastest one that fits.
-        moved: The VAE is on another device, whose memory has run out, or which is wrong.
-        is_last: Memory ran out under this setting before, and there is no smaller plan.
-        fallback: What serves in place of what the device computes wrongly.
-        watched: Frames that are not finite end the run.
-        distrusts: Copies from the VAE's device may be wrong.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    wide: torch.dtype
-    coded: frozenset[str] = frozenset()
-    shared: bool = True
-    plan: Plan | None = None
-    moved: bool = False
-    is_last: bool = False
+    device: torch.device  # of the layers, or the first one of several
+    dtype: torch.dtype  # of the layers
+    wide: torch.dtype  # the dtype after an overflow
+    coded: frozenset[str] = frozenset()  # names of the convolutions in int8
+    shared: bool = True  # the VAE's other devices take part
+    plan: Plan | None = None  # None: the fastest one that fits
+    moved: bool = False  # the VAE is on another device, whose memory has run out, or which is wrong
+    is_last: bool = False  # memory ran out under this setting before, and there is no smaller plan
+    # What serves in place of what the device computes wrongly.
     fallback: Fallback = Fallback()  # noqa: RUF009, it is frozen
-    watched: bool = True
-    distrusts: bool = False
+    watched: bool = True  # frames that are not finite end the run
+    distrusts: bool = False  # copies from the VAE's device may be wrong
 
     @property
     def is_narrow(self) -> bool:
@@ -106,3 +111,38 @@ class Setting:
     def _on_cpu(self) -> "Setting":
         dtype = compute_dtype(self.wide, _CPU)
         return Setting(_CPU, dtype, dtype, shared=False, moved=True, watched=self.watched)
+
+
+def after_overflow(vae: VAEWeights, at: int, setting: Setting) -> Setting:
+    """Return the setting after frame `at` was not finite, logged and remembered by the VAE."""
+    if not setting.is_narrow:
+        following = setting.after_nan()
+        vae.is_finite = following.watched
+        _report_nan(at, setting, following)
+        return following
+    coded = bool(setting.coded)
+    with _lock:
+        is_first, vae.allow_fp16 = vae.allow_fp16, vae.allow_fp16 and coded
+    if coded:
+        log_once(f"values were out of the range of int8 in a decode; 16 bits from frame {at} on")
+    elif is_first:
+        _logger.warning(
+            "Fast Video VAE: float16 overflowed in a decode; bfloat16 from frame %d on, and in "
+            "later decodes of this VAE",
+            at,
+        )
+    if not vae.graphs:  # a graph of another thread may read them
+        vae.drop_derived()
+    return setting.widened()
+
+
+def _report_nan(at: int, setting: Setting, following: Setting) -> None:
+    device = device_name(setting.device)
+    where = f"frame {at} is not finite in a decode on {device}, though its latent is"
+    if following.watched:
+        how = f"the reference ops in {dtype_name(following.dtype)} continue this video"
+        # fp16 has a small range.
+        how += "; please report it with `info --check`" * (setting.dtype != torch.float16)
+    else:
+        how = "nor with the reference ops; the weights of this VAE may be damaged"
+    _logger.warning("Fast Video VAE: %s; %s", where, how)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from ...kernels import is_out_of_memory
-from ..layers.workspace import uint16_as_int16
 from ..models.base import Network
 from ..models.config import VAEConfig
 from ..models.receptive_field import frames_before, is_encoder, latents_before
 from ..validation import check_range
+from .upload import uint16_as_int16
 
 # Stop of a range that ends with the video, whose length is unknown.
 OPEN_END = sys.maxsize
@@ -83,41 +83,42 @@ class Source:
         """
         if self.tensor is not None:
             return iter([self.tensor[:, :, first:stop]])
+        return self._from(first)
+
+    def _from(self, first: int) -> Iterator[Tensor]:
         once = self._iterator
-        return self._noted(self._again(first) if once is None else self._once(first, once))
+        at, pieces = (0, self._again()) if once is None else (self._start, self._once(first, once))
+        try:
+            for piece in pieces:
+                skipped = max(0, first - at)
+                at += piece.shape[2]
+                if at > first:
+                    yield piece[:, :, skipped:]
+        except Exception as error:
+            self.failed = self.failed or not is_out_of_memory(error)  # another run would meet it
+            raise
 
     def release(self, first: int) -> None:
         """Free what was kept before frame `first`: nothing needs it any more."""
         while self._kept and self._start + self._kept[0].shape[2] <= first:
             self._start += self._kept.popleft().shape[2]
 
-    def _noted(self, pieces: Iterator[Tensor]) -> Iterator[Tensor]:
-        """Yield `pieces`, and note an error that another run would meet too."""
-        try:
-            yield from pieces
-        except Exception as error:
-            self.failed = self.failed or not is_out_of_memory(error)
-            raise
-
-    def _again(self, first: int) -> Iterator[Tensor]:
+    def _again(self) -> Iterator[Tensor]:
+        """Yield all pieces of a video that can be read again."""
         at = 0
         for piece in self._given:
             if at >= self._seen:
                 self._look(piece, at)
                 self._seen = at + piece.shape[2]
-            skipped = max(0, first - at)
             at += piece.shape[2]
-            if at > first:
-                yield uint16_as_int16(piece[:, :, skipped:])
+            yield uint16_as_int16(piece)
 
     def _once(self, first: int, iterator: Iterator[Tensor]) -> Iterator[Tensor]:
-        at, kept = self._start, deque(self._kept)
+        """Yield the kept pieces, and then the next ones, which are kept from frame `first` on."""
+        kept = deque(self._kept)
         while (piece := kept.popleft() if kept else self._next(iterator)) is not None:
             self.release(first)
-            skipped = max(0, first - at)
-            at += piece.shape[2]
-            if at > first:
-                yield piece[:, :, skipped:]
+            yield piece
 
     def _next(self, iterator: Iterator[Tensor]) -> Tensor | None:
         """Check, keep and return the next piece; None after the last."""

@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from ..layers.causal_layer import CausalLayer
-from ..layers.frame_runs import Settling
-from ..layers.temporal_cache import TemporalCache
-from ..layers.workspace import canonical
+from ..layers.temporal_cache import Settling, TemporalCache, canonical
 from ..models.receptive_field import causal_taps
 
 # Elements of a frame that are compared first; only if they are equal, all are compared.

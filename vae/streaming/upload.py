@@ -1,4 +1,4 @@
-"""Pixels on their way to a device: uploaded as they are, converted and checked there.
+"""The input of a video on its way to a device: uploaded as it is, converted and checked there.
 
 Conversion of float32 pixels on the host and sweeps for NaN would stop a GPU for 0.5 to 1.5 s in 81
 frames of 720 x 1280. Pixels pass through pinned memory on a stream of their own, so that the device
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ...kernels import lacks
-from ..layers.workspace import to_unit
 from ..pinned_memory import pinned_memory
 from ..validation import not_finite, spoiled
 
@@ -39,16 +38,14 @@ class Upload:
     def __call__(self, pixels: Tensor) -> Tensor:
         """Return floats, uint8, or uint16 as int16, in [-1, 1], channels-last."""
         x = self._moved(pixels)
-        bad: Tensor | None = None
         if x.dtype in (torch.uint8, torch.int16):
             x = to_unit(x)
         else:
-            bad = not_finite(x).sum() if self._checks else None
+            if self._checks:
+                bad = not_finite(x).sum()
+                self._bad = bad if self._bad is None else self._bad + bad
             x = x if self._to_range is None else self._to_range(x)
-        x = x.to(self._dtype).contiguous(memory_format=torch.channels_last_3d)
-        if bad is not None:
-            self._bad = bad if self._bad is None else self._bad + bad
-        return x
+        return x.to(self._dtype).contiguous(memory_format=torch.channels_last_3d)
 
     def check(self) -> None:
         """Wait for the device; raise a `ValueError` if pixels were NaN or infinite."""
@@ -85,3 +82,20 @@ class Upload:
         flat = self._staging[: pixels.nbytes].view(pixels.dtype)
         strides = torch.empty_like(pixels, device="meta").stride()
         return flat.as_strided(pixels.shape, strides).copy_(pixels)
+
+
+def uint16_as_int16(frames: Tensor) -> Tensor:
+    """Return frames in a dtype that every device has.
+
+    PyTorch copies, compares and computes int16 on every device, but uint16 on few: Apple GPUs have
+    none before PyTorch 2.9.
+    """
+    return frames.view(torch.int16) if frames.dtype == torch.uint16 else frames
+
+
+def to_unit(frames: Tensor) -> Tensor:
+    """Convert uint8, or int16 with the bits of uint16, to float32 in [-1, 1]."""
+    if frames.dtype == torch.uint8:
+        return frames.float().div_(127.5).sub_(1)
+    # With the highest bit flipped the value of int16 is that of uint16 less 32768.
+    return frames.bitwise_xor(-0x8000).float().add_(0.5).div_(32767.5)

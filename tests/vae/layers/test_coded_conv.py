@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from fast_video_vae.kernels import code_steps
-from fast_video_vae.vae.layers.inputs.coded_weights import coded_weight
+from fast_video_vae.vae.layers.conv_weights import coded_weight
 from fast_video_vae.vae.layers.inputs.coding import Coding, name_convolutions
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
 from fast_video_vae.vae.models.wan_blocks import ResidualBlock

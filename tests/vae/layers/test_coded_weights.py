@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fast_video_vae.vae.layers.inputs.coded_weights import coded_weight
+from fast_video_vae.vae.layers.conv_weights import coded_weight
 
 
 def random_weight(*shape, kind="normal", seed=0):

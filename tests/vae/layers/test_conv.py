@@ -12,7 +12,6 @@ from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.layers import causal_conv as causal
 from fast_video_vae.vae.layers import conv, conv_weights
-from fast_video_vae.vae.layers import resample_conv as resample
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
 
 
@@ -108,7 +107,7 @@ def test_weights_are_derived_once_and_not_copied_in_the_right_layout(vae, latent
     planes = [c for c in vae.decoder.modules() if isinstance(c, causal.CausalConv3d) and c.padding]
     # Only the last tap of 3D weights, for the first frame, and the folded upsampling weights.
     taps = sum(c.weight.nbytes // 3 for c in planes)
-    folds = [c for c in vae.decoder.modules() if isinstance(c, resample.UpsampleConv2d)]
+    folds = [c for c in vae.decoder.modules() if isinstance(c, causal.UpsampleConv2d)]
     assert vae.weight_bytes() == own + taps + sum(c.weight.nbytes * 16 // 9 for c in folds)
     vae.to(torch.bfloat16)
     assert vae.weight_bytes() == own // 2

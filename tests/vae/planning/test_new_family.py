@@ -13,8 +13,7 @@ from fast_video_vae.tests.vae.planning.live_bytes import LiveBytes
 from fast_video_vae.vae.layers.causal_conv import CausalConv3d
 from fast_video_vae.vae.layers.causal_layer import CausalLayer
 from fast_video_vae.vae.layers.conv import PointwiseConv
-from fast_video_vae.vae.layers.temporal_cache import TemporalCache
-from fast_video_vae.vae.layers.workspace import Workspace, canonical
+from fast_video_vae.vae.layers.temporal_cache import TemporalCache, Workspace, canonical
 from fast_video_vae.vae.models.base import Network
 from fast_video_vae.vae.models.wan_blocks import Downsample
 from fast_video_vae.vae.planning.frames import BASE_BYTES

@@ -22,8 +22,7 @@ from fast_video_vae.tests.vae.streaming.test_bands import threads
 from fast_video_vae.tests.vae.streaming.test_resume import reach_of
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.layers.causal_conv import CausalConv3d
-from fast_video_vae.vae.layers.temporal_cache import TemporalCache
-from fast_video_vae.vae.layers.workspace import Workspace
+from fast_video_vae.vae.layers.temporal_cache import TemporalCache, Workspace
 from fast_video_vae.vae.streaming.bands.banded_executor import BandedExecutor
 from fast_video_vae.vae.streaming.bands.member import Member
 from fast_video_vae.vae.streaming.resume import _logger

@@ -12,9 +12,8 @@ from fast_video_vae.tests.vae.families import close, joined, latent_for
 from fast_video_vae.tests.vae.streaming.fake_gpu import CUDA, FakeGPU
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
-from fast_video_vae.vae.pinned_memory import PinnedMemory
 from fast_video_vae.vae.streaming import cache_offload, session, tiled_executor
-from fast_video_vae.vae.streaming.cache_offload import Parking
+from fast_video_vae.vae.streaming.cache_offload import HostMemory, Parking
 
 
 @pytest.fixture
@@ -69,7 +68,7 @@ def test_the_copies_of_both_directions_run_at_once(gpu):
 
 def test_tails_of_gigabytes_need_little_more_pinned_memory(gpu):
     """Each of these would be doubled, or nearly, by an allocation of its own."""
-    memory, held = PinnedMemory(pinned=True), 0
+    memory, held = HostMemory(pinned=True), 0
     for _ in range(12):
         tails = [torch.empty(130 * size, dtype=torch.uint8) for size in (512, 256, 256, 128, 64)]
         memory.reserve(tails)

@@ -21,11 +21,11 @@ from fast_video_vae.tests.played_devices import played
 from fast_video_vae.tests.vae.families import STATES, latent_for, relative_error
 from fast_video_vae.vae.checkpoint import load_vae
 from fast_video_vae.vae.demo import VAE_PATH
-from fast_video_vae.vae.layers.workspace import to_unit
 from fast_video_vae.vae.streaming.bands.team import Team
 from fast_video_vae.vae.streaming.prepared import cases, device_check, prepared_vae, sketches
 from fast_video_vae.vae.streaming.prepared.cases import Case
 from fast_video_vae.vae.streaming.settings import Setting
+from fast_video_vae.vae.streaming.upload import to_unit
 
 CPU = torch.device("cpu")
 SIZE = 32

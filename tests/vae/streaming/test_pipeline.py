@@ -10,8 +10,7 @@ from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.products import each_value_once
 from fast_video_vae.tests.vae.families import close
 from fast_video_vae.vae import StreamOptions, load_vae
-from fast_video_vae.vae.layers.temporal_cache import TemporalCache
-from fast_video_vae.vae.layers.workspace import Workspace
+from fast_video_vae.vae.layers.temporal_cache import TemporalCache, Workspace
 from fast_video_vae.vae.streaming.session import VideoSession
 
 

@@ -24,13 +24,10 @@ from fast_video_vae.tests.vae.families import (
     overwritten,
     random_frames,
 )
-from fast_video_vae.tests.vae.streaming.failing_memory import ERRORS, FailingMemory
+from fast_video_vae.tests.vae.streaming.failing_memory import FailingMemory
 from fast_video_vae.vae import Rereadable, StreamOptions, load_vae
 from fast_video_vae.vae.cli.main import main
-from fast_video_vae.vae.media import (
-    read_video,
-    save_latent,
-)
+from fast_video_vae.vae.media import read_video, save_latent
 from fast_video_vae.vae.models.receptive_field import frames_before, latents_before
 from fast_video_vae.vae.streaming.source import Source
 
@@ -100,12 +97,12 @@ def reach_of(vae, decode):
     return latents_before(vae.decoder) if decode else frames_before(vae.encoder.layers())
 
 
-@each_value_once(family=VIDEO, decode=[True, False], given=GIVEN, at=[1, 2, 5, 12], layer=[0, 3, 6])
+@each_value_once(family=VIDEO, decode=[True, False], given=GIVEN, at=[1, 2, 5, 8], layer=[0, 3, 6])
 def test_a_step_that_fails_is_repeated_from_the_next_frame(
     vaes, family, decode, given, at, layer, caplog
 ):
     vae = vaes[family]
-    stream, network, video = task_of(vae, decode, 13)
+    stream, network, video = task_of(vae, decode, 9)
     expected = joined(stream(video, STEP))
     with caplog.at_level(logging.DEBUG), Fault(network, at, layer=layer) as fault:
         pieces = list(stream(given_as(given, video), STEP))
@@ -120,36 +117,22 @@ def test_a_step_that_fails_is_repeated_from_the_next_frame(
 
 
 @pytest.mark.parametrize("decode", [True, False])
-@pytest.mark.parametrize("given", GIVEN)
-def test_a_failure_costs_the_receptive_field_and_the_step(wan, decode, given):
-    stream, network, video = task_of(wan, decode, 65, side=1)
-    per_step = 1 if decode else 4
-    expected = joined(stream(video, STEP))
-    with Fault(network, 50) as fault:
-        close(joined(stream(given_as(given, video), STEP)), expected)
-    more = fault.frames - video.shape[2]
-    reach = reach_of(wan, decode)
+def test_a_failure_costs_the_receptive_field_and_the_step(wan, decode):
+    stream, network, video = task_of(wan, decode, 45, side=1)
+    expected, reach = joined(stream(video, STEP)), reach_of(wan, decode)
     assert reach == (38 if decode else 112)
-    assert more <= reach + per_step
-    if decode and given == "tensor":  # a part of the video
-        frames = range(150, 257)
-        with Fault(network, 50) as fault:
-            close(joined(stream(video, STEP, frames=frames)), expected[:, :, 150:])
-        assert fault.frames <= 65 + reach + 1
+    with Fault(network, 43) as fault:
+        close(joined(stream(given_as("iterator", video), STEP)), expected)
+    assert 0 < fault.frames - video.shape[2] <= reach + (1 if decode else 4)
+    if decode:  # a part of the video
+        with Fault(network, 43) as fault:
+            close(joined(stream(video, STEP, frames=range(150, 177))), expected[:, :, 150:])
+        assert fault.frames <= 45 + reach + 1
 
 
-def test_whole_frames_are_computed_twice_at_most(wan):
-    _, network, latent = task_of(wan, True, 21)
-    expected = wan.decode(latent)
-    for at in (1, 5, 21):
-        with Fault(network, at) as fault:
-            close(wan.decode(latent, 1), expected)
-        assert fault.frames <= 2 * 21
-
-
-@pytest.mark.parametrize("count", [2, 3])
-def test_failures_that_follow_each_other_lead_to_smaller_plans(wan, count, caplog):
-    stream, network, latent = task_of(wan, True, 5, side=24)
+def test_failures_that_follow_each_other_lead_to_smaller_plans(wan, caplog):
+    count = 3
+    stream, network, latent = task_of(wan, True, 3, side=24)
     expected = joined(stream(latent))
     with caplog.at_level(logging.DEBUG), Fault(network, range(1, count + 1), layer=0):
         pieces = list(stream(latent))
@@ -183,10 +166,9 @@ def test_the_caller_is_asked_to_free_memory_first(wan):
         asked.clear()
 
 
-@pytest.mark.parametrize("decode", [True, False])
-@pytest.mark.parametrize("stop", [KeyboardInterrupt, RuntimeError, GeneratorExit])
-def test_a_stop_while_the_video_restarts_ends_it_and_frees_its_memory(wan, decode, stop):
-    stream, network, video = task_of(wan, decode, 5)
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, RuntimeError])
+def test_a_stop_while_the_video_restarts_ends_it_and_frees_its_memory(wan, stop):
+    stream, network, video = task_of(wan, True, 3)
 
     def release(device):
         raise stop("now")
@@ -195,7 +177,7 @@ def test_a_stop_while_the_video_restarts_ends_it_and_frees_its_memory(wan, decod
     handle = network.layers()[0].register_forward_hook(
         lambda layer, inputs, result: tensors.append(weakref.ref(result))
     )
-    with Fault(network, 3), pytest.raises(stop):
+    with Fault(network, 2), pytest.raises(stop):
         joined(stream(video, StreamOptions(1, release=release)))
     handle.remove()
     gc.collect()
@@ -221,8 +203,7 @@ def test_what_a_failed_run_held_is_free_before_the_next_one_begins(wan):
     assert not alive
 
 
-@pytest.mark.parametrize("decode", [True, False])
-@pytest.mark.parametrize("place", ["layer", "piece"])
+@pytest.mark.parametrize(("decode", "place"), [(True, "layer"), (False, "piece")])
 def test_what_a_video_held_is_free_when_its_error_is_dropped(wan, decode, place):
     """Not at the next garbage collection."""
     stream, network, video = task_of(wan, decode, 5)
@@ -301,31 +282,27 @@ def test_an_iterator_keeps_what_later_results_need():
 
 
 def test_pieces_before_a_range_are_checked_but_not_computed(wan):
-    stream, network, latent = task_of(wan, True, 50, side=1)
-    frames = range(190, 197)
+    stream, network, latent = task_of(wan, True, 42, side=1)
+    frames = range(160, 165)
     expected = joined(stream(latent, STEP, frames=frames))
     with Fault(network, 0) as fault:
         close(joined(stream(iter(latent.split(1, dim=2)), frames=frames)), expected)
     assert fault.frames <= 2 + reach_of(wan, True) + 2
 
 
-@pytest.mark.parametrize(
-    ("error", "is_memory"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory."), True),
-        (MemoryError(), True),
-        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
-        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
-        (ValueError("out of memory"), False),
-    ],
-)
-def test_out_of_memory_errors_are_recognised(error, is_memory):
-    assert is_out_of_memory(error) == is_memory
+def test_out_of_memory_errors_are_recognised():
+    short = [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        MemoryError(),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    ]
+    others = [RuntimeError("CUDA error: an illegal memory access"), ValueError("out of memory")]
+    assert [*map(is_out_of_memory, short + others)] == [True] * 4 + [False] * 2
 
 
 def test_memory_that_stays_short_raises_one_line(wan, caplog):
-    latent = torch.randn(1, wan.config.latent_channels, 12, 2, 2)
+    latent = torch.randn(1, wan.config.latent_channels, 3, 2, 2)
     message = r"^memory ran out in a decode \([^\n]+\); use smaller tiles, frames or chunks$"
     failing = pytest.raises(torch.OutOfMemoryError, match=message)
     with caplog.at_level(logging.INFO), failing, FailingMemory(every=1, error="linux"):
@@ -333,8 +310,7 @@ def test_memory_that_stays_short_raises_one_line(wan, caplog):
     assert len(caplog.records) <= 1
 
 
-@pytest.mark.parametrize("error", ERRORS)
-def test_the_command_line_writes_every_frame_or_one_line(tmp_path, capsys, error):
+def test_the_command_line_writes_every_frame_or_one_line(tmp_path, capsys):
     latents, path, out = (tmp_path / name for name in ("l.safetensors", "v.safetensors", "x.mkv"))
     latent = torch.randn(1, 16, 2, 2, 2, generator=torch.Generator().manual_seed(0))
     save_latent(latents, latent, family="wan2.1", fps=Fraction(16), frames=5)
@@ -358,9 +334,9 @@ def test_the_command_line_writes_every_frame_or_one_line(tmp_path, capsys, error
     out.unlink()
     decoding = (loading.seen + whole.seen) // 2
     for first in (1, decoding):
-        assert frames(FailingMemory(first, 1 << 40, error=error)) is None
+        assert frames(FailingMemory(first, 1 << 40, error="linux")) is None
         assert {each.name for each in tmp_path.iterdir()} == {latents.name, path.name}
-    for first in range(decoding, whole.seen + 1, (whole.seen - decoding) // 5):
-        memory = FailingMemory(first, error=error)
+    for first in range(decoding, whole.seen + 1, (whole.seen - decoding) // 3):
+        memory = FailingMemory(first, error="windows")
         assert (frames(memory) - expected).abs().max() <= 1
         assert memory.failed == 1

@@ -11,8 +11,8 @@ from fast_video_vae.vae import load_vae
 from fast_video_vae.vae.planning import plan
 
 VAE = Path(plan.__file__).parents[1]
-# Limits for following a decode.
-MOST_FILES, MOST_FRAMES = 12, 15
+# Limits for following a decode; `eager` wraps two of the calls, which are no hands.
+MOST_FILES, MOST_HANDS, MOST_FRAMES = 9, 10, 12
 
 
 def in_vae(frame):
@@ -36,7 +36,11 @@ def test_a_decode_step_uses_few_files_and_calls(monkeypatch, part_bytes):
         elif event == "c_call" and "conv" in getattr(called, "__name__", ""):
             names = []
             while frame is not None:
-                names += [frame.f_code.co_name] if in_vae(frame) else []
+                names += (
+                    [(Path(frame.f_code.co_filename).name, frame.f_code.co_name)]
+                    if in_vae(frame)
+                    else []
+                )
                 frame = frame.f_back
             stack = max(stack, names, key=len)
 
@@ -50,7 +54,11 @@ def test_a_decode_step_uses_few_files_and_calls(monkeypatch, part_bytes):
         vae.decode(latent, 1)
     finally:
         sys.setprofile(None)
-    # `frame_runs.py` divides chunks into parts; a reader can skip it.
-    assert len(files - {"layers/frame_runs.py"}) <= MOST_FILES, sorted(files)
+    # `frame_runs.py` divides chunks into parts.
+    files -= {"layers/frame_runs.py"} if part_bytes else set()
+    assert len(files) <= MOST_FILES, sorted(files)
     assert len(stack) <= MOST_FRAMES, stack
-    assert {"decode", "advance"} < set(stack)
+    assert (
+        len([name for file, name in stack if (file, name) != ("precision.py", "run")]) <= MOST_HANDS
+    ), stack
+    assert {("model.py", "decode"), ("executor.py", "advance")} < set(stack)

@@ -14,10 +14,9 @@ from fast_video_vae.tests.products import each_value_once
 from fast_video_vae.tests.vae.families import STATES, joined, random_frames
 from fast_video_vae.tests.vae.streaming.fake_gpu import CUDA, FakeGPU, OfGPU
 from fast_video_vae.vae import StreamOptions, load_vae, model
-from fast_video_vae.vae.layers.workspace import to_unit, uint16_as_int16
 from fast_video_vae.vae.streaming import session, upload
 from fast_video_vae.vae.streaming.static_frames import Changes
-from fast_video_vae.vae.streaming.upload import Upload
+from fast_video_vae.vae.streaming.upload import Upload, to_unit, uint16_as_int16
 
 CPU = torch.device("cpu")
 NO_RANGE = None

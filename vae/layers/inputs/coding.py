@@ -13,10 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from ....kernels import code_dtype
-from ..workspace import Fill
 
 # Share of the codes that may be out of range. Four deviations leave 0.003 % of normal values out.
 _MOST_SATURATED = 1e-3
+
+
+class Fill(Protocol):
+    """An elementwise op or norm that writes its result into a given buffer."""
+
+    def __call__(
+        self, x: Tensor, *, out: Tensor, tail: Tensor | None = None, border: int = 0
+    ) -> object:
+        """Write the result for `x` into `out`, larger by `border` rows and columns of zeros a side.
+
+        The frames of `tail` go in front of it; afterwards it holds the last frames of `out`.
+        """
 
 
 class Norm(Protocol):

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from ....kernels import Snapshot, on_device, searches_shapes, seeing, synchronize
 from ...layers.inputs.coding import Coding
-from ...layers.temporal_cache import TemporalCache
-from ...layers.workspace import Workspace, canonical
+from ...layers.temporal_cache import TemporalCache, Workspace, canonical
 from ...models.replicas import Replicas
 from ...planning.bands import Band
 from ...planning.job import StreamJob

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ....kernels import Snapshot, is_out_of_memory, new_video
 from ...layers.inputs.coding import Coding
-from ...layers.workspace import canonical
+from ...layers.temporal_cache import canonical
 from ...models.base import Network
 from ...models.config import VAEConfig
 from ...models.receptive_field import Span

@@ -7,15 +7,15 @@ more; not those that cost 1 dB alone. Group norms measure whole frames, and thos
 have other errors: SeedVR2 can lose more there.
 """
 
-import contextlib
 import functools
 import hashlib
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +25,7 @@ from ....kernels import Job, facts_of, is_out_of_memory
 from ...layers.conv import Conv
 from ...layers.conv_weights import marks_of
 from ...layers.inputs.coding import Coding, name_convolutions
-from ...layers.temporal_cache import TemporalCache
-from ...layers.workspace import canonical
+from ...layers.temporal_cache import TemporalCache, canonical
 from ...models.base import Network
 from ...models.replicas import copied
 from ..executor import advance
@@ -41,9 +40,6 @@ _LEAST_SHARE = 0.005
 # Part of the name of a kept choice. A choice by other rules needs another one.
 _VERSION = 1
 
-# Types of the attributes of `LayerLoss`.
-_TYPES = (str, float, float, float, bool)
-
 _TINY = 1e-300
 
 # Frames of the video: nine frames have two steps after the first one.
@@ -53,8 +49,7 @@ _LATENTS = 3
 _SMOOTH = 0.5
 
 
-@dataclass(frozen=True)
-class LayerLoss:
+class LayerLoss(NamedTuple):
     """What one convolution costs and saves in int8."""
 
     name: str
@@ -132,8 +127,7 @@ class Int8Choices:
                         self._known[choice] = checksum, Int8Layers(())
                     raise
                 self._known[choice] = checksum, found
-                rows = [astuple(row) for row in found.rows]
-                facts_of(choice[1]).put(_fact(choice, checksum), rows)
+                facts_of(choice[1]).put(_fact(choice, checksum), [[*row] for row in found.rows])
             return found
 
     def known(self, choice: Choice) -> frozenset[str]:
@@ -159,9 +153,10 @@ def _read(value: object, names: Iterable[str]) -> Int8Layers | None:
     """Return the kept choice of a network with the convolutions `names`; None: it is not one."""
     if not isinstance(value, list):
         return None
+    types = tuple(LayerLoss.__annotations__.values())
     for row in value:
-        fits = isinstance(row, list) and len(row) == len(_TYPES)
-        if not (fits and all(map(isinstance, row, _TYPES)) and row[0] in names):
+        fits = isinstance(row, list) and len(row) == len(types)
+        if not (fits and all(map(isinstance, row, types)) and row[0] in names):
             return None
     return Int8Layers(tuple(LayerLoss(*row) for row in value))
 
@@ -180,17 +175,26 @@ def choose(
     network: Network, x: Tensor, dtype: torch.dtype, needed: Callable[[], bool]
 ) -> Int8Layers:
     """Measure each convolution with `x` `[B, C, T, H, W]`, and choose those in int8."""
-    shares: dict[str, float] = {}
-    candidates = name_convolutions(network)
+    candidates, work = name_convolutions(network), Counter[str]()
 
-    def run(dtype: torch.dtype, names: Iterable[str] = (), **options: dict[str, float]) -> Tensor:
+    def run(dtype: torch.dtype, names: Iterable[str] = ()) -> Tensor:
         if not needed():
             raise CancelledError
-        return _result(network, x, dtype, frozenset(names), **options)
+        return _result(network, x, dtype, frozenset(names))
 
-    exact = run(torch.float32, count=shares)
-    narrow = _error(run(torch.bfloat16), exact)
-    plain = _error(run(dtype), exact)
+    def note(conv: nn.Module, _: object, y: Tensor) -> None:
+        name = str(getattr(conv, "code_name", ""))
+        work[name] += y.numel() * conv.weight[0].numel()  # type: ignore[index, union-attr]
+
+    convs = [module for module in network.modules() if isinstance(module, Conv)]
+    hooks = [conv.register_forward_hook(note) for conv in convs]
+    try:
+        exact = run(torch.float32)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    narrow, plain = _error(run(torch.bfloat16), exact), _error(run(dtype), exact)
+    shares = {name: work[name] / work.total() for name in candidates}
     errors = {
         name: _error(run(dtype, [name]), exact) - plain
         for name in candidates
@@ -199,8 +203,11 @@ def choose(
     budget = narrow * 10 ** (LOSS_DB / 10) - plain
     # What one convolution costs varies more between videos than what many cost.
     cheap = [name for name, error in errors.items() if _lost_db(error, narrow) <= LOSS_DB]
-    order = sorted(cheap, key=lambda name: errors[name] / shares[name])
-    names = _within(budget, order, errors)
+    names, total = list[str](), 0.0
+    for name in sorted(cheap, key=lambda name: errors[name] / shares[name]):
+        if total + max(0.0, errors[name]) <= budget:
+            names.append(name)
+            total += max(0.0, errors[name])
     # Errors add up approximately: what is chosen is measured as a whole.
     while names and _error(run(dtype, names), exact) - plain > budget:
         names = names[:-1]
@@ -211,57 +218,19 @@ def choose(
     return Int8Layers(tuple(rows))
 
 
-def _within(budget: float, order: Iterable[str], errors: dict[str, float]) -> list[str]:
-    """Return the first names of `order` whose errors are `budget` at most together."""
-    names, total = [], 0.0
-    for name in order:
-        if total + max(0.0, errors[name]) <= budget:
-            names.append(name)
-            total += max(0.0, errors[name])
-    return names
-
-
-def _result(
-    network: Network,
-    x: Tensor,
-    dtype: torch.dtype,
-    names: frozenset[str],
-    count: dict[str, float] | None = None,
-) -> Tensor:
-    """Return the float32 result with `names` in int8; `count` receives the shares of the work."""
+def _result(network: Network, x: Tensor, dtype: torch.dtype, names: frozenset[str]) -> Tensor:
+    """Return the float32 result with `names` in int8."""
     device = next(network.parameters()).device
     coding = Coding(names, device) if names else None
     cache, pieces, order = TemporalCache(coding=coding), [], torch.channels_last_3d
     x = x.to(device, dtype)
-    with layer_modes(device, full=dtype == torch.float32), _counting(network, count):
+    with layer_modes(device, full=dtype == torch.float32):
         for part in filter(Tensor.numel, (x[:, :, :1], x[:, :, 1:])):
             entering = canonical(part.contiguous(memory_format=order))
             made = advance(network.chains(), entering, cache)
             pieces += [piece.float() for piece in made]
             cache.first = False
     return torch.cat(pieces, dim=2)
-
-
-@contextlib.contextmanager
-def _counting(network: Network, count: dict[str, float] | None) -> Iterator[None]:
-    """Add the share of each convolution to `count`, by its name, if it is given."""
-    if count is None:
-        yield
-        return
-    numbers = Counter[str]()
-
-    def note(conv: nn.Module, _: object, y: Tensor) -> None:
-        name = str(getattr(conv, "code_name", ""))
-        numbers[name] += y.numel() * conv.weight[0].numel()  # type: ignore[index, union-attr]
-
-    convs = [module for module in network.modules() if isinstance(module, Conv)]
-    hooks = [conv.register_forward_hook(note) for conv in convs]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-    count |= {name: number / numbers.total() for name, number in numbers.items()}
 
 
 def _error(result: Tensor, exact: Tensor) -> float:

@@ -47,7 +47,6 @@ class Int8VAE:
     conv2: PointwiseConv | None  # before the decoder
     team: Team
     _precision = AUTO
-
     _int8: Int8Choices
 
     @property

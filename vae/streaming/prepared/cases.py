@@ -24,8 +24,7 @@ from torch import Tensor
 from ....kernels import Snapshot, seeing, unsearched
 from ...demo import VAE_PATH
 from ...layers.causal_layer import CausalLayer
-from ...layers.temporal_cache import TemporalCache
-from ...layers.workspace import canonical, to_unit
+from ...layers.temporal_cache import TemporalCache, canonical
 from ...models.base import Network
 from ...models.build import make_decoder, make_encoder
 from ...models.config import VAEConfig, read_configs
@@ -42,7 +41,7 @@ from ...models.wan_blocks import AttentionBlock, Downsample, Head, ResidualBlock
 from ..executor import advance
 from ..output import Output, background_writer
 from ..precision import layer_modes
-from ..upload import Upload
+from ..upload import Upload, to_unit
 from .sketches import difference, formula, sketch
 
 # Results, and the latent and the clip of the bundled VAE.

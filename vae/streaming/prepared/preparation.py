@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ....kernels import Prepared, frames_to_images, pixel_shuffle_3d
 from ...layers.inputs.coding import Coding, name_convolutions
-from ...layers.temporal_cache import TemporalCache
-from ...layers.workspace import canonical
+from ...layers.temporal_cache import TemporalCache, canonical
 from ...models.build import make_decoder, make_encoder
 from ...models.config import VAEConfig
 from ...models.patchify import COLUMN_FIRST, ROW_FIRST
