@@ -24,8 +24,10 @@ def random_steps(channels, seed=1):
     return torch.rand(channels, generator=torch.Generator().manual_seed(seed)) * 0.05 + 1e-3
 
 
-@pytest.mark.parametrize("kind", ["normal", "uniform", "heavy tails"])
-@pytest.mark.parametrize("taps", [(3, 3, 3), (1, 3, 3), (3, 3), (1, 1, 1), (3, 1, 1)])
+@pytest.mark.parametrize(
+    ("kind", "taps"),
+    [("normal", (3, 3, 3)), ("uniform", (3, 3)), ("heavy tails", (3, 1, 1)), ("normal", (1, 1, 1))],
+)
 def test_a_weight_moves_by_one_step_at_most_and_the_sum_of_its_taps_by_a_half(kind, taps):
     weight, steps = random_weight(24, 16, *taps, kind=kind), random_steps(16)
     before = weight.clone()
@@ -57,7 +59,7 @@ def test_output_channels_of_zeros_stay_zeros():
     assert not (codes[2].float() * scales[2]).any()
 
 
-@pytest.mark.parametrize("size", [1e-30, 1e-20, 1e20, 1e36])
+@pytest.mark.parametrize("size", [1e-30, 1e36])
 def test_extreme_weights_keep_their_codes(size):
     weight, steps = random_weight(8, 8, 3, 3, 3), random_steps(8)
     codes, scales = coded_weight(weight * size, steps)

@@ -55,10 +55,8 @@ WAYS = {
     "load_state_dict, assigned": functools.partial(load, assign=True),
     "in place": scale,
     "in place, in inference mode": in_inference_mode(scale),
-    "through .data": lambda vae, weight, module: weight.data.mul_(1.5),
     "one element through .data": lambda vae, weight, module: weight.data[0, 0, 2, 1, 1].add_(5),
     "replaced": replace,
-    "replaced in inference mode": in_inference_mode(replace),
 }
 
 
@@ -78,8 +76,7 @@ def test_a_changed_weight_changes_the_frames(vae, latent, how):
     assert torch.equal(vae.decode(latent), before)
 
 
-@pytest.mark.parametrize("how", ["through .data", "one element through .data"])
-def test_a_gpu_notices_stale_weights_with_one_call_for_all(vae, latent, how, monkeypatch):
+def test_a_gpu_notices_stale_weights_with_one_call_for_all(vae, latent, monkeypatch):
     norms, calls = torch._foreach_norm, []
     monkeypatch.setattr(conv_weights, "sums_float64", lambda _: True)
     monkeypatch.setattr(
@@ -90,7 +87,7 @@ def test_a_gpu_notices_stale_weights_with_one_call_for_all(vae, latent, how, mon
     assert torch.equal(vae.decode(latent), before)
     (count,) = calls
     assert count > 10
-    change(vae, how)
+    change(vae, "one element through .data")
     expected = load_vae(vae.state_dict(), dtype=torch.float32).decode(latent)
     assert torch.equal(vae.decode(latent), expected)
 
@@ -166,12 +163,9 @@ def test_derived_large_weights_are_not_kept(vae, latent, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("into", "out"),
-    [(3, 96), (96, 12), (4, 5)],
-    ids=lambda channels: str(channels),
+    ("into", "out", "dtype", "replicate"),
+    [(3, 96, torch.bfloat16, False), (4, 5, torch.float16, True)],
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("replicate", [False, True])
 def test_filled_up_channels_give_the_same_convolution(into, out, dtype, replicate, monkeypatch):
     """The products are those of a convolution in float32 of the same numbers, rounded once."""
     monkeypatch.setattr(aten, "_ALIGNED", ("cpu",))

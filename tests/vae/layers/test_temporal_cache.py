@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from fast_video_vae.tests.vae.families import STATES, WAN
+from fast_video_vae.tests.vae.families import STATES
 from fast_video_vae.vae import load_vae
 from fast_video_vae.vae.layers import temporal_cache as workspace
 from fast_video_vae.vae.layers.causal_conv import CausalConv3d, copied
@@ -25,10 +25,9 @@ def test_blocks_of_another_size_are_released_and_uncounted_ones_not_reused(monke
     assert cache.reused(SHAPE, like) is None
 
 
-@pytest.mark.parametrize("family", WAN)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_old_values_in_reused_memory_have_no_effect(family, dtype, monkeypatch):
-    vae = load_vae(STATES[family](), dtype=dtype)
+@pytest.mark.parametrize("family", ["wan2.1", "wan2.2"])
+def test_old_values_in_reused_memory_have_no_effect(family, monkeypatch):
+    vae = load_vae(STATES[family](), dtype=torch.float32)
     video = torch.rand(1, 3, 9, 32, 32) * 2 - 1
     monkeypatch.setattr(workspace, "KEPT_BYTES", 1 << 40)
     latent = vae.encode(video)

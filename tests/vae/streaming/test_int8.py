@@ -19,7 +19,6 @@ from fast_video_vae.tests.vae.families import (
     latent_for,
     prepared,
     random_frames,
-    random_latent,
     relative_error,
 )
 from fast_video_vae.tests.vae.streaming.failing_memory import FailingMemory
@@ -32,7 +31,6 @@ from fast_video_vae.vae.streaming.cache_offload import Parking
 from fast_video_vae.vae.streaming.int8 import layers as int8_layers
 from fast_video_vae.vae.streaming.int8 import settings
 
-CODED = ("wan2.1", "wan2.2", "qwen-image-2.1", "seedvr2")
 STEP = StreamOptions(1)
 
 pytestmark = pytest.mark.usefixtures("all_int8")
@@ -52,7 +50,7 @@ def warnings_of(caplog):
     return [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
 
 
-@each_value_once(family=CODED, dtype=["float32", "bfloat16"])
+@each_value_once(family=("wan2.2", "seedvr2"), dtype=["float32", "bfloat16"])
 def test_chunks_ranges_and_a_single_frame_have_the_bits_of_the_whole(
     family, dtype, products, monkeypatch
 ):
@@ -61,22 +59,19 @@ def test_chunks_ranges_and_a_single_frame_have_the_bits_of_the_whole(
     latent = given(vae)
     frames = vae.decode(latent, -1)
     assert products
-    for chunk in (1, 2, 3):
-        options = StreamOptions(chunk)
-        assert torch.equal(joined(vae.decode_stream(latent, options)), frames)
-        pieces = iter(latent.split([2, 1, 2], dim=2))
-        assert torch.equal(joined(vae.decode_stream(pieces, options)), frames)
+    pieces = iter(latent.split([2, 1, 2], dim=2))
+    for chunk, source in ((1, latent), (3, latent), (2, pieces)):
+        assert torch.equal(joined(vae.decode_stream(source, StreamOptions(chunk))), frames)
     assert torch.equal(vae.decode(latent[:, :, :1]), frames[:, :, :1])
     end = frames.shape[2]
-    for part in (range(1, end), range(end - 2, end), range(end // 2, end // 2 + 1)):
-        some = joined(vae.decode_stream(latent, STEP, frames=part))
-        assert torch.equal(some, frames[:, :, part.start : part.stop])
+    some = joined(vae.decode_stream(latent, STEP, frames=range(end - 2, end)))
+    assert torch.equal(some, frames[:, :, -2:])
 
 
 @pytest.mark.parametrize("family", ["wan2.1", "seedvr2"])
 def test_steps_in_parts_and_bands_have_the_bits_of_whole_frames(family, monkeypatch):
     vae = new_vae(family)
-    latent = given(vae, 4, 4)
+    latent = given(vae, 3, 2 if family == "seedvr2" else 4)
     frames = vae.decode(latent)
     real = session_module.make_plan
 
@@ -86,13 +81,11 @@ def test_steps_in_parts_and_bands_have_the_bits_of_whole_frames(family, monkeypa
         return plan
 
     monkeypatch.setattr(session_module, "make_plan", small)
-    close(vae.decode(latent, -1), frames)
     assert torch.equal(vae.decode(latent, -1), frames)
 
 
-@pytest.mark.parametrize("family", CODED[:-1])  # SeedVR2 is never tiled
-def test_tiles_have_the_bits_of_whole_frames(family, products):
-    vae = new_vae(family)
+def test_tiles_have_the_bits_of_whole_frames(products):
+    vae = new_vae()
     latent = given(vae, 3, 8)
     step = 4 * vae.config.spatial_compression
     options = StreamOptions(1, tile=(step, step))
@@ -103,18 +96,7 @@ def test_tiles_have_the_bits_of_whole_frames(family, products):
     assert torch.equal(tiled, frames)
 
 
-def test_batches_have_the_bits_of_single_videos():
-    vae = new_vae()
-    latent = random_latent(2, 16, 3, 2, 3)
-    both = vae.decode(latent, 1)
-    for index in range(2):
-        single = vae.decode(latent[index : index + 1], 1)
-        assert torch.equal(both[index : index + 1], single)
-
-
-@pytest.mark.parametrize(
-    "in_a_row", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))]
-)
+@pytest.mark.parametrize("in_a_row", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_memory_that_runs_out_changes_no_frame(in_a_row):
     vae = new_vae()
     latent = given(vae, 3)
@@ -123,7 +105,7 @@ def test_memory_that_runs_out_changes_no_frame(in_a_row):
     stream = vae.decode_stream(latent, STEP)
     with counter:
         joined(stream)
-    for place in range(1, counter.seen, counter.seen // 12):
+    for place in range(1, counter.seen, counter.seen // 6):
         stream = vae.decode_stream(latent, STEP)  # the choice is made
         try:
             with FailingMemory(place, in_a_row) as memory:
@@ -139,7 +121,7 @@ def test_memory_that_runs_out_changes_no_frame(in_a_row):
 
 def test_parked_tails_of_codes_change_no_frame(monkeypatch):
     vae = new_vae()
-    latent, options = given(vae, 4, 12), StreamOptions(1, tile=(48, 48))
+    latent, options = given(vae, 3, 8), StreamOptions(1, tile=(32, 32))
     expected = joined(vae.decode_stream(latent, options))
     plan, park, moved = session_module.make_plan, Parking.park, set()
 
@@ -152,19 +134,6 @@ def test_parked_tails_of_codes_change_no_frame(monkeypatch):
     monkeypatch.setattr(session_module, "make_plan", parked)
     assert torch.equal(joined(vae.decode_stream(latent, options)), expected)
     assert torch.uint8 in moved
-
-
-@each_value_once(
-    mode=[torch.enable_grad, torch.inference_mode, torch.no_grad],
-    dtype=[torch.float32, torch.float64],  # by the native norm, and by the reference
-)
-def test_a_video_can_start_in_one_mode_and_end_in_another(mode, dtype):
-    vae = new_vae(dtype=dtype)
-    latent = given(vae, 3)
-    with mode():
-        stream = vae.decode_stream(latent.clone(), STEP)
-        pieces = [next(stream)]
-    assert torch.equal(torch.cat([*pieces, *stream], dim=2), vae.decode(latent, 1))
 
 
 def test_auto_and_encodes_never_ask_for_int8(monkeypatch):
@@ -212,12 +181,11 @@ def add(vae, name):
 
 CHANGES = {
     "data": add,
-    "recorded": lambda vae, name: vae.get_parameter(name).mul_(1.5),
     "assigned": assign,
 }
 
 
-@each_value_once(name=["residual.2.weight", "residual.0.gamma", "residual.6.bias"], change=CHANGES)
+@each_value_once(name=["residual.2.weight", "residual.0.gamma"], change=["data", "assigned"])
 def test_changed_weights_have_other_codes_and_another_choice(change, name, monkeypatch):
     chosen, choose = [], int8_layers.choose
 

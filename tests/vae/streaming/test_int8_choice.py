@@ -62,14 +62,10 @@ SLOW, NIGHTLY = pytest.mark.slow, pytest.mark.nightly
 @pytest.mark.parametrize(
     ("state", "others", "side", "least"),
     [
-        ("normal", F32, 64, 0),
         ("student", BF16, 64, -1),
-        ("uniform", F32, 64, 0),
-        pytest.param("normal", BF16, 64, -1, marks=SLOW),
-        pytest.param("student", F32, 64, 0, marks=SLOW),
-        pytest.param("uniform", BF16, 64, -1, marks=SLOW),
-        pytest.param("bundled", F32, 0, -1, marks=SLOW),
+        pytest.param("normal", F32, 64, 0, marks=SLOW),
         pytest.param("bundled", BF16, 0, -1, marks=SLOW),
+        pytest.param("uniform", F32, 64, 0, marks=NIGHTLY),
         pytest.param("wan2.1", F32, 96, 0.05, marks=NIGHTLY),  # of the published widths
         pytest.param("wan2.1", BF16, 96, 0.05, marks=NIGHTLY),
         pytest.param("wan2.2", F32, 48, 0.05, marks=NIGHTLY),
@@ -91,10 +87,10 @@ def test_a_decode_loses_a_decibel_and_a_half_at_most(state, others, side, least)
 
 
 @pytest.mark.slow
-def test_the_error_does_not_grow_over_129_frames():
+def test_the_error_does_not_grow_over_65_frames():
     state = random_weights("wan2.1", 16)
     vae = load_vae(state, dtype=torch.float32)
-    latent = latent_for(vae, 33, 64, 64)
+    latent = latent_for(vae, 17, 64, 64)
     coded = prepared(load_vae(state, dtype=torch.float32, precision="int8"))
     exact, frames = vae.decode(latent), coded.decode(latent)
     ends = [

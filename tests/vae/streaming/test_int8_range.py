@@ -36,7 +36,7 @@ def wide(vae, latent, options=STEP):
     return joined(other.decode_stream(latent, options))
 
 
-@each_value_once(bright=[0, 1, 3, 5], source=["tensor", "iterable", "uneven pieces"])
+@each_value_once(bright=[0, 3], source=["tensor", "uneven pieces"])
 def test_a_decode_out_of_range_continues_in_16_bits(bright, source, caplog, products, exposed):
     vae = exposed
     latent = given(vae, 6)
@@ -45,8 +45,7 @@ def test_a_decode_out_of_range_continues_in_16_bits(bright, source, caplog, prod
     latent[:, :, bright] = 1e4 * latent[:, :, 3]  # of a sign that saturates
     at = vae.config.frames(bright) if bright else 0
     expected = torch.cat([plain[:, :, :at], wide(vae, latent)[:, :, at:]], dim=2)
-    sizes = {"iterable": 1, "uneven pieces": [3, 2, 1]}
-    parts = latent if source == "tensor" else iter(latent.split(sizes[source], dim=2))
+    parts = latent if source == "tensor" else iter(latent.split([3, 2, 1], dim=2))
     pieces = list(vae.decode_stream(parts, STEP))
     frames = torch.cat(pieces, dim=2)
     assert all(piece.shape[2] for piece in pieces)

@@ -29,8 +29,10 @@ def break_aten(monkeypatch):
     return plant
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("first", "tile"), [(0, None), (70, None), (200, (16, 16))])
+@pytest.mark.parametrize(
+    ("dtype", "first", "tile"),
+    [(torch.float32, 70, None), (torch.float16, 200, (16, 16)), (torch.bfloat16, 0, None)],
+)
 def test_the_reference_continues_with_the_next_frame(first, tile, dtype, break_aten, caplog):
     vae = load_vae(STATES["wan2.1"](), dtype=torch.float32)
     latent = latent_for(vae, 6, 32, 32)
@@ -47,15 +49,13 @@ def test_the_reference_continues_with_the_next_frame(first, tile, dtype, break_a
     assert "\n" not in line
 
 
-@pytest.mark.parametrize("given", ["tensor", "pieces"])
-def test_frames_that_no_op_computes_finitely_are_delivered(given, caplog):
+def test_frames_that_no_op_computes_finitely_are_delivered(caplog):
     vae = load_vae(STATES["wan2.1"](), dtype=torch.float32)
     latent = latent_for(vae, 3, 32, 32)
     with torch.no_grad():
         vae.decoder.conv1.weight.mul_(1e38)
         vae.decoder.conv1.bias.fill_(3e38)
-    source = latent if given == "tensor" else iter(latent.split(1, 2))
-    video = joined(list(vae.decode_stream(source)))
+    video = joined(list(vae.decode_stream(iter(latent.split(1, 2)))))
     assert video.shape[2] == 9
     assert not video.isfinite().all()
     lines = [each for each in caplog.messages if LINE in each]

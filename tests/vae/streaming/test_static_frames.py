@@ -20,7 +20,7 @@ from fast_video_vae.vae.streaming import static_frames
 from fast_video_vae.vae.streaming.static_frames import Changes
 
 
-@pytest.fixture(scope="module", params=STATES)
+@pytest.fixture(scope="module", params=["wan2.1", "wan2.2", "seedvr2"])
 def vae(request):
     return load_vae(STATES[request.param](), dtype=torch.float32)
 
@@ -48,9 +48,8 @@ def fitted_to(vae, video):
 @pytest.mark.parametrize(
     ("parts", "chunk"),
     [
-        ((3, ("static", 70)), 2),
+        ((3, ("static", 62)), 2),
         ((1, "grey", ("static", 79)), 1),  # as WanImageToVideo encodes
-        ((("static", 81),), 1),
     ],
 )
 def test_static_frames_cost_less_and_do_not_change_latents(vae, parts, chunk):
@@ -86,10 +85,13 @@ def check(vae, video, chunk):
     return work
 
 
-def test_a_longer_static_end_adds_no_convolutions(vae):
+def test_a_longer_static_end_adds_no_convolutions():
+    vae = load_vae(STATES["wan2.1"](), dtype=torch.float32)
+
     def convolutions(latents):
-        video = fitted_to(vae, clip(1, ("static", 4 * latents)))
-        return check(vae, video, 1)[0].count
+        with Convolutions() as seen:
+            encoded(vae, clip(1, ("static", 4 * latents)), 1, True)
+        return seen.count
 
     assert convolutions(36) == convolutions(32) > 0
 
