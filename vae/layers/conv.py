@@ -108,10 +108,7 @@ class Kept(dict[Any, Any]):
 
 
 class Conv(nn.Module):
-    """Parameters of a convolution and the forms derived from them.
-
-    The kernel is `(height, width)` or `(time, height, width)`.
-    """
+    """Parameters of a convolution (kernel `(time,) height, width`), and forms derived from them."""
 
     context: int = 0  # Earlier frames that it keeps in the cache
     stride: int = 1  # Input frames per output frame
@@ -130,11 +127,9 @@ class Conv(nn.Module):
         return sum(own_bytes(layout, self.weight) for layout in layouts)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Conv":
-        """Move or cast the parameters, and drop the forms derived from them.
-
-        On a GPU the weight itself is stored in the layout of its convolution, so that it exists
-        once. On the CPU it stays unchanged, because it can be shared with another module.
-        """
+        """Move or cast the parameters, and drop the forms derived from them."""
+        # On a GPU the weight itself is stored in the layout of its convolution, so that it exists
+        # once. On the CPU it stays unchanged, because it can be shared with another module.
         super()._apply(fn, recurse)
         weight = self.weight
         if has_own_memory(weight.device):

@@ -33,10 +33,7 @@ class Workspace:
         self._blocks: list[Tensor] = []
 
     def scratch(self, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor:
-        """Return a channels-last buffer that is valid until the next call.
-
-        All calls share one memory, because new pages would cost as much as the arithmetic.
-        """
+        """Return a channels-last buffer that is valid until the next call; all share one memory."""
         key = tuple(shape), like.dtype, like.device
         view = self._views.get(key)
         if view is not None:
@@ -54,10 +51,7 @@ class Workspace:
         self._scratch, self._views, self._blocks = None, {}, []
 
     def reused(self, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor | None:
-        """Return channels-last memory that is reused, or None where a new tensor costs no more.
-
-        The memory becomes free when the last tensor that uses it is gone.
-        """
+        """Return memory that is free when its last tensor is gone; None: a new one is as fast."""
         nbytes = prod(shape) * like.element_size()
         kept = nbytes >= KEPT_BYTES and not (like.is_meta or has_own_memory(like.device))
         alone = _count_alone() if kept else None
@@ -139,10 +133,7 @@ class TemporalCache:
         return new_video(like, shape) if memory is None else memory
 
     def tail(self, conv: nn.Module, context: int, x: Tensor) -> Tensor:
-        """Return the last input frames of a causal convolution; zeros at the start of the video.
-
-        It is the tail itself, which the caller may update.
-        """
+        """Return the last input frames of a convolution, to update; zeros at the start."""
         tail = self.tails.get(conv)
         if tail is None:
             batch, channels, _, height, width = x.shape

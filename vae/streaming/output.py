@@ -37,7 +37,7 @@ class Wanted:
         self._wanted = range(start, max(start, min(stop, self._at + count)))
 
     def passed(self, count: int) -> tuple[int, slice]:
-        """Count results; return how many of them precede the wanted ones, and the place of these.
+        """Count results; return how many precede the wanted ones, and the place of these.
 
         The place is in the caller's memory; it is empty without a wanted one.
         """
@@ -89,10 +89,7 @@ class Finding:
         self._sums: list[tuple[Tensor, torch.cuda.Event | None]] = []
 
     def look(self, x: Tensor, coding: Coding | None = None) -> None:
-        """Examine a part `[B, C, n, H, W]` of the piece, without a wait for the device.
-
-        `coding` has made it; None: that of the run.
-        """
+        """Examine a part `[B, C, n, H, W]` that `coding` has made, without a wait."""
         total = x.sum(dtype=torch.float32)  # finite for less than 5e33 finite ones in float16
         coding = coding or self._coding
         if coding is not None:
@@ -131,16 +128,10 @@ class Watch:
 
 
 class Output(Sink):
-    """The wanted frames of a decode: new tensors, or parts of the caller's memory.
+    """The wanted frames of a decode: new tensors of `dtype`, or parts of the caller's memory.
 
-    Args:
-        config: Configuration of the VAE.
-        dtype: Dtype of new tensors.
-        out: `[B, C, T, H, W]`, or None.
-        images: `[B, T, H, W, C]` of floats in [0, 1], uint8 or uint16, or None.
-        wanted: The frames; all by default.
-        writer: Writes into memory of the host; None: it is written at once.
-        watch: Examines the pieces; None: they need no examination.
+    That is `out` `[B, C, T, H, W]`, or `images` `[B, T, H, W, C]` of floats in [0, 1], uint8 or
+    uint16. A `writer` writes into memory of the host, and a `watch` examines the pieces.
     """
 
     def __init__(

@@ -49,10 +49,7 @@ def check_computes(dtype: torch.dtype, device: torch.device, name: str = "dtype"
 
 
 def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype of the computation for results in `dtype`, logged once if it is wider.
-
-    It is float32 for 16 bits whose convolutions are slow on a CPU.
-    """
+    """Return the dtype of the computation: float32 for 16 bits that are slow on a CPU, logged."""
     check_computes(dtype, device)
     if device.type != "cpu" or dtype not in _NARROW:
         return dtype

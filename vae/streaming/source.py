@@ -48,21 +48,13 @@ class Source:
     caller may reuse their memory when the next one is requested, and a device has no room for them.
     Wan 2.1 needs 38 latents for a decode, and 112 frames for an encode.
 
-    Args:
-        given: `[B, C, T, H, W]`, or an iterable of these in order of time.
-        check: Raises the `ValueError` for a tensor, or for a piece that begins at frame `at`.
-
-    Attributes:
-        tensor: The whole video; None: it arrives in pieces.
-        failed: An error ends the video: that of an iterator, of a file or of a check.
-
-    Raises:
-        ValueError: From `check`, for a tensor now, and for a piece when it is reached.
+    `check` raises a `ValueError`: for a tensor now, for a piece when it is reached, with the frame
+    that it begins `at`.
     """
 
     def __init__(self, given: Tensor | Iterable[Tensor], check: Callable[..., None]) -> None:
-        self.tensor: Tensor | None = None
-        self.failed = False
+        self.tensor: Tensor | None = None  # the whole video; None: it arrives in pieces
+        self.failed = False  # an iterator, a file or a check has ended the video
         self._given, self._check = given, check
         self._iterator: Iterator[Tensor] | None = None  # of pieces that are there once
         self._shape: torch.Size | None = None  # of the first piece
@@ -161,16 +153,8 @@ class Part:
     """The wanted frames of a decode, or latents of an encode.
 
     A run for a result begins with the latents, or frames, in its receptive field: 38 latents before
-    it in a decode of Wan 2.1, 112 frames in an encode.
-
-    Args:
-        network: The decoder or the encoder.
-        config: Configuration of the VAE.
-        video: The video that comes in; None: its length is unknown.
-        frames: The wanted frames of a decode; None: all results.
-
-    Raises:
-        ValueError: `frames` is no range of frames of the video.
+    it in a decode of Wan 2.1, 112 frames in an encode. A `ValueError` is raised for `frames` that
+    are no range of frames of the `video`; without a video its length is unknown.
     """
 
     def __init__(

@@ -117,13 +117,9 @@ class TiledDecode(TiledExecutor):
 
 
 class Joined:
-    """The output of the tiles of an encoder, before the layers on whole frames.
+    """The output of the tiles of an encoder, before the layers on whole frames."""
 
-    Attributes:
-        whole: `[B, C, T, H, W]`, from the first part on.
-    """
-
-    whole: Tensor
+    whole: Tensor  # `[B, C, T, H, W]`, from the first part on
 
     def __init__(self, like: Tensor, frames: int, size: Size) -> None:
         self._like, self._frames, self._size = like, frames, size

@@ -93,7 +93,7 @@ def test_the_same_weights_are_measured_once_also_by_later_processes(
 
 def test_a_damaged_file_is_measured_again(int8, counted, monkeypatch):
     prepared(new_vae(precision="int8"))
-    ((fact, rows),) = json.loads(int8.path.read_text())["facts"].items()
+    ((_, rows),) = json.loads(int8.path.read_text())["facts"].items()
     names = [row[0] for row in rows]
     assert [list(row) for row in layers._read(rows, names).rows] == rows
     for damaged in (

@@ -166,18 +166,17 @@ def test_the_caller_is_asked_to_free_memory_first(wan):
         asked.clear()
 
 
-@pytest.mark.parametrize("stop", [KeyboardInterrupt, RuntimeError])
-def test_a_stop_while_the_video_restarts_ends_it_and_frees_its_memory(wan, stop):
+def test_a_stop_while_the_video_restarts_ends_it_and_frees_its_memory(wan):
     stream, network, video = task_of(wan, True, 3)
 
     def release(device):
-        raise stop("now")
+        raise KeyboardInterrupt
 
     tensors = []
     handle = network.layers()[0].register_forward_hook(
         lambda layer, inputs, result: tensors.append(weakref.ref(result))
     )
-    with Fault(network, 2), pytest.raises(stop):
+    with Fault(network, 2), pytest.raises(KeyboardInterrupt):
         joined(stream(video, StreamOptions(1, release=release)))
     handle.remove()
     gc.collect()
@@ -226,26 +225,6 @@ def test_what_a_video_held_is_free_when_its_error_is_dropped(wan, decode, place)
     finally:
         handle.remove()
         gc.enable()
-
-
-def test_unwanted_frames_are_free_before_the_next_step(wan):
-    stream, network, latent = task_of(wan, True, 12, side=1)
-    made, alive = [], []
-    first, *_, last = network.layers()
-    handles = [
-        last.register_forward_hook(
-            lambda layer, inputs, result: made.append(weakref.ref(result.untyped_storage()))
-        ),
-        first.register_forward_pre_hook(
-            lambda *_: alive.extend(each for each in made if each() is not None)
-        ),
-    ]
-    for piece in stream(latent, STEP, frames=range(40, 45)):
-        del piece
-    for handle in handles:
-        handle.remove()
-    assert len(made) == 12
-    assert not alive
 
 
 def test_another_error_is_raised_at_once(wan):
