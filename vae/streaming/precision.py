@@ -63,7 +63,7 @@ def decode_dtype(
     """Return the dtype of the computation of a decode for frames in `dtype`."""
     # float16 has three bits more than bfloat16, so the frames are closer to those of float32.
     # Frames for a file of more than 8 bits (`deep`) need these bits, and every GPU computes as fast
-    # in float16. Where it overflows, the decode continues in bfloat16 (see `overflow`). An encode
+    # in float16. Where it overflows, the decode continues in bfloat16 (see `settings`). An encode
     # never does this: a difference in rounding at the start of a sampling becomes another picture,
     # so it must not depend on the speed of the GPU.
     pays = allow_fp16 and dtype == torch.bfloat16

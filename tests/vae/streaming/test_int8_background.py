@@ -21,6 +21,12 @@ def new_vae(**options):
     return load_vae(STATES["wan2.1"](), dtype=torch.float32, **options)
 
 
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """The measured frames are small."""
+    monkeypatch.setattr(settings, "_PIXELS", 16)
+
+
 @pytest.fixture
 def latent(int8):
     return latent_for(new_vae(), 2, 16, 16)
