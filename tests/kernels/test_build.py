@@ -90,29 +90,6 @@ def test_other_torch_flags_or_sources_change_the_key(monkeypatch, tmp_path):
     assert len({*keys, CPU.folder()}) == 4
 
 
-@pytest.mark.slow
-def test_two_processes_build_at_once_in_place_of_a_broken_library(library, tmp_path):
-    """A truncated library ends the process that loads it. The compiler copies one that is whole."""
-    broken = tmp_path / "native" / library.parent.name / library.name
-    broken.parent.mkdir(parents=True)
-    broken.write_bytes(library.read_bytes()[:5000])
-    copies = tmp_path / "c++"
-    copies.write_text(f"#!/bin/sh\ncase $* in *-shared*) cp {library} library.so; esac\n")
-    copies.chmod(0o755)
-    settings = {"FAST_VIDEO_VAE_CACHE": str(tmp_path), "CXX": str(copies)}
-    results = [outcome(process) for process in [start(**settings) for _ in range(2)]]
-    assert all(result["right"] for result in results)
-    built = [result for result in results if result != AT_ONCE]  # one can find the other's
-    assert built
-    for result in built:
-        assert result["made"] == [["kernel build", "CPU kernels"]]
-        ((level, line),) = result["lines"]
-        assert level == "INFO"
-        assert line.startswith("Fast Video VAE: building the CPU kernels once")
-    assert [*broken.parent.parent.iterdir()] == [broken.parent]
-    assert broken.read_bytes() == library.read_bytes()
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
 @pytest.mark.parametrize("end", ["a signal", "the end of the process", "a failure"])
 def test_an_interrupted_build_ends_its_compilers(end, tmp_path, monkeypatch):

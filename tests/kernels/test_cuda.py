@@ -65,50 +65,6 @@ def test_group_norm_of_a_small_frame_far_from_zero(mean, deviation, channels):
             assert torch.equal(y, bias.view(1, -1, 1, 1, 1).expand_as(y))
 
 
-def far(x, frames=0):
-    """Copy `x` to frames that are more than 2^32 numbers apart, after `frames` others.
-
-    The memory between them is not touched, so it is not allocated.
-    """
-    batch, channels, count, height, width = x.shape
-    apart = (1 << 32) + 2 * channels * height * width
-    memory = torch.empty((frames + count - 1) * apart + x[0, :, 0].numel(), dtype=x.dtype)
-    shape = batch, channels, frames + count, height, width
-    strides = 0, 1, apart, width * channels, channels
-    view = memory.as_strided(shape, strides)
-    view[:, :, frames:].copy_(x)
-    return view
-
-
-@pytest.mark.skipif(not EMULATED, reason="the memory of a GPU is allocated at once")
-def test_frames_may_be_more_than_2_32_numbers_apart():
-    x = video(1, 16, 2, 4, 6, dtype=torch.bfloat16)
-    source = video(1, 4, 1, 3, 5, dtype=torch.bfloat16, seed=1)
-    numbers = random(2, 16, seed=1)
-    calls = [
-        ("rms_norm_silu", (numbers[0],), {"tail": 1}),
-        ("group_norm_silu", (*numbers, 2), {"tail": 1}),
-        ("bias_residual", (numbers[0],), {}),
-        ("average_down", (), {"channels": 16, "times": 1, "size": 2}),
-        ("frames_to_images", (), {"patch": 2}),
-        ("frames_to_images", (), {"patch": 2, "dtype": torch.uint16}),
-        ("interleave_time", (2,), {}),
-        ("merge_phases", (source, 2), {}),
-        ("pixel_shuffle_3d", ((2, 2, 2),), {}),
-    ]
-    with use_backend("cuda"):
-        for op, args, keywords in calls:
-            run, copies = getattr(kernels, op), dict(keywords)
-            if "tail" in keywords:
-                keywords["tail"] = video(1, 16, 1, 4, 6, dtype=torch.bfloat16, seed=2)
-                copies["tail"] = far(keywords["tail"])
-            expected = run(x, *args, **keywords)
-            if op in ("rms_norm_silu", "group_norm_silu", "bias_residual"):
-                copies["out"] = far(expected[:, :, -1:], frames=expected.shape[2] - 1)
-            assert torch.equal(run(far(x), *args, **copies), expected), op
-            assert "tail" not in keywords or torch.equal(copies["tail"], keywords["tail"])
-
-
 @pytest.mark.parametrize("dtype", NARROW)
 # Without packs, with a pack, as long as the registers of a block, one pack and one number longer.
 @pytest.mark.parametrize("columns", [1, 264, 8192, 8200, 9001])

@@ -10,7 +10,6 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -118,20 +117,6 @@ def test_all_that_a_binary_is_made_from_is_in_its_key(monkeypatch, tmp_path):
     keys.append(key())
     (tmp_path / "silu_mul.cu").write_text("changed")
     assert len({*keys, key()}) == len(keys) + 1
-
-
-def test_a_user_without_a_home_compiles_at_every_start_and_has_one_line(made, monkeypatch, caplog):
-    for name in ("FAST_VIDEO_VAE_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    homeless = mock.Mock(side_effect=RuntimeError("Could not determine home directory."))
-    monkeypatch.setattr(Path, "home", homeless)
-    for _ in range(2):
-        loaded()
-        runtime._modules.clear()
-    assert len(made.compiled) == 2
-    (line,) = caplog.messages
-    assert "is not writable (Not a directory)" in line
-    assert "set FAST_VIDEO_VAE_CACHE" in line
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fast_video_vae import kernels
-from fast_video_vae.kernels import SIGNATURES, backends, use_backend
+from fast_video_vae.kernels import SIGNATURES, backends
 from fast_video_vae.kernels import support as matrix
 
 
@@ -41,20 +41,6 @@ def test_the_matrix_has_every_op_backend_and_dtype_once(entries):
         for name in (backends.CONVOLUTIONS if op.startswith("conv") else backends.ORDER)
         for dtype in dtypes
     ]
-
-
-def test_a_refusal_has_a_reason_and_is_not_exact(entries):
-    """The reference runs every op, and is exact."""
-    for each in entries:
-        assert each.backend != "reference" or (each.reason is None and each.exact)
-        if each.reason is not None:
-            assert each.reason
-            assert not each.reason.endswith(".")
-            assert not each.exact
-    with use_backend("reference"):
-        assert matrix.backend_matrix() == entries
-        assert backends.forced() == "reference"
-    assert backends.forced() is None
 
 
 def test_convolutions_run_on_the_cpu_on_three_candidates(entries):
