@@ -5,18 +5,9 @@ NVRTC needs no GPU: `pip install nvidia-cuda-nvrtc`.
 
 import functools
 import re
-from itertools import product
 
 from fast_video_vae.kernels.cuda_ops.binaries import SOURCES, headers, options
 from fast_video_vae.kernels.cuda_ops.compiler import Compiler, opened
-
-CHIPS = (75, 80, 86, 90, 120)
-
-# Numbers of a pack of 16 bytes.
-_PACKS = {"float": 4, "bfloat16": 8, "half": 8}
-
-# Dtypes of images only.
-_INTEGERS = ("uint8", "uint16")
 
 _USED = {
     "stack": r"(\d+) bytes stack frame",
@@ -27,40 +18,22 @@ _USED = {
 
 
 @functools.cache
-def compiler(*majors):
-    """Return NVRTC, of some major versions or of any, or None if it is not installed."""
-    library = opened([f"libnvrtc.so.{major}" for major in majors or (13, 12)])
+def compiler():
+    """Return NVRTC, or None if it is not installed."""
+    library = opened(["libnvrtc.so.13", "libnvrtc.so.12"])
     return library and Compiler(library)
 
 
-def variants():
-    """Return the sources with the constants of all binaries that ops can ask for."""
-    found = []
-    for path in sorted({*SOURCES.glob("*.cu")} - {SOURCES / "hopper_conv.cu"}):
-        for dtype, wide in _PACKS.items():
-            if path.stem == "softmax" and dtype == "float":
-                continue
-            for pack in (wide, 1):
-                constants = {"DTYPE": dtype, "PACK": pack}
-                found += [
-                    (path.stem, {**constants, **more}) for more in _more(path.stem, constants)
-                ]
-    return found
-
-
-def _more(source, constants):
-    """Return the other constants of a source: images have no packs."""
-    if source in ("rms_norm", "group_norm"):
-        return [{}, {"CODES": 1}]
-    if source != "spread":
-        return [{}]
-    kinds = [
-        {"RESULT": result, "SAME": int(result == constants["DTYPE"]), "IMAGES": images}
-        for result, images in product((*_PACKS, *_INTEGERS), (0, 1))
-        if result not in _INTEGERS or images
-    ]
+def variants(pack):
+    """Return the sources with constants of all kinds, in bfloat16 and packs of `pack` numbers."""
+    moved = [{"RESULT": "bfloat16", "SAME": 1, "IMAGES": 0}]
+    if pack == 1:  # as images have it
+        moved += [{"RESULT": each, "SAME": 0, "IMAGES": 1} for each in ("float", "uint8", "uint16")]
+    kinds = {"spread": moved} | {key: [{}, {"CODES": 1}] for key in ("rms_norm", "group_norm")}
     return [
-        kind for kind in kinds if constants["PACK"] == 1 or (kind["SAME"] and not kind["IMAGES"])
+        (path.stem, {"DTYPE": "bfloat16", "PACK": pack, **more})
+        for path in sorted({*SOURCES.glob("*.cu")} - {SOURCES / "hopper_conv.cu"})
+        for more in kinds.get(path.stem, [{}])
     ]
 
 

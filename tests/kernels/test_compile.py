@@ -67,18 +67,10 @@ def library():
 
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize(
-    ("chip", "default"),
-    [
-        (90, True), pytest.param(75, True, marks=pytest.mark.slow),
-        *(pytest.param(chip, False, marks=pytest.mark.nightly) for chip in nvrtc.CHIPS),
-    ],
-)  # fmt: skip
-def test_nvrtc_compiles_every_kernel_without_spills(chip, default):
-    if chip not in nvrtc.compiler().chips():
-        pytest.skip(f"{nvrtc.compiler().version} does not know sm_{chip}")
-    usual = {"DTYPE": "bfloat16", "PACK": 8}
-    chosen = [each for each in nvrtc.variants() if not default or usual.items() <= each[1].items()]
-    for source, constants in chosen:
+    ("chip", "pack"), [(90, 8), *(pytest.param(75, n, marks=pytest.mark.slow) for n in (8, 1))]
+)
+def test_nvrtc_compiles_every_kernel_without_spills(chip, pack):
+    for source, constants in nvrtc.variants(pack):
         found = nvrtc.resources(source, constants, chip)
         # The names are not mangled, so the driver finds them.
         assert sorted(found) == sorted(binaries.kernels(source))
