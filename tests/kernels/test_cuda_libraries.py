@@ -3,7 +3,6 @@
 import ctypes
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,13 +45,6 @@ def test_an_unknown_chip_runs_code_of_its_generation_or_is_refused(monkeypatch, 
     else:
         with pytest.raises(Refusal, match=r"^nvrtc 12\.8 knows no chip of compute capability"):
             compiler.architecture(Known(), GPU)
-
-
-def test_an_amd_gpu_is_named_by_its_architecture(monkeypatch):
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    named = SimpleNamespace(gcnArchName="gfx90a:xnack-")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: named)
-    assert compiler.architecture(Known(), GPU) == "--offload-arch=gfx90a:xnack-"
 
 
 @pytest.mark.parametrize(

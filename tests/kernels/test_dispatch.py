@@ -1,6 +1,5 @@
 """The order in which backends are called, and the error if all of them refuse."""
 
-import logging
 import threading
 
 import pytest
@@ -13,13 +12,12 @@ from fast_video_vae.kernels import (
     Fallback,
     Snapshot,
     conv_route,
-    errors,
     modules,
     seeing,
     use_backend,
 )
 from fast_video_vae.kernels.backends import convolution_order, forced
-from fast_video_vae.kernels.errors import Refusal, log_once
+from fast_video_vae.kernels.errors import Refusal
 from fast_video_vae.tests.kernels.cases import DTYPES, OPS, SERVED, inputs, random, video
 
 X = torch.ones(2, 8)
@@ -162,22 +160,6 @@ def test_the_candidates_of_a_convolution_replace_what_is_wrong():
         assert route_of(3, 3, 3)[0] == [("sliced", 0)]
     assert convolution_order("apple", 3) == ("sliced", "aten", "reference")
     assert convolution_order("apple", 2) == convolution_order("cpu", 3) == ("aten", "reference")
-
-
-def test_an_unknown_backend_lists_the_known_ones():
-    known = "triton, cuda, native, reference, hopper, aten, sliced"
-    with pytest.raises(ValueError, match=f"backend is 'metal'; expected one of {known}$"):
-        use_backend("metal").__enter__()
-
-
-def test_a_missing_backend_is_logged_once(monkeypatch, caplog):
-    monkeypatch.setattr(errors, "_logged", set())
-    with caplog.at_level(logging.WARNING):
-        for message in ("no compiler", "no compiler", "no driver"):
-            log_once(message)
-    assert [record.getMessage() for record in caplog.records] == [
-        "Fast Video VAE: no compiler", "Fast Video VAE: no driver",
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])

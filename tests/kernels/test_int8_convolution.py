@@ -206,18 +206,3 @@ def test_no_channel_of_the_networks_is_padded_and_other_chips_have_no_tiles():
     for chip in ((7, 5), (10, 3), "gfx942"):
         with pytest.raises(Refusal, match="no tiles for the chip"):
             int8.tile_of(chip, 96, 96, 27 * 96)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("chip", [(8, 6), (9, 0)])
-@pytest.mark.parametrize("outputs", [33, 96, 160])
-def test_the_tile_of_every_chip_is_exact_at_its_edges(outputs, chip, triton, monkeypatch):
-    """One pixel less than a tile, a whole one, and one more."""
-    if not runtime.interpreted():
-        pytest.skip("chooses the tiles of another chip")
-    int8 = importlib.import_module(f"{runtime.__package__}.int8_convolution")
-    monkeypatch.setattr(int8, "chip_of", lambda _: chip)
-    for inputs in (20, 128):
-        pixels = int8.tile_of(chip, outputs, inputs, 3 * inputs).pixels
-        for columns in (pixels - 1, pixels, pixels + 1):
-            check_sums(codes_of(1, inputs, 3, 1, columns), taps_of(outputs, inputs, 3, 1, 1))

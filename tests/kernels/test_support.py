@@ -43,12 +43,6 @@ def test_the_matrix_has_every_op_backend_and_dtype_once(entries):
     ]
 
 
-def test_convolutions_run_on_the_cpu_on_three_candidates(entries):
-    mine = [each for each in entries if each.op.startswith("conv") and each.device == "cpu"]
-    for each in mine:  # a GPU would add others
-        assert (each.reason is None) == (each.backend in ("aten", "reference", "sliced"))
-
-
 def test_unused_backends_are_not_built_or_imported():
     """Neither Triton, nor the builder, nor the run-time compiler of CUDA on a CPU."""
     code = (
