@@ -1,11 +1,8 @@
 """Messages about files (one short printable line with the file's name), tables and the log."""
 
-import threading
-import time
-
 import pytest
 
-from fast_video_vae.kernels import LINE, guarded, line, padded, preparations, preparing, shown
+from fast_video_vae.kernels import LINE, guarded, line, padded, shown
 
 
 @pytest.mark.parametrize(
@@ -79,16 +76,3 @@ def test_errors_of_memory_and_wanted_classes_keep_their_type():
 )
 def test_words_are_left_aligned_and_numbers_right_aligned(words, expected):
     assert padded([["op", "count"], ["silu", "9"]], words) == expected
-
-
-def test_a_preparation_is_logged_with_time_and_thread():
-    before, start = len(preparations()), time.perf_counter()
-    with preparing("graph capture", "VAE"):
-        time.sleep(0.01)
-    with pytest.raises(OSError, match="full"), preparing("kernel build"):
-        raise OSError("full")
-    done, failed = preparations()[before:]
-    assert (done.kind, done.label, failed.kind) == ("graph capture", "VAE", "kernel build")
-    assert done.thread == threading.get_ident()
-    assert start <= done.start <= done.end - 0.01
-    assert done.end <= time.perf_counter()

@@ -184,25 +184,6 @@ def test_a_kernel_that_ended_two_processes_is_not_tried_again(gpu, monkeypatch):
     assert not own.ran
 
 
-def test_a_build_without_memory_comes_back_later(gpu):
-    device, own = gpu
-    x = torch.randn(300, 64).to("cuda")
-    kernels.silu_mul(x, x)
-    job = device.jobs.pop()
-
-    def short(op, y):
-        raise torch.OutOfMemoryError("out of memory")
-
-    own.change, keep = short, own.change
-    assert not job.run()
-    assert not job.is_done
-    own.change = keep
-    assert job.run()
-    own.ran.clear()
-    kernels.silu_mul(x, x)
-    assert own.ran
-
-
 def test_jobs_run_in_order_in_a_daemon_thread_again_without_memory_and_fail_in_one_line(
     monkeypatch, caplog
 ):
