@@ -7,7 +7,6 @@ its first call. `conv-fp16,96,192` is all tiles of a convolution of 96 to 192 ch
 """
 
 import importlib
-import itertools
 import json
 import re
 import subprocess
@@ -61,14 +60,13 @@ def launches(_, dtype, channels):
     x, numbers = video(channels, 4, dtype), torch.empty(channels, dtype=dtype, device="meta")
     flat = x.movedim(1, -1).flatten(0, 3)
     saturated = torch.empty(2, dtype=torch.int64, device="meta")
-    for border, coded in itertools.product((0, 1), (False, True)):
+    for coded in (False, True):
         written = torch.int8 if coded else dtype
-        tail = video(channels, 2, written)
-        out = video(channels, 6, written, 360 + 2 * border, 640 + 2 * border)
-        codes = (torch.empty(channels, device="meta"), saturated) if coded else (None, None)
-        window = tail, out, *codes
-        norms.rms_norm_silu(x, numbers, numbers, *window, True, border)
-        norms.group_norm_silu(x, numbers, numbers, None, *window, 32, 1e-6, True, border)
+        tail, out = video(channels, 2, written), video(channels, 6, written, 362, 642)
+        counts = (torch.empty(channels, device="meta"), saturated) if coded else (None, None)
+        window = tail, out, *counts
+        norms.rms_norm_silu(x, numbers, numbers, *window, True, 1)
+        norms.group_norm_silu(x, numbers, numbers, None, *window, 32, 1e-6, True, 1)
     norms.rms_norm_silu(x, numbers, None, None, x, None, None, True, 0)
     rows.silu_mul(flat, flat, flat)
     rows.bias_residual(x, numbers, x, numbers, x)

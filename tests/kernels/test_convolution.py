@@ -46,12 +46,9 @@ def refused(function, **call):
 
 @each_candidate
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize(
-    "seeds", [range(1), pytest.param(range(1, 4), marks=pytest.mark.slow)], ids=["some", "more"]
-)
-def test_a_candidate_equals_the_formula_and_writes_nothing_else(candidate, kernel, seeds):
-    for (terms, target), seed in product(CALLS, seeds):
-        call = example(kernel, terms, target, seed)
+def test_a_candidate_equals_the_formula_and_writes_nothing_else(candidate, kernel):
+    for terms, target in CALLS:
+        call = example(kernel, terms, target, 0)
         if refuses(candidate, KERNELS[kernel][0]):
             reason = f"no backend runs this conv3d \\({candidate}: it is for taps in time\\)$"
             with using(candidate), pytest.raises(BackendError, match=reason):

@@ -53,7 +53,7 @@ def test_outliers_do_not_reduce_the_precision_of_a_variance(dtype, outlier, rest
 
 
 @pytest.mark.parametrize(("mean", "deviation"), [(50.0, 0.01), (1e4, 1.0), (1e36, 0.0)])
-@pytest.mark.parametrize("channels", [24, 64, 4096])
+@pytest.mark.parametrize("channels", [24, 4096])
 def test_group_norm_of_a_small_frame_far_from_zero(mean, deviation, channels):
     """A thread has one pixel, whose distance from the others is as large as the deviation."""
     x = video(1, channels, 2, 2, 3 if channels == 4096 else 8).mul_(deviation).add_(mean)

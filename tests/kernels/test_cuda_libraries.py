@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fast_video_vae.kernels.cuda_ops import compiler, driver
-from fast_video_vae.kernels.cuda_ops.driver import Driver
+from fast_video_vae.kernels.cuda_ops.driver import Boxes, Driver
 from fast_video_vae.kernels.errors import Refusal
 
 GPU = torch.device("cuda", 0)
@@ -118,15 +118,31 @@ class Functions:
 )
 def test_a_launch_passes_grid_block_stream_and_arguments(hip, launch):
     functions, prefix = Functions(), "hip" if hip else "cu"
-    module = Driver(functions, hip=hip).load(b"code", ["gate_rows", "other"], 0)
+    module = Driver(functions, hip=hip).load(b"code", ["gate_rows", "other"], 0, 200_000)
     for _ in range(2):
         module.launch("gate_rows", 7, (32, 8), b"argument", 5)
-    get = f"{prefix}ModuleGetFunction"
-    assert functions.names() == [f"{prefix}ModuleLoadData", get, get, launch, launch]
-    *sizes, shared, stream, _, extra = functions.calls[3][1][1:]
+    found = [f"{prefix}ModuleGetFunction", f"{prefix}FuncSetAttribute"] * 2
+    assert functions.names() == [f"{prefix}ModuleLoadData", *found, launch, launch]
+    assert functions.calls[2][1][1:] == (8, 200_000)
+    *sizes, shared, stream, _, extra = functions.calls[5][1][1:]
     assert sizes == [7, 1, 1, 32, 8, 1]
-    assert (shared, stream, extra) == (0, 5, None)
+    assert (shared, stream, extra) == (200_000, 5, None)
     assert functions.arguments == [b"argument"] * 2
+
+
+def test_a_tensor_map_is_aligned_and_described_as_by_the_manual():
+    functions, made = Functions(), []
+
+    def encode(place, kind, rank, address, *given):
+        assert place.value % 128 == 0
+        ctypes.memset(place, 7, 128)
+        made.append((kind, rank, address.value, *map(tuple, given[:4]), *given[4:]))
+        return 0
+
+    functions.cuTensorMapEncodeTiled = encode
+    boxes = Boxes(64, 9, (96, 18), (192,), (32, 16), 2, 0)
+    assert Driver(functions, hip=False).tensor_map(boxes) == b"\7" * 128
+    assert made == [(9, 2, 64, (96, 18), (192,), (32, 16), (1, 1), 0, 2, 3, 0)]
 
 
 def test_a_thread_without_a_context_enters_that_of_pytorch():

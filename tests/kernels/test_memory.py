@@ -96,7 +96,7 @@ def test_any_rows_are_correct_or_refused(ask, op, dtype):
                 check_close(out, expected)
 
 
-@pytest.mark.parametrize("to", [torch.float32, torch.uint8, torch.uint16])
+@pytest.mark.parametrize("to", [torch.float32, torch.float16, torch.uint8, torch.uint16])
 def test_images_are_written_anywhere_or_refused(ask, to):
     """At any address, as planes, into a wider image, every other pixel or image."""
     x = LAYOUTS["misaligned"](video(1, 3, 4, 6, 10))

@@ -282,7 +282,7 @@ def test_results_are_correct_with_several_threads(backend, dtype):
 
 @pytest.mark.parametrize("to", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_moved_numbers_of_another_dtype_are_correct_or_refused(ask, to):
-    """A video in any order of its axes in memory, and images."""
+    """Of a video in any order of its axes in memory."""
     x = video(2, 12, 2, 3, 5, dtype=torch.bfloat16)
     expected = formulas.pixel_shuffle_3d(x, (1, 2, 2), "ctwh")[0].to(to)
     for axes in [(0, 1, 2, 3, 4), (0, 2, 3, 4, 1), (2, 4, 0, 3, 1)]:
@@ -291,15 +291,6 @@ def test_moved_numbers_of_another_dtype_are_correct_or_refused(ask, to):
         out = buffer.memory.permute(back)
         actual = ask(kernels.pixel_shuffle_3d, x, (1, 2, 2), "ctwh", out=out)
         assert actual is None or torch.equal(buffer.take(actual), expected)
-    for patch in (1, 2):
-        actual = ask(kernels.frames_to_images, x, dtype=to, patch=patch)
-        images, _ = formulas.frames_to_images(x, dtype=to, patch=patch)
-        assert actual is None or torch.equal(actual, images)
-        size, high, wide, channels = images.shape
-        buffer = Poisoned(size, high, wide + 2, channels, dtype=to)  # of wider images
-        out = buffer.memory[:, :, 1:-1]
-        actual = ask(kernels.frames_to_images, x, patch=patch, out=out)
-        assert actual is None or torch.equal(buffer.take(out), images)
 
 
 def around(steps):
