@@ -91,8 +91,8 @@ def test_the_library_next_to_pytorch_comes_before_the_system(monkeypatch, tmp_pa
 class Functions:
     """The functions of a driver, which return the `statuses` of a launch one after another."""
 
-    def __init__(self, *statuses, bytes=8):
-        self.calls, self.arguments, self.statuses, self._bytes = [], [], list(statuses), bytes
+    def __init__(self, *statuses):
+        self.calls, self.arguments, self.statuses = [], [], list(statuses)
         self._known = {}
 
     def __getattr__(self, name):
@@ -101,7 +101,7 @@ class Functions:
             def run(*given):
                 self.calls.append((name, given))
                 if "LaunchKernel" in name:  # whose arguments are valid until it returns
-                    self.arguments.append(ctypes.string_at(given[-2][0], self._bytes))
+                    self.arguments.append(ctypes.string_at(given[-2][0], 8))
                 if name.endswith("GetErrorString"):
                     given[1]._obj.value = b"an error"
                 return self.statuses.pop(0) if "LaunchKernel" in name and self.statuses else 0
