@@ -39,7 +39,6 @@ from .cache import key_of
 from .codes import code_dtype, code_steps, zero_of
 from .constraints import dense
 from .convolution.fused import Fused
-from .convolution.onednn import serves as adds_in_place
 from .convolution.weight import ConvWeight, WeightForm
 from .devices import (
     GPUS,
