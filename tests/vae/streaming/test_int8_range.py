@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 
-from fast_video_vae.tests.products import each_value_once
 from fast_video_vae.tests.vae.families import STATES, joined, prepared
 from fast_video_vae.tests.vae.streaming.test_int8 import STEP, given, warnings_of
 from fast_video_vae.vae import load_vae
@@ -36,7 +35,7 @@ def wide(vae, latent, options=STEP):
     return joined(other.decode_stream(latent, options))
 
 
-@each_value_once(bright=[0, 3], source=["tensor", "uneven pieces"])
+@pytest.mark.parametrize(("bright", "source"), [(0, "tensor"), (3, "uneven pieces")])
 def test_a_decode_out_of_range_continues_in_16_bits(bright, source, caplog, products, exposed):
     vae = exposed
     latent = given(vae, 6)

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from fast_video_vae.tests.builders import random_state_dict
-from fast_video_vae.tests.products import each_value_once
 from fast_video_vae.tests.vae.families import close
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache, Workspace
@@ -71,7 +70,7 @@ def test_threads_can_share_a_vae(vae):
         close(result, frames)
 
 
-@each_value_once(pieces=[None, 2], tile=[None, (64, 64)])
+@pytest.mark.parametrize(("pieces", "tile"), [(None, None), (2, (64, 64))])
 def test_a_finished_or_dropped_stream_frees_its_memory(vae, pieces, tile):
     """Memory is freed at once, not at the next garbage collection."""
 

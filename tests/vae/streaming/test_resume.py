@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import save_file
 
 from fast_video_vae.kernels import is_out_of_memory
-from fast_video_vae.tests.products import each_value_once
 from fast_video_vae.tests.vae.families import (
     STATES,
     VIDEO,
@@ -32,7 +31,6 @@ from fast_video_vae.vae.models.receptive_field import frames_before, latents_bef
 from fast_video_vae.vae.streaming.source import Source
 
 STEP = StreamOptions(1)
-GIVEN = ["tensor", "list", "file", "iterator"]
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +95,15 @@ def reach_of(vae, decode):
     return latents_before(vae.decoder) if decode else frames_before(vae.encoder.layers())
 
 
-@each_value_once(family=VIDEO, decode=[True, False], given=GIVEN, at=[1, 5], layer=[0, 6])
+@pytest.mark.parametrize(
+    ("family", "decode", "given", "at", "layer"),
+    [
+        ("wan2.1", True, "tensor", 1, 0),
+        ("wan2.2", False, "list", 5, 6),
+        ("seedvr2", True, "file", 5, 0),
+        ("wan2.1", False, "iterator", 5, 6),
+    ],
+)
 def test_a_step_that_fails_is_repeated_from_the_next_frame(
     vaes, family, decode, given, at, layer, caplog
 ):
@@ -235,16 +241,15 @@ def test_another_error_is_raised_at_once(wan):
         assert fault.calls == 2
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), ValueError("broken")])
-def test_an_error_of_an_iterator_ends_the_video(wan, error):
+def test_an_error_of_an_iterator_ends_the_video(wan):
     """It cannot be asked for the same piece again."""
     _, _, latent = task_of(wan, True, 3)
 
     def pieces():
         yield latent[:, :, :2]
-        raise error
+        raise torch.OutOfMemoryError("no memory")
 
-    with pytest.raises(type(error), match=str(error)) as caught:
+    with pytest.raises(torch.OutOfMemoryError, match="no memory") as caught:
         joined(wan.decode_stream(pieces(), STEP))
     assert "\n" not in str(caught.value)
 
@@ -295,27 +300,20 @@ def test_the_command_line_writes_every_frame_or_one_line(tmp_path, capsys):
     save_latent(latents, latent, family="wan2.1", fps=Fraction(16), frames=5)
     save_file(STATES["wan2.1"](), path)
     command = ["decode", str(latents), "--vae", str(path), "-o", str(out), "--quiet", "--overwrite"]
-
-    def frames(memory):
-        with memory:
-            code = main(command)
-        printed = capsys.readouterr().err
-        if code:
-            assert printed.startswith("fast-video-vae: error: memory ran out in ")
-            assert printed.count("\n") == 1
-            return None
-        return torch.stack(list(read_video(out).frames())).int()
-
     with FailingMemory() as loading:
         load_vae(path)
-    whole = FailingMemory()
-    expected = frames(whole)
+    with FailingMemory() as whole:
+        assert main(command) == 0
+    expected = torch.stack(list(read_video(out).frames())).int()
     out.unlink()
     decoding = (loading.seen + whole.seen) // 2
-    for first in (1, decoding):
-        assert frames(FailingMemory(first, 1 << 40, error="linux")) is None
-        assert {each.name for each in tmp_path.iterdir()} == {latents.name, path.name}
-    for first in range(decoding, whole.seen + 1, (whole.seen - decoding) // 3):
-        memory = FailingMemory(first, error="windows")
-        assert (frames(memory) - expected).abs().max() <= 1
-        assert memory.failed == 1
+    with FailingMemory(decoding, 1 << 40, error="linux"):
+        assert main(command) == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("fast-video-vae: error: memory ran out in ")
+    assert printed.count("\n") == 1
+    assert {each.name for each in tmp_path.iterdir()} == {latents.name, path.name}
+    with FailingMemory(decoding, error="windows") as memory:
+        assert main(command) == 0
+    assert memory.failed == 1
+    assert (torch.stack(list(read_video(out).frames())).int() - expected).abs().max() <= 1
