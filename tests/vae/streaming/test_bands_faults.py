@@ -11,6 +11,7 @@ import time
 import weakref
 from collections import Counter
 from contextvars import ContextVar
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -83,46 +84,32 @@ def faults(monkeypatch):
     return instead
 
 
-class Memory:
-    """What devices hold, which is free when the next run begins, without the garbage collector."""
-
-    def __init__(self):
-        self.refs, self.lines = [], []
-
-    def hold(self, *objects):
-        self.refs.extend(map(weakref.ref, objects))
-
-    def handle(self, record):
-        """Look at the memory between two runs, which one line of the log shows."""
-        self.lines.append(record.getMessage())
-        assert not threads()
-        assert held() == self.before
-        assert not [each for each in self.refs if each() is not None]
-        return False
-
-    def __enter__(self):
-        with FailingMemory():
-            torch.zeros(1)  # imports TorchDynamo, which keeps the frames that do so
-        gc.collect()
-        gc.disable()
-        self.before = held()
-        _logger.addFilter(self.handle)
-        return self
-
-    def __exit__(self, *_):
-        _logger.removeFilter(self.handle)
-        gc.enable()
-
-
 def held():
     return sorted(type(each).__name__ for each in gc.get_objects() if type(each) in KEPT)
 
 
 @pytest.fixture
 def memory():
-    with Memory() as memory:
-        yield memory
-    assert held() == memory.before
+    """What devices hold, which is free when the next run begins, without the garbage collector."""
+    with FailingMemory():
+        torch.zeros(1)  # imports TorchDynamo, which keeps the frames that do so
+    gc.collect()
+    gc.disable()
+    found, before = SimpleNamespace(refs=[], lines=[]), held()
+
+    def look(record):
+        """Look at the memory between two runs, which one line of the log shows."""
+        found.lines.append(record.getMessage())
+        assert not threads()
+        assert held() == before
+        assert not [each for each in found.refs if each() is not None]
+        return False
+
+    _logger.addFilter(look)
+    yield found
+    _logger.removeFilter(look)
+    gc.enable()
+    assert held() == before
 
 
 # The task, the failing devices and their chunk, before or after its work, the error and its line.
@@ -149,7 +136,7 @@ def test_the_others_go_on_after_a_failure(
 
     def fail(executor, work):
         activation = torch.zeros(10)
-        memory.hold(activation, executor)
+        memory.refs += map(weakref.ref, (activation, executor))
         if error is None:
             with FailingMemory(late):
                 return work()

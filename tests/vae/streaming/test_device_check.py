@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import json
 import re
 import time
 from types import SimpleNamespace
@@ -15,7 +14,6 @@ from fast_video_vae.kernels import Fallback, errors, library_of
 from fast_video_vae.kernels.convolution import onednn
 from fast_video_vae.kernels.ready import facts
 from fast_video_vae.tests.benchmarks.peers import diffusers_vae
-from fast_video_vae.tests.builders import script_command, succeeded
 from fast_video_vae.tests.faults import BF16, COPY, FAULTS, FP16, FP32, Fault, Planted
 from fast_video_vae.tests.played_devices import played
 from fast_video_vae.tests.vae.families import STATES, latent_for, relative_error
@@ -236,23 +234,6 @@ def test_another_device_that_is_wrong_is_left_out(checking, monkeypatch):
     (piece,) = vae.decode_stream(latent_for(vae, 1, SIZE, SIZE))
     assert piece.device == CPU
     assert list(vae.team.members(CPU)) == [0, 2]
-
-
-ENDS = """
-from fast_video_vae.vae import load_vae
-from fast_video_vae.vae.demo import VAE_PATH
-load_vae(VAE_PATH)
-"""
-
-
-def test_the_end_of_a_process_ends_its_check(tmp_path, monkeypatch):
-    """At once, without an error, and without a mark: the next process checks again."""
-    monkeypatch.setenv("FAST_VIDEO_VAE_CACHE", str(tmp_path))
-    monkeypatch.setenv("FAST_VIDEO_VAE_NATIVE", "0")
-    succeeded(script_command(ENDS))
-    kept = [json.loads(path.read_bytes())["facts"] for path in tmp_path.glob("facts/*.json")]
-    marks = [value for each in kept for name, value in each.items() if name.startswith("device:")]
-    assert all(mark == "" or isinstance(mark, dict) for mark in marks)
 
 
 def test_an_error_that_may_not_come_again_is_not_kept(checking, monkeypatch):
