@@ -130,7 +130,7 @@ def test_two_devices_of_one_memory_divide_it(vaes):
     vae = vaes["wan2.1"]
     try:
         vae.devices = ["cpu"] * 2
-        limit = vae.plan(640, 960, StreamOptions(1, limit_bytes=8 * GIB)).peak_bytes * 9 // 10
+        limit = vae.plan(640, 960, StreamOptions(1, limit_bytes=8 * GIB)).peak_bytes * 19 // 20
         plan = vae.plan(640, 960, StreamOptions(1, limit_bytes=limit))
         assert plan.peak_bytes <= limit
     finally:

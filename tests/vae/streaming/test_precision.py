@@ -21,9 +21,9 @@ from fast_video_vae.vae.streaming.precision import compute_dtype
 
 HALF = torch.float16
 
-# One VAE for each output of a decoder: patches, 2x frames, and never tiled.
+# One VAE for each output of a decoder: frames, 2x frames, and never tiled.
 FAMILIES = {
-    "wan2.2": STATES["wan2.2"],
+    "wan2.1": STATES["wan2.1"],
     "seedvr2": STATES["seedvr2"],
     "2x": lambda: random_state_dict(8, out_channels=12),
 }
@@ -35,7 +35,7 @@ def slow_half(monkeypatch):
     monkeypatch.setattr(precision, "_is_slow", lambda dtype: dtype == HALF)
 
 
-def pair(family="wan2.2"):
+def pair(family="wan2.1"):
     """Return a VAE in float16, and one in float32 with the same weights."""
     state = FAMILIES[family]()
     return load_vae(state, dtype=HALF), load_vae(state, dtype=torch.float32, weights_dtype=HALF)
