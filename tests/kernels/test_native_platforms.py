@@ -150,3 +150,11 @@ def test_clang_is_found_where_windows_installs_it(place, fresh, monkeypatch, tmp
     monkeypatch.setenv("CXX", "cl")
     path = program(tmp_path / "ProgramFiles(x86)" / place / "clang-cl")
     assert build.command()[0] == str(path)
+
+
+def test_no_call_waits_for_the_build(fresh, monkeypatch):
+    monkeypatch.setattr(CPU, "_build", lambda: pytest.fail("in the thread of a call"))
+    monkeypatch.setattr(build.background, "submit", build.background.Job)
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(kernels.silu_mul(x, x), torch.nn.functional.silu(x) * x)
+    assert not CPU.prepare().is_done

@@ -67,17 +67,18 @@ def test_a_tile_serves_after_a_proof_in_a_later_video(unknown):
     assert proofs_of(device) == kept
 
 
-def test_the_third_call_of_a_kind_proves_and_only_in_room_for_it(unknown):
+@pytest.mark.parametrize("missing_bytes", [0, 1])
+def test_the_third_call_of_a_kind_proves_in_room_for_copies_and_result(unknown, missing_bytes):
     device, own = unknown
     network = built(device)
-    for options in ({"steps": 1}, {"most": 0}, {"room": 4 * 1152 - 1, "steps": 9}):
+    for options in ({"most": 0}, {"steps": 2}):
         own.ran.clear()
         network.video(**options)
         device.build()
         assert not own.ran["conv3d"], options
-    network.video(steps=1, room=4 * 1152)  # copies of frames and result in two dtypes
+    network.video(steps=1, room=4 * 1152 - missing_bytes)
     device.build()
-    assert proofs_of(device)
+    assert len(proofs_of(device)) == 1 - missing_bytes
 
 
 def test_no_kind_is_proved_twice_on_a_machine(unknown, monkeypatch):

@@ -164,14 +164,15 @@ def test_a_wrong_code_of_a_norm_is_found(op, small, changed):
     more["out"] = torch.zeros(1, 96, 1, 1, 1, dtype=torch.int8)
     given = sample(op, torch.bfloat16, **more)
     assert selfcheck.checked(NAMES, op, given) == ("triton",)
-    at = [4]
+    at = [(-1, 4)]
 
     def wrong(_, y):
-        y[0, 5, -1, at[0], 4] += 1 if y[0, 5, -1, at[0], 4] < 100 else -1
+        code = y[(0, 5, *at[0], 4)]
+        code += 1 if code < 100 else -1
         return y
 
     changed(wrong)
-    for at[0] in (4, 0):  # a code, and one of the border
+    for at[0] in ((-1, 4), (-1, 0), (0, 4)):  # a code, one of the border, and one of the tail
         assert not selfcheck.checked(NAMES, op, given)
 
 

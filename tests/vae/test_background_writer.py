@@ -89,14 +89,22 @@ def test_at_most_depth_pieces_are_queued():
     ("error", "pieces"), [(OSError(28, "No space left", "a.mp4"), 1000), (SystemExit(3), 1)]
 )
 def test_an_error_of_the_thread_is_raised_by_the_next_put_or_at_the_end(error, pieces):
-    calls = []
+    calls, queued = [], threading.Event()
 
     def write(frames):
+        queued.wait(10)
         calls.append(None)
         raise error
 
+    def given():
+        for value in range(pieces):
+            if value == 2:  # two are queued
+                queued.set()
+            yield piece(value % 256)
+        queued.set()
+
     with pytest.raises(type(error)) as caught:
-        put_all(write, (piece(value % 256) for value in range(pieces)))
+        put_all(write, given())
     assert caught.value is error
     assert len(calls) == 1  # after an error nothing is written
 

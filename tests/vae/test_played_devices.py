@@ -18,6 +18,7 @@ from fast_video_vae.tests.vae.families import (
 )
 from fast_video_vae.tests.vae.streaming.waits import Waits
 from fast_video_vae.vae.checkpoint import load_vae
+from fast_video_vae.vae.planning import plan
 from fast_video_vae.vae.streaming.options import StreamOptions
 
 SIZE = 32
@@ -235,6 +236,8 @@ def test_tensors_that_a_device_cannot_hold_are_cut_or_refused(play, monkeypatch)
     video = joined(plain.decode_stream(latent))
     device = play("apple")
     monkeypatch.setattr(memory, "_METAL_BYTES", 1 << 20)
+    monkeypatch.setattr(plan, "_PARTS", (1 << 18,))  # a quarter of the limit, as on a real one
+    monkeypatch.setattr(plan, "_SMALL_PARTS", ())
     vae, out = loaded(device="mps"), torch.empty(video.shape)
     for _ in vae.decode_stream(latent, out=out):
         pass

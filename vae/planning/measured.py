@@ -50,7 +50,7 @@ def measured(
         network = source.kept.of(key, lambda: _twin(job, source))
         with counter:
             stream = _Stream(replace(job, network=network), tiles, part_bytes, parked=parked)
-            stream.run(chunk)
+            stream.run(chunk, counter)
     return counter.peak + BASE_BYTES * on_cpu, counter.largest
 
 
@@ -73,7 +73,7 @@ class _Stream:
             self._others = min(self._others, _TILES_ON_DEVICE - 1) if parked else self._others
             self._joined = job.sizes[tiles.cut]
 
-    def run(self, chunk: int) -> None:
+    def run(self, chunk: int, counter: ByteCounter) -> None:
         """Run the first frame and two steps next to the tails of all tiles."""
         self._step(1)
         for latents in () if self._job.single_frame else (chunk, chunk):
@@ -81,7 +81,9 @@ class _Stream:
             if self._tile is not None:
                 self._in_tile.first = False
                 others = int(self._others * sum(x.nbytes for x in self._in_tile.tails.values()))
+            largest = counter.largest
             tails = self._like.new_empty(others, dtype=torch.uint8)
+            counter.largest = largest  # they are many tensors
             self._step(latents)
             del tails
 
@@ -115,6 +117,7 @@ class _Stream:
                 if joined is None:
                     joined = new_video(y, (batch, y.shape[1], count, *self._joined))
             del x, y
+            assert joined is not None
             self._leave(self._pushed(self._whole, joined, self._cache))
             return
         runs = list(self._pushed(self._whole, x, self._cache))
@@ -157,6 +160,7 @@ def _twin(job: StreamJob, source: Network) -> Network:
     for module in made.modules():
         module._forward_pre_hooks.clear()
         module._forward_hooks.clear()
-    with ByteCounter():
-        _Stream(replace(job, network=made, latent_size=_SMALL), None, 1 << 62, parked=False).run(1)
+    with ByteCounter() as counter:
+        small = replace(job, network=made, latent_size=_SMALL)
+        _Stream(small, None, 1 << 62, parked=False).run(1, counter)
     return made

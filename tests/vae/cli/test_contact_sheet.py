@@ -31,6 +31,7 @@ def test_columns_are_spread_over_the_clip(frames, monkeypatch):
     assert len(held._columns) <= sheet.KEPT  # so memory does not grow with the clip
     assert len(places) == min(frames, sheet.COLUMNS)
     assert places == sorted(set(places))
+    assert places[0] == 0
     ideal = np.linspace(0, frames - 1, len(places))
     assert np.abs(np.subtract(places, ideal)).max() <= max(0.5, frames / 20)
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from fast_video_vae.kernels.convolution import aten, onednn
 from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.tests.vae.families import STATES
 from fast_video_vae.vae import load_vae
 from fast_video_vae.vae.layers import causal_conv as causal
 from fast_video_vae.vae.layers import conv, conv_weights
@@ -80,6 +81,16 @@ def test_a_gpu_notices_stale_weights_with_one_call_for_all(vae, latent, monkeypa
     assert count > 10
     change(vae, "one element through .data")
     expected = load_vae(vae.state_dict(), dtype=torch.float32).decode(latent)
+    assert torch.equal(vae.decode(latent), expected)
+
+
+def test_a_folded_convolution_follows_each_of_its_weights(latent):
+    vae = load_vae(STATES["seedvr2"](), dtype=torch.float32)
+    before = vae.decode(latent)
+    name = next(each for each, _ in vae.named_parameters() if each.endswith("upscale_conv.bias"))
+    vae.get_parameter(name).data.add_(1)  # one of four that it is derived from
+    expected = load_vae(vae.state_dict(), dtype=torch.float32).decode(latent)
+    assert not torch.equal(expected, before)
     assert torch.equal(vae.decode(latent), expected)
 
 

@@ -169,6 +169,16 @@ def test_a_jump_of_the_clock_is_not_a_pause(times, expected):
     assert [round(1000 * item.time) for item in found] == expected
 
 
+def test_frames_that_come_after_the_sample_do_not_make_a_rate_vary(tmp_path, monkeypatch):
+    def reorder(stream):
+        stream.codec_context.options = {"x264-params": "b-adapt=0:bframes=3"}
+
+    path = write_with(tmp_path / "a.mkv", moving_clip(80, 32, 32), "matroska", prepare=reorder)
+    for count in range(60, 66):
+        monkeypatch.setattr("fast_video_vae.vae.media.cadence.SAMPLE", count)
+        assert not read_video(path).varies
+
+
 @pytest.mark.parametrize(
     ("times", "announced", "fps", "is_constant"),
     [

@@ -73,6 +73,8 @@ def test_quality_is_linear_from_the_worst_value_to_70_and_to_the_best():
     x264, prores = (codecs.find_encoding(codec_named(name)) for name in ("h264", "prores"))
     expected = {0: "51", 35: "33.5", 60: "21", None: "16", 70: "16", 85: "8.5", 100: "1"}
     assert {each: x264.options(each)["crf"] for each in expected} == expected
+    x265 = codecs.find_encoding(codec_named("hevc"), 8)  # of another slope on each side
+    assert [x265.options(each)["crf"] for each in (60, 85)] == ["21.8571", "9"]
     assert x264.options(70, dithered=True) == {"crf": "15", "aq-strength": "2", "mbtree": "0"}
     assert [prores.options(each)["profile"] for each in (0, 24, 70, 100)] == ["0", "1", "3", "3"]
 

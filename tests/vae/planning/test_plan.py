@@ -18,6 +18,7 @@ from fast_video_vae.vae.layers import conv, conv_weights
 from fast_video_vae.vae.planning import device_memory, plan
 from fast_video_vae.vae.planning.job import StreamJob
 from fast_video_vae.vae.planning.measured import BASE_BYTES
+from fast_video_vae.vae.planning.measured import measured as measure
 from fast_video_vae.vae.planning.plan import Plan, make_plan, smaller_plan
 from fast_video_vae.vae.planning.tiling import Tiles
 
@@ -155,6 +156,17 @@ def test_the_fastest_setting_that_fits_is_taken(wan):
     assert min(found[-1].tiles.size) >= 32
     for other in ({"single_frame": True}, {"device": CPU}):
         assert not make_plan(work_of(wan.decoder, **other), 1).parked
+
+
+def test_three_tiles_have_their_tails_on_the_device(wan):
+    """The current one, the next one and the one before."""
+
+    def peak(count, *, parked):
+        tiles = Tiles(11, (128, 384 // count))
+        return measure(work_of(wan.decoder, 16, 48), tiles, 1, 1 << 30, parked=parked)[0]
+
+    assert peak(3, parked=True) == peak(3, parked=False)
+    assert peak(4, parked=True) < peak(4, parked=False)
 
 
 def test_what_is_wanted_is_kept(wan):
