@@ -71,7 +71,7 @@ def test_frames_and_latents_are_those_of_the_cpu(kind, family, frames, tile, pla
 def test_an_encode_of_frames_on_the_device_waits_three_times(play):
     """For stale weights, for static frames and for values that are not finite."""
     plain = loaded()
-    pixels = pixels_for(plain, 33, 16)
+    pixels = pixels_for(plain, 21, 16)
     pixels[:, :, 8:] = pixels[:, :, 7:8]
     latent = plain.encode(pixels, 1)
     device = play("nvidia")
@@ -167,13 +167,12 @@ def test_a_decode_that_runs_out_of_memory_continues(play):
     assert device.ran_out
 
 
-@pytest.mark.parametrize(("kind", "target"), [("nvidia", "host"), ("apple", "device")])
-def test_a_device_without_any_memory_leaves_the_rest_to_the_cpu(kind, target, play, caplog):
+def test_a_device_without_any_memory_leaves_the_rest_to_the_cpu(play, caplog):
     plain = loaded()
     latent, pixels = latent_for(plain, 4, 16, 16), pixels_for(plain, 5, 16)
     video, latents = plain.decode(latent, 1), plain.encode(pixels, 1)
-    play(kind)
-    vae, failing = loaded(device=TYPES[kind]), []
+    play("apple")
+    vae, failing = loaded(device="mps"), []
 
     def full(layer, inputs):
         if isinstance(inputs[0], Played) and failing:
@@ -182,14 +181,13 @@ def test_a_device_without_any_memory_leaves_the_rest_to_the_cpu(kind, target, pl
     for network in (vae.decoder, vae.encoder):
         network.layers()[-1].register_forward_pre_hook(full)
     weights = [parameter.data_ptr() for parameter in vae.parameters()]
-    out = {"device": vae.new_frames(latent), "host": torch.zeros(video.shape)}.get(target)
-    pieces = []
+    out, pieces = vae.new_frames(latent), []
     for piece in vae.decode_stream(latent, StreamOptions(1), out=out):
         pieces.append(piece.cpu())
         if len(pieces) == 2:
             failing.append(True)
     assert relative_error(torch.cat(pieces, dim=2), video) <= 1e-5
-    assert out is None or relative_error(out.cpu(), video) <= 1e-5
+    assert relative_error(out.cpu(), video) <= 1e-5
     near(vae.encode(pixels), latents)
     assert [parameter.data_ptr() for parameter in vae.parameters()] == weights
     assert not vae.replicas.nbytes()
@@ -213,7 +211,7 @@ def test_a_layer_has_one_shape_in_all_steady_steps_on_amd(family, encodes, play)
     """After the first frame, the weight of a layer meets one shape in videos of all lengths."""
     device, found = play("amd"), defaultdict(set)
     vae, options = loaded(family, "cuda"), StreamOptions(chunk=2)
-    for frames in (9, 17, 21):
+    for frames in (9, 21):
         latents = vae.config.latent_frames(frames)
         with use_backend("aten"):
             if encodes:

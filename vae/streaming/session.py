@@ -1,6 +1,7 @@
 """One run of a video under one setting: a plan, and its chunks through an executor."""
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
@@ -206,21 +207,17 @@ class VideoSession:
         kept = planned.network.kept
         drop_stale_forms(kept.of("convs", lambda: [m for m in modules() if isinstance(m, Conv)]))
 
-        token = planned.network.route_token(self._seen, device)
-
-        def new_cache() -> TemporalCache:
-            cache = TemporalCache(
+        if plan.bands is None:
+            new_cache = functools.partial(
+                TemporalCache,
                 single_frame=planned.single_frame,
                 band_bytes=plan.part_bytes,
                 workspace=self._workspace,
                 coding=self._coding,
-                route_token=token,
+                route_token=planned.network.route_token(self._seen, device),
                 same_shapes=self._searches,
+                first=begins,
             )
-            cache.first = begins
-            return cache
-
-        if plan.bands is None:
             return _executor_of(planned, plan, new_cache, self._sink), plan
 
         work = Work(planned, job.team.replicas, self._kernels, begins)

@@ -51,7 +51,7 @@ def inputs(vae, latents, height, width, batch=1):
     return latent_for(vae, latents, height, width, batch), video
 
 
-@same(max_examples=6)
+@same(max_examples=4)
 @given(SEEDS)
 def test_devices_give_the_same_video(seed):
     check_both(seed, shared=True)
