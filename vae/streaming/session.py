@@ -88,12 +88,6 @@ class VideoJob:
             if setting.moved:
                 self.team.replicas.drop(setting.device)
 
-    def network_of(self, setting: Setting) -> Network:
-        """Return the network or its copy on the device of a setting."""
-        name = "encoder" if self.encodes else "decoder"
-        replicas = self.team.replicas
-        return replicas.on(setting.device, name, self.network, proves=setting.distrusts)
-
 
 class VideoSession:
     """One run of a video under a setting, whose results `sink` takes.
@@ -238,12 +232,13 @@ class VideoSession:
         job, setting = self._job, self._setting
         compression = job.config.spatial_compression if job.encodes else 1
         size = first.shape[3] // compression, first.shape[4] // compression
+        place, name = setting.device, "encoder" if job.encodes else "decoder"
         return job_of(
-            job.network_of(setting),
+            job.team.replicas.on(place, name, job.network, proves=setting.distrusts),
             job.config,
             (first.shape[0], *size),
             setting.dtype,
-            setting.device,
+            place,
             single_frame=job.is_single_frame,
             coded=setting.coded,
         )
