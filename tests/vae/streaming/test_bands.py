@@ -171,17 +171,10 @@ def test_threads_end_with_the_stream(wan):
     assert not threads()
 
 
-@pytest.fixture
-def two_cores():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("two_cores")
 def test_each_device_has_its_share_of_the_cores_and_the_caller_all_of_them(wan, monkeypatch):
     """Also after the first op of the native library in its thread, and in later threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
     found, work = [], TiledExecutor.fill
 
     def noted(self, *arguments):
@@ -196,8 +189,9 @@ def test_each_device_has_its_share_of_the_cores_and_the_caller_all_of_them(wan, 
     other = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
     other.start()
     other.join()
-    assert found == [1] * 6 + [2]
-    assert torch.get_num_threads() == 2
+    now = torch.get_num_threads()
+    torch.set_num_threads(before)
+    assert (found, now) == ([1] * 6 + [2], 2)
 
 
 @pytest.mark.parametrize(
