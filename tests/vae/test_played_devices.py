@@ -153,20 +153,6 @@ def test_what_a_device_does_not_compute_is_refused_in_one_line(macos, dtype, lin
     assert (default == torch.float32) == (macos == 13)
 
 
-def test_a_decode_that_runs_out_of_memory_continues(play):
-    plain = loaded()
-    latent = latent_for(plain, 3, SIZE, SIZE)
-    video = plain.decode(latent, 1)
-    device = play("apple")
-    vae = loaded(device="mps")
-    frames = vae.new_frames(latent)
-    device.left = 5
-    for _ in vae.decode_stream(latent, StreamOptions(chunk=1), out=frames):
-        pass
-    near(frames, video)
-    assert device.ran_out
-
-
 def test_a_device_without_any_memory_leaves_the_rest_to_the_cpu(play, caplog):
     plain = loaded()
     latent, pixels = latent_for(plain, 4, 16, 16), pixels_for(plain, 5, 16)

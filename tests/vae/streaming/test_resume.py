@@ -247,9 +247,10 @@ def test_out_of_memory_errors_are_recognised():
         MemoryError(),
         RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
         RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("MPS backend out of memory. Tried to allocate 1.00 GiB"),
     ]
     others = [RuntimeError("CUDA error: an illegal memory access"), ValueError("out of memory")]
-    assert [*map(is_out_of_memory, short + others)] == [True] * 4 + [False] * 2
+    assert [*map(is_out_of_memory, short + others)] == [True] * 5 + [False] * 2
 
 
 def test_memory_that_stays_short_raises_one_line(wan, caplog):
