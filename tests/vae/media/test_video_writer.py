@@ -21,7 +21,7 @@ from fast_video_vae.tests.videos import (
 from fast_video_vae.vae.media import BackgroundWriter, VideoWriter, frames_to_uint8
 
 
-@pytest.mark.parametrize("color", [(0, 0, 0), (255, 255, 255), (20, 60, 180), (250, 3, 99)])
+@pytest.mark.parametrize("color", [(0, 0, 0), (20, 60, 180), (250, 3, 99)])
 def test_written_colors_are_bt709(tmp_path, color):
     clip = torch.tensor(color, dtype=torch.uint8).expand(2, 32, 48, 3)
     path = write(tmp_path / "a.mp4", clip, quality=100)
@@ -61,8 +61,6 @@ def test_missing_or_invalid_frames_are_refused(tmp_path, pieces, message):
     [
         ("h264", ".mp4", False, None),
         ("prores", ".mov", True, 20_000),
-        ("ffv1", ".mkv", True, None),
-        ("h264", ".mp4", True, 20_000),
     ],
 )
 def test_a_full_disk_leaves_only_the_old_file(
