@@ -282,6 +282,7 @@ def test_other_rates_limits_and_impossible_ranges(tmp_path):
         ({"limit": 0}, "limited to 0; expected at least 1"),
         ({"frames": 0}, "frames are 0"),
         ({"multiple": 49}, r"a\.mp4 is 64x48; expected at least 49x49"),
+        ({"dtype": torch.float32}, "dtype is torch.float32; expected torch.uint8, or None"),
         ({"size": (4, 4), "multiple": 8}, r"a\.mp4 is 64x48, requested as 4x4; expected"),
     ):
         with pytest.raises(ValueError, match=message):  # before any work

@@ -1,7 +1,6 @@
 """Written files: a gradient through every codec and back, dither, alpha, folders, what is refused.
 
-The oracle reads the planes that PyAV decodes and inverts the formulas in float64: BT.709 in limited
-range for YUV (ITU-R BT.709-6, section 3), the sRGB curve for EXR (IEC 61966-2-1).
+Colors are read with this pack's reader, which `test_deep_video.py` compares with the formulas.
 """
 
 import json
@@ -19,6 +18,7 @@ from fast_video_vae.vae.media import (
     codecs,
     convert_pictures,
     pictures_of,
+    read_video,
 )
 
 HEIGHT, WIDTH, FRAMES = 96, 832, 6
@@ -45,42 +45,9 @@ def planes(frame):
     found = []
     for plane in frame.planes:
         rows = np.frombuffer(plane, name).reshape(plane.height, -1)
-        packed = len(frame.planes) == 1
-        count = plane.width * (len(frame.format.components) if packed else 1)
-        if frame.format.name == "bgr0":
-            count = plane.width * 4
-        found.append(rows[:, :count].astype(np.float64))
+        count = 1 if len(frame.planes) > 1 else len(frame.format.components)
+        found.append(rows[:, : plane.width * count].astype(np.float64))
     return found
-
-
-def rgb(frame):
-    """`[H, W, C]` float64 in [0, 1] from the planes of a frame; EXR as sRGB."""
-    name, bits = frame.format.name, frame.format.components[0].bits
-    found = planes(frame)
-    if name.startswith(("gbrp", "gbrap")):
-        colors = [found[2], found[0], found[1], *found[3:]]
-        values = np.stack(colors, -1)
-        if "f" in name[4:]:
-            light, alpha = values[..., :3], values[..., 3:]
-            if alpha.shape[-1]:
-                light = light / np.where(alpha > 0, alpha, 1)
-            low = light <= 0.0031308
-            curve = 1.055 * np.maximum(light, 0.0031308) ** (1 / 2.4) - 0.055
-            return np.concatenate([np.where(low, 12.92 * light, curve), alpha], -1)
-        return values / (2**bits - 1)
-    if name.startswith(("rgb", "bgr")):
-        packed = found[0].reshape(frame.height, frame.width, -1)
-        order = [2, 1, 0] if name == "bgr0" else [2, 1, 0, 3] if name == "bgra" else slice(None)
-        return packed[..., order] / (2**bits - 1)
-    scale = 2 ** (bits - 8)
-    y = (found[0] - 16 * scale) / (219 * scale)
-    cb, cr = ((plane - 128 * scale) / (224 * scale) for plane in found[1:3])
-    rows, columns = y.shape[0] // cb.shape[0], y.shape[1] // cb.shape[1]
-    cb, cr = (np.repeat(np.repeat(each, rows, 0), columns, 1) for each in (cb, cr))
-    red, blue = y + 1.5748 * cr, y + 1.8556 * cb
-    green = (y - 0.2126 * red - 0.0722 * blue) / 0.7152
-    alpha = [found[3] / (2**bits - 1)] if len(found) > 3 else []
-    return np.stack([red, green, blue, *alpha], -1)
 
 
 def images(path):
@@ -89,11 +56,23 @@ def images(path):
 
 
 def read(path):
-    """All frames of a file or folder, `[T, H, W, C]` float64 in [0, 1]."""
+    """All frames of a file or folder, `[T, H, W, C]` float64 in [0, 1]; alpha if it has any."""
     found = []
     for file in images(path):
+        frames = torch.stack([*read_video(file).frames()])
+        pictures = frames.numpy() / float(torch.iinfo(frames.dtype).max)
         with av.open(str(file)) as container:
-            found += [rgb(frame) for frame in container.decode(video=0)]
+            for picture, frame in zip(pictures, container.decode(video=0), strict=True):
+                *_, last = frame.format.components
+                if frame.format.name == "yuv420p":  # of gray frames, before RGB is rounded
+                    picture = (planes(frame)[0][..., None] - 16).repeat(3, -1) / 219
+                if not last.is_alpha:
+                    found.append(picture)
+                    continue
+                *_, alpha = planes(frame)
+                alpha = alpha if len(frame.planes) > 1 else alpha[:, 3::4]
+                top = 1 if "f" in frame.format.name[4:] else 2**last.bits - 1
+                found.append(np.concatenate([picture, alpha[..., None] / top], -1))
     return np.stack(found)
 
 
