@@ -26,6 +26,7 @@ from ..host.error_text import about
 from ..host.progress import Progress, show_text
 from ..vae import accelerate
 from ..vae.comfy_vae import FastVAE
+from ..video.inputs import DEPTHS
 from ..video.source import FileSource, Fit, Source, about_video
 from ..video.target import VideoTarget, workflow_tags
 from ..video.videos import source_of
@@ -60,9 +61,8 @@ def upscaled(
     with about_video():
         source, second = source_of(video), source_of(video)
         sound = source.track(Fit())
-    target = VideoTarget(
-        source.fps, wanted.codec, wanted.filename_prefix, wanted.save_to, wanted.file_options()
-    )
+    options = {"quality": wanted.quality, "bit_depth": DEPTHS[wanted.bit_depth]}
+    target = VideoTarget(source.fps, wanted.codec, wanted.filename_prefix, wanted.save_to, options)
     height, width = size = wanted.size(source.size)
     shown = height - height % 2, width - width % 2
     target.check(*shown)

@@ -17,7 +17,6 @@ from comfy_extras.nodes_seedvr import SeedVR2Conditioning
 from torch import Tensor
 
 from ..host.error_text import described
-from ..video.inputs import DEPTHS
 
 _logger = logging.getLogger(__name__)
 
@@ -74,10 +73,6 @@ class Wanted:
                 f"expected at least {_MULTIPLE} x {_MULTIPLE}"
             )
         return height, width
-
-    def file_options(self) -> dict[str, Any]:
-        """Return the options of `VideoWriter`."""
-        return {"quality": self.quality, "bit_depth": DEPTHS[self.bit_depth]}
 
     def latents(self, size: tuple[int, int]) -> tuple[int, int]:
         """Return the latents of a window for frames of `size`, and those that two windows share."""

@@ -23,7 +23,7 @@ from ..demo import CLIP_PATH, VAE_PATH
 from ..media.atomic_file import whole_file
 from ..media.pictures import with_channels
 from ..media.video_reader import VideoFile, read_video
-from ..media.video_writer import VideoWriter, frames_to_uint8
+from ..media.video_writer import VideoWriter, pictures_of
 from ..model import VideoVAE
 from ..models.config import VAEConfig
 from ..streaming.options import StreamOptions
@@ -130,7 +130,7 @@ def round_trip(
 
     latents = timed("encode", vae.encode_stream(Rereadable(source), options))
     for piece in timed("decode", vae.decode_stream(latents, options)):
-        result = frames_to_uint8(piece).cpu()
+        result = pictures_of(piece, torch.uint8).cpu()
         yield torch.stack([kept.popleft() for _ in result]), result
 
 

@@ -15,7 +15,7 @@ _HOMES = {
     "latent_file": ("load_latent", "save_latent"),
     "pictures": ("convert_pictures", "with_channels"),
     "video_reader": ("VideoFile", "read_video"),
-    "video_writer": ("VideoWriter", "frames_to_uint8", "parts_of", "pictures_of"),
+    "video_writer": ("VideoWriter", "parts_of", "pictures_of"),
 }
 
 

@@ -95,6 +95,9 @@ def _target(frame: av.VideoFrame) -> tuple[str, int, int]:
         # Of YUV, 16 bits keep what the matrix gives between two levels; their low bits stay zero.
         is_full = frame.color_range == ColorRange.JPEG or frame.format.name.startswith("xyz")
         return "gbrp16le", 0, top << (16 - depth) if is_full else 255 << 8
+    if depth > 8 and frame.format.name.startswith("gbrap"):
+        # Without the alpha, swscale 9.5 copies planes to planes short of half a row per slice.
+        return "rgb48le", 0, 65535
     # Between RGB of the same depth swscale keeps all numbers. It never stretches gray of limited
     # range, as ITU-R BT.709-6 has it.
     limited = _is_gray(frame) and frame.color_range == ColorRange.MPEG

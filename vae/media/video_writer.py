@@ -268,11 +268,6 @@ def parts_of(frames: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
     return frames.split(max(1, frames.shape[2] // dtype.itemsize), dim=2)
 
 
-def frames_to_uint8(frames: Tensor) -> Tensor:
-    """Convert decoded frames `[1, 3 or 4, T, H, W]` to 8-bit pictures `[T, H, W, 3]`."""
-    return pictures_of(frames, torch.uint8)
-
-
 def _size(shape: tuple[int, ...]) -> str:
     """Return the text of a shape `(H, W, C)`."""
     return f"{shape[1]}x{shape[0]}" + (" with alpha" if shape[2] == 4 else "")

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from fast_video_vae.tests.nodes.server import AUTO, VAE_FILE, VIDEO, PromptError, Workflow
-from fast_video_vae.tests.nodes.vae.pairs import clip, ours, v3_node
 
 pytestmark = pytest.mark.comfyui
 
@@ -242,30 +241,6 @@ def test_draws_are_measured_without_the_work_between_them(timing, clock, measure
     assert (report["stopped"], seconds) == ("failed", {"VAE decode": 3, "file": 20, "load": 6})
 
 
-def test_the_nodes_measure_what_they_do(timing, inference, measured):
-    from comfy.model_patcher import ModelPatcher
-
-    from fast_video_vae.nodes.lora.apply import apply_lora
-
-    (vae,) = ours("Load", vae_name="bundled demo").args
-    (vae,) = ours("Accelerate", vae=vae, chunk=2).args
-    (video,) = v3_node("nodes_video", "CreateVideo", images=clip(5, 16, 16), fps=16.0)
-    ours("Encode", pixels=clip(5, 16, 16), vae=vae)
-    latent, *_ = ours("EncodeVideo", video=video, vae=vae).args
-    _, text = ours("Decode", samples=latent, vae=vae).args
-    assert text == timing.text()
-    images = torch.zeros(1, 16, 16, 3)  # of a VAE of another pack
-    other = types.SimpleNamespace(device=CPU, encode=None, decode=lambda _: images)
-    ours("Decode", samples={"samples": torch.zeros(1, 4, 2, 2)}, vae=other)
-    apply_lora(ModelPatcher(torch.nn.Linear(2, 2), CPU, CPU), ())
-    counts = {(row["kind"], row["label"]): row["count"] for row in measured()[0]["rows"]}
-    assert counts.pop(("file", "")) > 2  # chunks of the video, and its sound
-    labels = ("bundled demo", "accelerated VAE", "VAE to its device")
-    assert {key for key in counts if key[0] == "load"} == {("load", label) for label in labels}
-    assert (counts["VAE encode", ""], counts["VAE decode", ""]) == (2, 2)
-    assert ("LoRA attach", "") in counts
-
-
 def test_kernel_builds_and_compilations_are_subtracted_from_the_outer_piece(timing, measured):
     import torch._dynamo
 
@@ -322,8 +297,6 @@ def test_the_log_has_one_table_per_prompt_over_http(server):
     assert 0 < float(total[1]) <= float(total[2]) + 0.001
     assert total[3] == ""
     before = len(server.log())
-    assert server.run(workflow)[shown]["text"] == [text]  # all outputs come from the cache
-    assert not TOTALS.search(server.log()[before:])
     vae = workflow.add("FastVAE_Load", vae_name=VAE_FILE, **AUTO | {"chunk": 7})
     latent = workflow.add("EmptyLatentImage", width=64, height=64, batch_size=1)  # 4 channels
     workflow.add("PreviewImage", images=workflow.add("FastVAE_Decode", samples=latent, vae=vae))

@@ -222,7 +222,7 @@ def test_other_inputs_begin_anew(stopped, model, vae, output, tmp_path, monkeypa
 
     first = lora(1)
     stopped("save", 2, file, model=first, **SHORT)
-    others = [{"model": lora(2)}, {"model": seedvr2_model(1)}, {"seed": 9}, {"quality": 1}]
+    others = [{"model": lora(2)}, {"model": seedvr2_model(1)}, {"seed": 9}]
     whole = sampled()
     assert {sampled(**each) for each in others} == {whole}
     unload_all_models()  # which restores the weights
@@ -256,7 +256,9 @@ def test_the_nodes_before_this_one_count_whatever_their_names_are(comfyui):
     assert graph_mark(None, "9") == graph_mark({}, None) == ""
 
 
-def test_sound_and_tags_are_kept_in_step(model, vae, output, tmp_path):
+def test_sound_and_tags_are_kept_in_step(model, vae, output, tmp_path, monkeypatch):
+    texts = []
+    monkeypatch.setattr("fast_video_vae.nodes.upscale.run.show_text", texts.append)
     click = torch.zeros(2, 48000 * 3)
     click[:, 24000:24480] = 0.8  # half a second into the video
     tags = {"title": "a clip", "artist": "a painter"}
@@ -274,6 +276,7 @@ def test_sound_and_tags_are_kept_in_step(model, vae, output, tmp_path):
         start = heard.gt(0.4).nonzero()[0].item() + first
         assert abs(start / 48000 - moment) < 0.01
         assert abs(len(heard) / 48000 - frames / 16) < 0.05
+        assert any(f" of {frames} frames, " in text and " left: " in text for text in texts)
 
 
 @pytest.mark.parametrize(

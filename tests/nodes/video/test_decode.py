@@ -36,15 +36,6 @@ LEVEL = 1 / 1023  # of 10 bits
         ("prores", ".mov", 10),  # not for mp4
         ("ffv1", ".mkv", 16),  # RGB
         ("exr", "", 16),
-        *(
-            pytest.param(*row, marks=pytest.mark.slow)
-            for row in (
-                ("vp9", ".webm", 8),
-                ("hevc", ".mp4", 10),
-                ("av1", ".mp4", 10),
-                ("png", "", 16),
-            )
-        ),
     ],
 )
 def test_a_gradient_passes_through_comfyuis_nodes(stock, output, monkeypatch, codec, suffix, bits):
@@ -173,13 +164,12 @@ def test_a_bad_input_is_refused_before_the_decode(
     assert not any(output.rglob("*"))
 
 
-@pytest.mark.parametrize("at", [2, 33])  # and while the last frames are written
-def test_an_interrupt_leaves_no_file_and_the_next_run_succeeds(fast, output, monkeypatch, at):
+def test_an_interrupt_leaves_no_file_and_the_next_run_succeeds(fast, output, monkeypatch):
     import comfy.model_management as management
     import comfy.utils
 
     def show(value, total, preview, node_id=None):
-        if value >= at:
+        if value >= 2:
             management.interrupt_current_processing()
 
     latent = latents(9, 2, 2)
@@ -222,11 +212,10 @@ def test_alpha_is_dropped_or_refused(picture_vae, output, monkeypatch, caplog):
         decode(picture_vae, latent, alpha="on")
 
 
-@pytest.mark.parametrize("codec", ["png", "exr"])
-def test_a_sequence_of_images_is_a_video_too(fast, output, codec):
+def test_a_sequence_of_images_is_a_video_too(fast, output):
     latent = latents(2, height=8, width=8)
-    video, again = (decode(fast, latent, codec=codec, filename_prefix="s/one") for _ in range(2))
-    assert [path.name for path in video.paths] == [f"frame_{n:05}.{codec}" for n in range(5)]
+    video, again = (decode(fast, latent, codec="png", filename_prefix="s/one") for _ in range(2))
+    assert [path.name for path in video.paths] == [f"frame_{n:05}.png" for n in range(5)]
     assert [each.paths[0].parent.name for each in (video, again)] == ["one_00001_", "one_00002_"]
     assert (video.get_frame_count(), video.get_dimensions()) == (5, (64, 64))
     assert (video.get_bit_depth(), video.get_duration()) == (16, 5 / 16)

@@ -27,8 +27,10 @@ from fast_video_vae.vae.media import Audio
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
 
 
-@pytest.mark.parametrize(("most", "chunk"), [(1, 0), (7, -1), (99, 1)])
-@pytest.mark.parametrize("kind", ["fast", "stock", "picture_vae"])
+@pytest.mark.parametrize(
+    ("kind", "most", "chunk"),
+    [("fast", 1, 0), ("fast", 7, -1), ("stock", 99, 1), ("picture_vae", 7, 1)],
+)
 def test_a_file_gives_the_latent_of_its_frames(request, kind, tmp_path, caplog, most, chunk):
     """In the depth of the file; frames are pictures for `picture_vae`, and opaque."""
     vae, pictures, read = request.getfixturevalue(kind), moving_clip(10, 64, 64), min(most, 10)

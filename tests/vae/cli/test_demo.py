@@ -19,7 +19,7 @@ from PIL import Image  # noqa: E402
 from fast_video_vae.tests.videos import write_clip  # noqa: E402
 from fast_video_vae.vae import StreamOptions, load_vae  # noqa: E402
 from fast_video_vae.vae.cli.demo import afford, round_trip  # noqa: E402
-from fast_video_vae.vae.media import frames_to_uint8, read_video  # noqa: E402
+from fast_video_vae.vae.media import pictures_of, read_video  # noqa: E402
 from fast_video_vae.vae.media.video_reader import VideoFile  # noqa: E402
 from fast_video_vae.vae.models.config import read_configs  # noqa: E402
 
@@ -50,7 +50,7 @@ def test_demo_writes_a_video_and_a_sheet_and_ends_with_the_psnr(tmp_path, run, s
     frames = torch.cat(list(read_video(video).pieces()), dim=2)
     opaque = torch.full_like(frames[:, :1], 255)
     given = torch.cat([frames, opaque], 1) if vae.config.image_channels == 4 else frames
-    result = frames_to_uint8(vae.decode(vae.encode(given))).double()
+    result = pictures_of(vae.decode(vae.encode(given)), torch.uint8).double()
     small = result.unflatten(2, (-1, scale)).unflatten(1, (-1, scale)).mean(dim=(2, 4)).round()
     error = frames[0].permute(1, 2, 3, 0).double() - small
     psnr = 10 * torch.log10(255**2 / error.square().mean()).item()
@@ -85,7 +85,8 @@ def test_the_pairs_are_in_step_after_a_restart_too(tmp_path, vae, network):
     handle.remove()
     frames = torch.stack(list(clip.frames()))
     assert torch.equal(torch.stack(sources), frames)
-    whole = frames_to_uint8(vae.decode(vae.encode(frames.permute(3, 0, 1, 2).unsqueeze(0))))
+    given = frames.permute(3, 0, 1, 2).unsqueeze(0)
+    whole = pictures_of(vae.decode(vae.encode(given)), torch.uint8)
     # Chunks round differently from the whole, which can change a value by one level.
     assert (torch.stack(results).int() - whole.int()).abs().max() <= 1
     assert 0 < seconds["read"] < seconds["encode"] < seconds["decode"]

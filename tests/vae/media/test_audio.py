@@ -32,7 +32,6 @@ def heard(path):
     ("codec", "suffix", "name", "rate", "channels", "seconds"),
     [
         ("h264", ".mp4", "aac", 32000, 2, 1),  # shorter than the video
-        ("h264", ".mp4", "aac", 48000, 6, 3),
         ("ffv1", ".mkv", "flac", 44100, 6, 3),
         ("vp9", ".webm", "opus", 44100, 2, 3),  # Opus does not support this rate
         ("prores", ".mov", "pcm_s16le", 32000, 1, 3),

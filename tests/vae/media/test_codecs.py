@@ -19,24 +19,20 @@ from fast_video_vae.vae.media import (
 )
 
 VIDEOS = [name for name in CODECS if not codec_named(name).is_sequence]
-# Every codec in its own container, and every container.
-PAIRS = [*((name, codec_named(name).suffix) for name in VIDEOS), ("h264", ".mkv"), ("av1", ".webm"),
-         ("hevc", ".mov")]  # fmt: skip
 # Least PSNR in dB for `moving_clip`. PyAV's wheels include an encoder for each codec.
 LEAST_DB = {"h264": 42, "hevc": 42, "vp9": 40, "av1": 42, "prores": 45, "prores4444": 45}
 PIXELS = {"ffv1": "bgr0", "prores": "yuv422p10le", "prores4444": "yuv444p12le"}
 
 
-@pytest.mark.parametrize(("codec", "suffix"), PAIRS)
-def test_every_codec_round_trips(tmp_path, capfd, codec, suffix):
+@pytest.mark.parametrize("codec", VIDEOS)
+def test_every_codec_round_trips(tmp_path, capfd, codec):
     frames = moving_clip(5, 72, 96)
-    path = write(tmp_path / f"a{suffix}", frames, Fraction(30000, 1001), codec=codec)
+    path = tmp_path / f"a{codec_named(codec).suffix}"
+    write(path, frames, Fraction(30000, 1001), codec=codec)
     assert capfd.readouterr() == ("", "")  # no banner of an encoder
     video = read_video(path)
     assert (video.height, video.width, video.estimated_frames) == (72, 96, 5)
-    # PyAV before 18 has no rate for the packets of another process; Matroska rounds times to 1 ms.
-    known = codec != "av1" or suffix == ".mp4" or int(av.__version__.partition(".")[0]) >= 18
-    assert abs(video.fps / Fraction(30000, 1001) - 1) <= (0 if known else 0.004)
+    assert video.fps == Fraction(30000, 1001)
     back = stacked(path)
     assert back.shape == frames.shape
     assert torch.equal(back, frames) if codec == "ffv1" else psnr(back, frames) > LEAST_DB[codec]
@@ -49,24 +45,6 @@ def test_every_codec_round_trips(tmp_path, capfd, codec, suffix):
         tags = (context.colorspace, context.color_primaries, context.color_trc)
         assert tags == (0 if rgb else 1, 1, transfer)
         assert first.color_range == (2 if rgb else 1)
-
-
-@pytest.mark.parametrize(
-    "codec",
-    ["h264", "prores", *(pytest.param(each, marks=pytest.mark.slow) for each in ("hevc", "vp9"))],
-)
-def test_higher_quality_gives_better_and_larger_files(tmp_path, codec):
-    grain = torch.randn(4, 64, 96, 1, generator=torch.Generator().manual_seed(0))
-    frames = (moving_clip(4, 64, 96).float() + 12 * grain).clamp(0, 255).to(torch.uint8)
-    found = []
-    for quality in (0, 40, None, 100, 70):
-        path = tmp_path / f"{quality}{codec_named(codec).suffix}"
-        write(path, frames, codec=codec, quality=quality)
-        found.append((psnr(stacked(path), frames), path.stat().st_size))
-    assert found.pop()[1] == pytest.approx(found[2][1], rel=0.01)  # 70 is the default
-    assert found == sorted(found)
-    if codec != "prores":  # ProRes has four quality steps
-        assert len({size for _, size in found}) == 4
 
 
 def test_quality_is_linear_from_the_worst_value_to_70_and_to_the_best():

@@ -1,17 +1,13 @@
 """An encoder in a process of its own that hangs or crashes loses no frame."""
 
 import logging
-import signal
-import subprocess
 import time
 from fractions import Fraction
-from pathlib import Path
 
 import av
 import pytest
 import torch
 
-from fast_video_vae.tests.builders import refused, script_command
 from fast_video_vae.tests.videos import moving_clip, stacked, write
 from fast_video_vae.vae.media import Audio, BackgroundWriter, VideoWriter, segments
 
@@ -72,36 +68,17 @@ def test_frames_sound_and_times_pass_the_borders_of_segments(tmp_path):
             assert heard == pytest.approx(len(clip) / 12, abs=0.2)
 
 
-# The second segment begins with frame 120.
-@pytest.mark.parametrize(
-    "planted",
-    [
-        ["crash@9", "hang@125"],
-        *(pytest.param([at], marks=pytest.mark.slow) for at in ("hang@1", "hang@122")),
-    ],
-)
-def test_a_segment_whose_encoder_hangs_is_encoded_again(tmp_path, faults, caplog, planted):
+def test_a_segment_whose_encoder_hangs_is_encoded_again(tmp_path, faults, caplog):
     clip = moving_clip(2 * LENGTH + 5, 64, 64)
     expected = stacked(write(tmp_path / "whole.mp4", clip, codec="av1"))
-    faults(*planted)
+    faults("crash@9", "hang@125")  # the second segment begins with frame 120
     with caplog.at_level(logging.INFO):
         found = write(tmp_path / "a.mp4", clip, codec="av1")
     assert torch.equal(stacked(found), expected)
-    lines = [line for line in caplog.messages if "libsvtav1" in line]
-    assert len(lines) == len(planted)
-    reason = "ended (" if planted[0].startswith("crash") else "made no progress for 2 s"
-    assert lines[0].startswith("Fast Video VAE: libsvtav1 at frames ")
-    assert lines[0].endswith("; they are encoded again with fewer threads")
-    assert reason in lines[0]
-
-
-@pytest.mark.slow
-def test_an_encoder_that_always_hangs_is_a_line_of_error(tmp_path, faults, monkeypatch):
-    monkeypatch.setattr(segments, "PATIENCE_S", (2.0, 2.5))
-    faults(*["hang@3"] * 3)
-    with refused(r"a\.mp4 cannot be encoded \(libsvtav1 at frames 0-4 made no progress for 2.5 s"):
-        write(tmp_path / "a.mp4", moving_clip(5, 64, 64), codec="av1")
-    assert not list(tmp_path.glob("*.mp4"))
+    crashed, hung = (line for line in caplog.messages if "libsvtav1" in line)
+    assert crashed.startswith("Fast Video VAE: libsvtav1 at frames 0-119 ended (")
+    assert crashed.endswith("; they are encoded again with fewer threads")
+    assert "made no progress for 2 s" in hung
 
 
 def test_a_stop_does_not_wait_for_an_encoder_that_hangs(tmp_path, faults, monkeypatch):
@@ -131,29 +108,3 @@ def test_what_users_have_python_import_does_not_matter(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     assert len(stacked(write(tmp_path / "a.mp4", moving_clip(3, 64, 64), codec="av1"))) == 3
-
-
-KILLED = """
-import sys
-from fast_video_vae.tests.videos import moving_clip
-from fast_video_vae.vae.media import VideoWriter, segments
-segments._SCRIPT, segments.PATIENCE_S = sys.argv[2], (1.5,)
-with VideoWriter(sys.argv[1], 24, codec="av1") as writer:
-    writer.write(moving_clip(1, 64, 64))
-    print(writer._output[1]._process.pid, flush=True)
-    writer.write(moving_clip(9, 64, 64))
-"""
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="signals of POSIX")
-def test_the_process_ends_with_its_caller(tmp_path, faults):
-    faults("hang@9")
-    command = script_command(KILLED, tmp_path / "a.mp4", segments._SCRIPT)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        pid = int(process.stdout.readline())
-        time.sleep(0.5)  # it hangs
-        process.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 30
-    while Path(f"/proc/{pid}").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

@@ -9,13 +9,11 @@ import torch
 
 from fast_video_vae.tests.builders import refused, script_command, succeeded
 from fast_video_vae.tests.videos import (
-    COLOR_ERROR,
     av,
     moving_clip,
     stacked,
     write,
     write_with,
-    yuv,
 )
 from fast_video_vae.vae.media import read_video
 
@@ -33,32 +31,6 @@ def test_pieces_hold_consecutive_frames_which_are_cropped_about_the_center(tmp_p
         kept = clip[:, 0:32, 2:18]
         assert torch.equal(torch.cat(pieces, 2)[0].permute(1, 2, 3, 0), kept)  # FFV1 is lossless
         assert torch.equal(stacked(video), clip)
-
-
-@pytest.mark.parametrize(
-    ("matrix", "full"),
-    [
-        (1, False),  # BT.709, as HD video is
-        (1, True),
-        (6, True),  # as JPEG is
-        (9, False),  # BT.2020
-        (2, False),  # no tag: FFmpeg assumes BT.601
-    ],
-)
-def test_frames_are_converted_by_the_color_tags_of_the_file(tmp_path, matrix, full):
-    color = (200, 40, 90)  # BT.601 and BT.709 differ by more than 10 levels here
-    path = tmp_path / "a.mp4"
-    with av.open(str(path), "w") as output:
-        stream = output.add_stream("h264", rate=24, options={"crf": "1"})
-        stream.width, stream.height, stream.pix_fmt = 48, 32, "yuv420p"
-        stream.codec_context.colorspace = matrix
-        stream.codec_context.color_range = 2 if full else 1
-        frame = av.VideoFrame(48, 32, "yuv420p")
-        for plane, value in zip(frame.planes, yuv(color, matrix, full), strict=True):
-            plane.update(bytes([round(value)]) * plane.buffer_size)
-        output.mux([*stream.encode(frame), *stream.encode(None)])
-    back = stacked(read_video(path))[0].float().mean(dim=(0, 1))
-    assert (back - torch.tensor(color)).abs().max() <= COLOR_ERROR
 
 
 def test_a_colon_in_a_name_does_not_select_a_protocol(tmp_path, monkeypatch):
