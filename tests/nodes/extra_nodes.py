@@ -1,10 +1,8 @@
 """Nodes that the server of the tests loads in addition to this pack's.
 
-One outputs any value as any type, as nodes of other packs can; one lists the threads of the server;
-and one patches a VAE.
+One outputs any value as any type, as nodes of other packs can; one lists the threads of the server.
 """
 
-import copy
 import fractions
 import runpy
 import threading
@@ -12,9 +10,6 @@ from importlib import import_module as module
 from pathlib import Path
 
 import torch
-
-# A weight that is patched; ComfyUI has no node for it.
-PATCHED = "decoder.upsamples.4.residual.2.weight"
 
 NODE_CLASS_MAPPINGS = {}
 
@@ -53,16 +48,6 @@ def tiny_clip():
     """umT5 with the channels that Wan takes, and random weights."""
     encoders = runpy.run_path(str(Path(__file__).parents[1] / "encoders.py"))
     return encoders["encoder"]("wan", d_model=4096)
-
-
-@node("Test_PatchVAE", "VAE", vae=("VAE",), amount=("FLOAT", {}))
-def patch_vae(vae, amount):
-    vae = copy.copy(vae)
-    vae.patcher = vae.patcher.clone()
-    difference = torch.full(vae.get_sd()[PATCHED].shape, amount)
-    if not vae.patcher.add_patches({PATCHED: ("diff", (difference,))}):
-        raise ValueError(f"nothing is patched; expected {PATCHED}")
-    return vae
 
 
 @node("Test_SeedVR2", "MODEL")
