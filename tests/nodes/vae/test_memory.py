@@ -65,8 +65,9 @@ def allocations(run):
     return memory.seen
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("in_a_row", [1, 10**9])
+@pytest.mark.parametrize(
+    ("run", "in_a_row"), [*((run, 1) for run in RUNS), ("decode to a file", 10**9)]
+)
 def test_a_failed_allocation_gives_the_result_or_one_line(fast, output, progress, run, in_a_row):
     expected, count, done = RUNS[run](fast), allocations(lambda: RUNS[run](fast)), 3
     places, lines = range(1, count + 1, max(1, count // 4)), []
@@ -90,7 +91,7 @@ def test_a_failed_allocation_gives_the_result_or_one_line(fast, output, progress
 
 @pytest.mark.parametrize(
     ("vae", "run"),
-    [*(("wan", run) for run in RUNS), ("seedvr2", "decode")],
+    [("wan", "decode"), ("wan", "encode"), ("wan", "encode of a file"), ("seedvr2", "decode")],
 )
 def test_a_stop_ends_the_work_at_the_next_block(request, output, vae, run):
     family = request.getfixturevalue(vae)
