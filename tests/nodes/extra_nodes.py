@@ -38,8 +38,8 @@ def value(name):
     return (BAD | GOOD)[name]()
 
 
-@node("Test_Threads", "STRING", run=("INT", {}))
-def threads(run):
+@node("Test_Threads", "STRING")
+def threads():
     return ", ".join(thread.name for thread in threading.enumerate())
 
 
