@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from fast_video_vae.tests.nodes.sampling.sampler_models import DEFAULTS
-from fast_video_vae.tests.nodes.server import PromptError, Workflow
+from fast_video_vae.tests.nodes.server import Workflow
 
 pytestmark = pytest.mark.comfyui
 
@@ -83,50 +83,17 @@ def test_a_stopped_run_and_its_preview_end_at_once_and_the_next_run_succeeds(exp
     assert torch.equal(result(), expected)
 
 
-@pytest.mark.parametrize(
-    ("node", "given", "said", "only"),
-    [
-        (
-            "WanSampler",
-            {"boundary": "early", "cfg_high": "one"},
-            "cfg_high: got 'one'; expected.*; boundary: got 'early'; expected.*",
-            "cfg_high and boundary are",
-        ),
-        ("LoraStack", {"strength": "strong", "blocks": "9-3"}, "strength .*; blocks [^(]*", None),
-    ],
-)
-def test_a_refused_text_names_the_wrong_inputs_only(expert_server, node, given, said, only):
-    """ComfyUI repeats the error for each text, so each says which texts are wrong."""
-    workflow, names = Graph(), {"strength", "blocks"}
-    if node == "LoraStack":
-        given = {"loras_high": workflow.lora(0, **({"strength": "1"} | given))}
-    else:
-        names = {"shift_high", "shift_low", "cfg_high", "cfg_low", "boundary"}
-    workflow.saved(**given)
-    with pytest.raises(PromptError) as caught:
-        expert_server.run(workflow)
-    assert not caught.value.messages  # it did not run
-    (found,) = caught.value.node_errors.values()
-    assert found["class_type"] == f"FastVAE_{node}"
-    assert {error["extra_info"]["input_name"] for error in found["errors"]} == names
-    end = re.escape(f" (only {only} wrong)") if only else ""
-    for error in found["errors"]:
-        assert re.fullmatch(f"{error['extra_info']['input_name']} - {said}{end}", error["details"])
-
-
-def test_the_whole_clip_plays_while_a_run_computes_unless_previews_are_off(expert_server):
+def test_the_whole_clip_plays_while_a_run_computes(expert_server):
     """For a client that supports it, with the node of a preview."""
     from PIL import Image
 
     client, events = "with-metadata", expert_server.listen("with-metadata", **FEATURES)
     events.wait("feature_flags", 10)
-    for method, steps in (("none", 5), ("auto", 30)):
-        workflow = Graph(128)
-        node, _ = workflow.saved(steps=steps, seed=steps)
-        prompt_id = expert_server.queue(workflow, client, preview_method=method)
-        expert_server.wait(prompt_id)
-        events.wait("executing", 30, prompt_id=prompt_id, node=None)
-        assert bool(events.all("preview")) == (method == "auto")
+    workflow = Graph(128)
+    node, _ = workflow.saved(steps=30)
+    prompt_id = expert_server.queue(workflow, client, preview_method="auto")
+    expert_server.wait(prompt_id)
+    events.wait("executing", 30, prompt_id=prompt_id, node=None)
     sent = events.all("preview", prompt_id=prompt_id, node_id=node, image_type="image/jpeg")
     assert sent == events.all("preview")
     assert len({hashlib.sha256(each.data["image"]).digest() for each in sent}) >= LATENT_FRAMES

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import save_file
 
 from fast_video_vae.kernels import errors
-from fast_video_vae.kernels.ready import facts
 from fast_video_vae.tests.builders import refused
 from fast_video_vae.tests.nodes.cards import machine
 from fast_video_vae.tests.nodes.server import NODES
@@ -24,8 +23,6 @@ from fast_video_vae.tests.nodes.vae.pairs import (
     stock_vae,
 )
 from fast_video_vae.tests.vae.families import computes_16_bits
-from fast_video_vae.vae.streaming.int8 import layers as int8_layers
-from fast_video_vae.vae.streaming.int8 import settings as int8_vae
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
 
@@ -238,18 +235,3 @@ def test_the_devices_of_an_older_workflow_are_used(vae_name, monkeypatch):
         assert run("Load", vae_name=vae_name, **given).first_stage_model.selection == "all"
     with refused("^precision: got 'fp8'; expected one of: auto, int8"):
         run("Load", vae_name=vae_name, precision="fp8")
-
-
-def test_the_nodes_decode_in_int8(fast, monkeypatch, tmp_path):
-    # A machine that supports int8, and keeps its choices in a new file.
-    kept = facts.Facts(tmp_path / "facts.json", {})
-    monkeypatch.setattr(int8_layers, "facts_of", lambda device: kept)
-    monkeypatch.setattr(int8_vae, "int8_lacks", lambda device, dtype: "")
-    coded = run("Accelerate", vae=fast, precision="int8")
-    assert coded.first_stage_model.wait_until_prepared(60)
-    plain, images, again, after = (
-        run("Decode", samples=SAMPLES, vae=vae) for vae in (fast, coded, coded, fast)
-    )
-    assert 1e-5 < (images - plain).abs().max() < 0.1
-    assert torch.equal(again, images)
-    assert torch.equal(after, plain)
