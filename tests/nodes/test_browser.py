@@ -1,13 +1,14 @@
 """The pack in ComfyUI's frontend, in a browser: workflows and blueprints, in two languages."""
 
 import itertools
+import os
 import re
+import shutil
 
 import numpy as np
 import pytest
 
 from fast_video_vae import vae as library
-from fast_video_vae.tests.nodes import browser
 from fast_video_vae.tests.nodes import test_examples as examples
 from fast_video_vae.tests.nodes.server import PromptError
 from fast_video_vae.tests.tools.locales import written
@@ -23,6 +24,22 @@ LOOKS = [("en", True, (1366, 768)), ("zh", False, (1920, 1080))]
 # loses fine detail. A black frame or another clip is above 40.
 CLIP_DIFFERENCE = 10
 
+BROWSERS = ["chromium", "chromium-browser", "google-chrome"]
+
+# No sandbox: it does not start for root. The rest keeps the browser off the network.
+FLAGS = (
+    "--no-sandbox --disable-gpu --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync"
+)
+
+READY = "window.app?.graph && Object.keys(LiteGraph.registered_node_types).length > 100"
+SET = """async settings => {
+  for (const [key, value] of Object.entries(settings))
+    await app.extensionManager.setting.set(key, value);
+}"""
+LOAD = "async workflow => { await app.loadGraphData(workflow) }"
+PROMPT = "async () => (await app.graphToPrompt()).output"
+QUEUE = "async () => { await app.queuePrompt(0, 1) }"
 EMPTY = {"nodes": [], "links": [], "version": 0.4}
 OPEN = "async workflow => { await app.loadGraphData(workflow, true, true, 'opened') }"
 UNKNOWN = "app.graph.nodes.filter(n => !LiteGraph.registered_node_types[n.type]).map(n => n.type)"
@@ -79,11 +96,14 @@ CONNECT = """sources => {
 def page(server, tmp_path_factory):
     """A page of a fresh browser."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    if browser.find_browser() is None:
-        names = ", ".join(browser.BROWSERS)
-        pytest.skip(f"no browser: CHROMIUM is no program, nor is {names} on PATH")
+    names = [os.environ.get("CHROMIUM"), *BROWSERS]
+    found = [path for name in names if name and (path := shutil.which(name))]
+    if not found:
+        pytest.skip(f"no browser: CHROMIUM is no program, nor is {', '.join(BROWSERS)} on PATH")
+    options = {"executable_path": found[0], "args": FLAGS.split()}
     with playwright.sync_playwright() as driver:
-        context = browser.open_browser(driver, tmp_path_factory.mktemp("browser"))
+        folder = tmp_path_factory.mktemp("browser")
+        context = driver.chromium.launch_persistent_context(folder, **options)
         opened(context.pages[0], server)
         yield context.pages[0]
         context.close()
@@ -92,7 +112,7 @@ def page(server, tmp_path_factory):
 def opened(page, server):
     """Open ComfyUI's frontend, which translates and loads blueprints once."""
     page.goto(server.url, wait_until="networkidle")
-    page.wait_for_function(browser.READY, timeout=60_000)
+    page.wait_for_function(READY, timeout=60_000)
 
 
 @pytest.fixture(scope="module", params=LOOKS, ids=str)
@@ -102,9 +122,9 @@ def look(request, page, server):
     page.set_viewport_size({"width": width, "height": height})
     # A new user gets the dialog of templates, which keeps the others from opening.
     settings = {"Locale": language, "TutorialCompleted": True, "VueNodes.Enabled": vue}
-    page.evaluate(browser.SET, {f"Comfy.{name}": value for name, value in settings.items()})
+    page.evaluate(SET, {f"Comfy.{name}": value for name, value in settings.items()})
     opened(page, server)
-    page.evaluate(browser.LOAD, EMPTY)
+    page.evaluate(LOAD, EMPTY)
     return request.param
 
 
@@ -137,7 +157,7 @@ def test_an_example_opens_unchanged_in_full_and_runs(server, page, look, file, c
     for _, left, top, right, bottom in page.evaluate(BOXES):
         assert SIDEBAR <= left <= right <= size[0]
         assert MENU <= top <= bottom <= size[1]
-    prompt, titles = page.evaluate(browser.PROMPT), page.evaluate(TITLES)
+    prompt, titles = page.evaluate(PROMPT), page.evaluate(TITLES)
     for node in examples.nodes_of(example, examples.OURS):
         inputs, saved = prompt[str(node["id"])]["inputs"], node.get("widgets_values_named", {})
         assert {each["name"] for each in node["inputs"] if each["link"]} <= inputs.keys()
@@ -159,7 +179,7 @@ def test_an_example_opens_unchanged_in_full_and_runs(server, page, look, file, c
 @pytest.mark.parametrize("file", examples.BLUEPRINTS, ids=lambda file: file.stem)
 def test_a_blueprint_comes_from_the_library_and_runs(server, page, look, file, complaints):
     """One that needs a download is valid but for its files."""
-    page.evaluate(browser.LOAD, EMPTY)
+    page.evaluate(LOAD, EMPTY)
     page.evaluate(LIBRARY)
     page.locator(SEARCH).fill(file.stem)
     page.get_by_text(file.stem, exact=True).click()
@@ -184,7 +204,7 @@ def test_the_workflow_of_a_file_opens_as_the_help_page_says(page, comfyui, tmp_p
     path = tmp_path / f"a{media.codec_named(codec).suffix}"
     write_clip(path, 2, 64, 64, codec=codec, metadata=workflow_tags(hidden))
     file = path if path.exists() else path.with_suffix("") / f"frame_00000{path.suffix}"
-    page.evaluate(browser.LOAD, EMPTY)
+    page.evaluate(LOAD, EMPTY)
     page.set_input_files("#comfy-file-input", file)
     page.wait_for_function(f"{TYPES}.length == 1")
     expected = {".mkv": ["LoadVideo"], ".exr": ["LoadImage"]}.get(path.suffix, ["Note"])
@@ -198,7 +218,7 @@ def runs(server, page, workflow, look, clip):
         # Those of the workflow, and of the sources of a blueprint.
         files = examples.INPUT_FILES | missing | {"clip_name: None", "unet_name: None"}
         with pytest.raises(PromptError) as refused:
-            server.queue(page.evaluate(browser.PROMPT))
+            server.queue(page.evaluate(PROMPT))
         found = [each for node in refused.value.node_errors.values() for each in node["errors"]]
         details = [each["details"] for each in found]
         assert [text for text in details if not any(name in text for name in files)] == []
@@ -206,7 +226,7 @@ def runs(server, page, workflow, look, clip):
     if look != LOOKS[0]:
         return
     before = server.get("/history").keys()
-    page.evaluate(browser.QUEUE)
+    page.evaluate(QUEUE)
     found = 0
     for results in server.wait(server.queued(before), timeout_s=60).values():
         files = server.files(results)

@@ -14,6 +14,7 @@ from fast_video_vae.tests.nodes.vae.pairs import (
     latents,
     node,
     relative_error,
+    small_latents,
     stopped_at,
 )
 from fast_video_vae.tests.nodes.video.clips import decode, encode, frames_of, held, image
@@ -108,26 +109,26 @@ def test_a_stop_ends_the_work_at_the_next_block(request, output, vae, run):
 
 
 def test_progress_counts_every_frame(fast, output, progress):
-    fast.decode(latents(4, batch=2), options=StreamOptions(1))
+    fast.decode(small_latents(4, batch=2), options=StreamOptions(1))
     assert progress == [(done, 26) for done in (1, 5, 9, 13, 14, 18, 22, 26)]
     progress.clear()
     chunked = accelerated(fast, chunk=2)
-    chunked.decode(latents(4))
-    chunked.decode(latents(2), options=StreamOptions(1))  # that of the run is first
+    chunked.decode(small_latents(4))
+    chunked.decode(small_latents(2), options=StreamOptions(1))  # that of the run is first
     assert progress == [(1, 13), (9, 13), (13, 13), (1, 5), (5, 5)]
-    vae, two = wrapped(fast), latents(3, batch=2)
+    vae, two = wrapped(fast), small_latents(3, batch=2)
     for run, count in (
-        (lambda: fast.encode(clip(9)), 3),
-        (lambda: decode(fast, latents(3), frames="2-7"), 6),
-        (lambda: encode(fast, held((clip(9) * 255).byte())), 3),
+        (lambda: fast.encode(clip(9, 16, 16)), 3),
+        (lambda: decode(fast, small_latents(3), frames="2-7"), 6),
+        (lambda: encode(fast, held((clip(9, 16, 16) * 255).byte())), 3),
         (lambda: vae.decode(two, CPU), 18),
-        (lambda: vae.encode(video(10), CPU, end_=True), 4),
+        (lambda: vae.encode(video(10, 16, 16), CPU, end_=True), 4),
     ):
         run()
         assert progress[-1] == (count, count)
     progress.clear()
     vae.decode(two, CPU, pbar=False)
-    vae.encode(video(9), CPU, pbar=False)
+    vae.encode(video(9, 16, 16), CPU, pbar=False)
     assert progress == []
 
 
