@@ -79,7 +79,16 @@ def encoded(
     progress = Progress(len(video) * count * (1 + corrections))
     for part in _parts(vae, video, options, needed + also):
         if corrections:
-            latents.append(_corrected(vae, part, options, corrections, progress))
+            latent = encode_corrected(
+                model,
+                part,
+                corrections,
+                options,
+                to_range=vae.process_input,
+                counted=progress.counted,
+            )
+            done = functools.partial(latent.to, vae.output_device, vae.vae_output_dtype())
+            latents.append(retried(done, vae.device, "an encode", options.release))
             continue
         stream = model.encode_stream(part, options, scaled=False, to_range=vae.process_input)
         latents.append(moved(vae, progress.counted(stream)))
@@ -222,22 +231,6 @@ def work_bytes(
         empty=True,
     )
     return plan.peak_bytes
-
-
-def _corrected(
-    vae: comfy.sd.VAE, video: Tensor, options: StreamOptions, corrections: int, progress: Progress
-) -> Tensor:
-    """Encode `[B, C, T, H, W]` in [0, 1] with corrections to a LATENT."""
-    latent = encode_corrected(
-        vae.first_stage_model,
-        video,
-        corrections,
-        options,
-        to_range=vae.process_input,
-        counted=progress.counted,
-    )
-    done = functools.partial(latent.to, vae.output_device, vae.vae_output_dtype())
-    return retried(done, vae.device, "an encode", options.release)
 
 
 def _parts(

@@ -92,7 +92,7 @@ def test_another_vae_ignores_corrections_and_a_half_one_refuses_them(
 
 
 def test_a_range_of_a_decode_is_that_of_the_whole(family):
-    latent = small_latents(5)
+    latent = latents(5, 2, 2)
     whole = decoded(family.fast, latent)
     for text, wanted in (("3-9", slice(3, 10)), ("12-", slice(12, None)), ("5", slice(5, 6))):
         assert relative_error(decoded(family.fast, latent, frames=text), whole[wanted]) <= 1e-5
@@ -120,7 +120,7 @@ def test_a_range_of_pictures_and_of_several_videos(picture_vae, fast):
 @pytest.mark.parametrize(("overlap", "counts"), [(0, (1, 2)), (2, (3, 5))])
 def test_a_joined_decode_has_each_frame_once_and_no_seam(family, overlap, counts):
     """The parts by ranges are the decode of the windows' latents, joined by hand."""
-    first, second = (small_latents(count, seed=count) for count in counts)
+    first, second = (latents(count, 2, 2, seed=count) for count in counts)
     second[:, :, :overlap] = first[:, :, counts[0] - overlap :]
     given = first.clone(), second.clone()
     (alone, _, start), (whole, _, new) = joined(first), joined(first, second, overlap=overlap)
