@@ -93,7 +93,8 @@ def test_int8_is_measured_in_the_fast_vae_with_its_loss(state, tmp_path, monkeyp
     assert vae.first_stage_model.precision == "auto"
     assert progress[-1] == (9, 9)  # 2 tasks of 2 x 2 calls, and the precision
     # A fast VAE that is in int8 is measured as it is.
-    _, _, content, found = run(fast_vae(state, tmp_path, precision="int8"), dtype="fp32")
+    coded = fast_vae(state, tmp_path, precision="int8")
+    _, _, content, found = run(coded, dtype="fp32", task="decode")
     assert list(found["decode"]) == ["stock", "fast int8"]
     assert content["precision"] is None
 
