@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fast_video_vae.tests.builders import refused
-from fast_video_vae.tests.nodes.upscale.models import seedvr2_model
 from fast_video_vae.tests.nodes.sampling.sampler_models import expert
+from fast_video_vae.tests.nodes.upscale.models import seedvr2_model
 from fast_video_vae.tests.nodes.vae.pairs import accelerated, narrow_seedvr2, node, v3_node
 from fast_video_vae.tests.nodes.video.clips import from_file, held
 from fast_video_vae.tests.seedvr2 import random_seedvr2

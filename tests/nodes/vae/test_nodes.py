@@ -69,8 +69,9 @@ def test_the_loader_lists_the_files_and_the_bundled_vae_reconstructs_the_bundled
     assert float(video.get_components().frame_rate) == 16
     assert (video.get_components().images - images).abs().max() < 0.05
     vae = run("Load", vae_name="bundled demo")
-    decoded = run("Decode", samples={"samples": run("Encode", pixels=images[:9], vae=vae)}, vae=vae)
-    assert ((decoded - images[:9]) ** 2).mean() < 10**-2.2
+    part = images[:5, :128, :128]
+    decoded = run("Decode", samples={"samples": run("Encode", pixels=part, vae=vae)}, vae=vae)
+    assert ((decoded - part) ** 2).mean() < 10**-2.2
 
 
 @pytest.mark.parametrize(
