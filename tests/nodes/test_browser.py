@@ -192,7 +192,9 @@ def test_a_blueprint_comes_from_the_library_and_runs(server, page, look, file, c
     assert complaints == []
 
 
-@pytest.mark.parametrize("codec", media.CODECS)
+@pytest.mark.parametrize(
+    "codec", {media.codec_named(each).suffix: each for each in media.CODECS}.values()
+)
 def test_the_workflow_of_a_file_opens_as_the_help_page_says(page, comfyui, tmp_path, codec):
     from comfy_api.latest import io
 
