@@ -63,6 +63,9 @@ SIDEBAR, MENU = 60, 92  # pixels at the left and top that the frontend's bars co
 LIBRARY = "app.extensionManager.command.execute('Workspace.ToggleSidebarTab.node-library')"
 SEARCH = ".comfy-vue-side-bar-body input[role=combobox]"
 
+# One of each kind of file.
+CODECS = {media.codec_named(each).suffix: each for each in media.CODECS}.values()
+
 SIDE = 64  # the width of a black picture, whose height is 512
 
 # The node, its output and its first widget that give a blueprint what its inputs take.
@@ -192,9 +195,7 @@ def test_a_blueprint_comes_from_the_library_and_runs(server, page, look, file, c
     assert complaints == []
 
 
-@pytest.mark.parametrize(
-    "codec", {media.codec_named(each).suffix: each for each in media.CODECS}.values()
-)
+@pytest.mark.parametrize("codec", CODECS)
 def test_the_workflow_of_a_file_opens_as_the_help_page_says(page, comfyui, tmp_path, codec):
     from comfy_api.latest import io
 
