@@ -43,7 +43,7 @@ def one_video(vae: object, latent: Tensor) -> Tensor:
 
 
 def by_another(vae: Any, task: str, given: Tensor, name: str) -> Tensor:  # noqa: ANN401, any VAE
-    """Run the method `task` of a VAE of another kind on a latent or IMAGE; errors name the input."""
+    """Run the method `task` of another kind of VAE on a latent or IMAGE; errors name the input."""
     management = comfy.model_management
     try:
         with timing.span(f"VAE {task}"):
