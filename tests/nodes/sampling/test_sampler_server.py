@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fast_video_vae.tests.nodes.prompts import Prompt
 from fast_video_vae.tests.nodes.sampling.sampler_models import DEFAULTS
 from fast_video_vae.tests.nodes.server import Workflow
 
@@ -18,24 +19,18 @@ LATENT_FRAMES = 4
 FEATURES = {"supports_preview_metadata": True}
 
 
-class Graph(Workflow):
+class Graph(Prompt):
     """A workflow with both experts, and a latent of `side` pixels to sample from."""
 
     def __init__(self, side=64):
         super().__init__()
-        self.known = {"latent_image": self.latent(side, 4 * LATENT_FRAMES - 3)}
-        for seed, name in enumerate(("model_high", "model_low")):
-            file = f"expert-{seed}.safetensors"
-            self.known[name] = self.add("UNETLoader", unet_name=file, weight_dtype="default")
         text = self.add("Test_Value", name="conditioning")
+        self.known = {"model_high": self.expert(0), "model_low": self.expert(1)}
+        self.known |= {"latent_image": self.latent(side, 4 * LATENT_FRAMES - 3)}
         self.known |= {"positive": text, "negative": text}
 
     def sampler(self, **given):
         return self.add("FastVAE_WanSampler", **(DEFAULTS | self.known | given))
-
-    def lora(self, seed, strength, blocks=""):
-        given = {"lora_name": f"lora-{seed}.safetensors", "strength": strength, "blocks": blocks}
-        return self.add("FastVAE_LoraStack", **given)
 
     def saved(self, **given):
         """Add a sampler and a node that saves the latent; return their ids."""
@@ -45,7 +40,7 @@ class Graph(Workflow):
 
 def test_one_progress_bar_covers_all_steps_and_names_the_expert(expert_server):
     workflow, events = Graph(), expert_server.events
-    loras = {"loras_high": workflow.lora(0, "0.8"), "loras_low": workflow.lora(1, "0.6")}
+    loras = {"loras_high": workflow.loras(0, "0.8"), "loras_low": workflow.loras(1, "0.6")}
     sampler = workflow.sampler(seed=8, steps=6, **loras)
     shown = [workflow.add("PreviewAny", source=[sampler[0], output]) for output in (3, 4)]
     prompt_id = expert_server.queue(workflow)
