@@ -22,12 +22,6 @@ pytestmark = [pytest.mark.browser, pytest.mark.comfyui]
 # Language, whether Vue draws the nodes, and size of the window. Prompts run in the first.
 LOOKS = [("en", True, (1366, 768)), ("zh", False, (1920, 1080))]
 
-# All workflows, and every fourth in the other look.
-OPENED = [
-    *((LOOKS[1], file) for file in examples.WORKFLOWS[::4]),
-    *((LOOKS[0], file) for file in examples.WORKFLOWS),
-]
-
 # Mean difference of 8-bit values between the clip and its reconstruction by the bundled VAE, which
 # loses fine detail. A black frame or another clip is above 40.
 CLIP_DIFFERENCE = 10
@@ -127,7 +121,7 @@ def opened(page, server):
     page.wait_for_function(READY, timeout=60_000)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=LOOKS, ids=str)
 def look(request, page, server):
     """A language, a renderer of the frontend, and a usual size of the window."""
     language, vue, (width, height) = request.param
@@ -155,9 +149,7 @@ def complaints(page, server):
     return seen
 
 
-@pytest.mark.parametrize(
-    ("look", "file"), OPENED, indirect=["look"], ids=lambda each: getattr(each, "stem", str(each))
-)
+@pytest.mark.parametrize("file", examples.WORKFLOWS, ids=lambda file: file.stem)
 def test_an_example_opens_unchanged_in_full_and_runs(server, page, look, file, complaints):
     """It runs if it needs no download."""
     language, _, size = look
