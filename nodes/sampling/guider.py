@@ -215,10 +215,7 @@ class StagedGuider(comfy.samplers.CFGGuider):
         return result
 
     def _options_of_call(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Return the options of the current model, with what a sampler adds to the first one's.
-
-        It may add a function after guidance, ask for the negative pass, set transformer options.
-        """
+        """Return the options of the current model, with what a sampler adds to the first one's."""
         if self.stage == self._first:
             return given
         key, name = (self.stage, id(given)), "sampler_post_cfg_function"
@@ -226,7 +223,7 @@ class StagedGuider(comfy.samplers.CFGGuider):
             _, first, _ = self._prepared[self._first]
             own, known = create_model_options_clone(self.model_options), first.get(name, [])
             own[name] = [*own.get(name, []), *(x for x in given.get(name, []) if x not in known)]
-            if given.get("disable_cfg1_optimization"):
+            if given.get("disable_cfg1_optimization"):  # the negative pass is needed
                 own["disable_cfg1_optimization"] = True
             old, new = (each.get("transformer_options", {}) for each in (first, given))
             own["transformer_options"].update({k: v for k, v in new.items() if k not in old})

@@ -43,19 +43,14 @@ def one_video(vae: object, latent: Tensor) -> Tensor:
 
 
 def by_another(vae: Any, task: str, given: Tensor, name: str) -> Tensor:  # noqa: ANN401, any VAE
-    """Decode a latent or encode an IMAGE `given` by a VAE of another kind: `task` is its method.
-
-    Errors name the input, except for ComfyUI's own: out of memory, after which ComfyUI unloads
-    models, and the user's stop.
-    """
+    """Run the method `task` of another kind of VAE on a latent or IMAGE; errors name the input."""
     management = comfy.model_management
     try:
         with timing.span(f"VAE {task}"):
             return getattr(vae, task)(given)
-    except management.InterruptProcessingException:
-        raise
     except Exception as error:
-        if management.is_oom(error):
+        # ComfyUI handles the user's stop, and unloads models when memory runs out.
+        if isinstance(error, management.InterruptProcessingException) or management.is_oom(error):
             raise
         # With the traceback of the failure, which ComfyUI shows below the message.
         raise ValueError(

@@ -40,10 +40,7 @@ def decode_pieces(
     out: Tensor | None = None,
     deep: bool = False,
 ) -> Iterator[Tensor]:
-    """Decode `[B, C_latent, t, h, w]` into `images` or `out`, if given, and yield each part.
-
-    Arguments are those of `VideoVAE.decode_stream`, and a tile in latents.
-    """
+    """Yield the parts of `VideoVAE.decode_stream` for `[B, C_latent, t, h, w]`; tile in latents."""
     decode, done = vae.first_stage_model.decode_stream, 0
     try:
         with comfy.model_management.cuda_device_context(vae.device):
@@ -63,10 +60,7 @@ def encoded(
     tile: tuple[int, int] | None = None,
     corrections: int = 0,
 ) -> Tensor:
-    """Encode `[B, C, T, H, W]` in [0, 1], with a tile in latents, to a LATENT.
-
-    With `corrections` it is that of `encode_corrected`.
-    """
+    """Encode `[B, C, T, H, W]` in [0, 1] to a LATENT, with a tile in latents."""
     *_, frames, height, width = video.shape
     model, latents = vae.first_stage_model, []
     step, count = model.config.spatial_compression, model.config.latent_frames(frames)
@@ -79,7 +73,16 @@ def encoded(
     progress = Progress(len(video) * count * (1 + corrections))
     for part in _parts(vae, video, options, needed + also):
         if corrections:
-            latents.append(_corrected(vae, part, options, corrections, progress))
+            latent = encode_corrected(
+                model,
+                part,
+                corrections,
+                options,
+                to_range=vae.process_input,
+                counted=progress.counted,
+            )
+            done = functools.partial(latent.to, vae.output_device, vae.vae_output_dtype())
+            latents.append(retried(done, vae.device, "an encode", options.release))
             continue
         stream = model.encode_stream(part, options, scaled=False, to_range=vae.process_input)
         latents.append(moved(vae, progress.counted(stream)))
@@ -144,10 +147,7 @@ def log_cut(vae: comfy.sd.VAE, height: int, width: int) -> None:
 
 
 def load(vae: comfy.sd.VAE, memory_bytes: float) -> None:
-    """Load the weights to the device of the work, and free `memory_bytes` on it and others.
-
-    Where there is no room for the weights, they stay on the CPU, and the work is done there.
-    """
+    """Load the weights and free `memory_bytes` on the devices; without room, work on the CPU."""
     management, found = comfy.model_management, devices(vae)
 
     def loaded(on_cpu: bool) -> list[torch.device]:
@@ -222,22 +222,6 @@ def work_bytes(
         empty=True,
     )
     return plan.peak_bytes
-
-
-def _corrected(
-    vae: comfy.sd.VAE, video: Tensor, options: StreamOptions, corrections: int, progress: Progress
-) -> Tensor:
-    """Encode `[B, C, T, H, W]` in [0, 1] with corrections to a LATENT."""
-    latent = encode_corrected(
-        vae.first_stage_model,
-        video,
-        corrections,
-        options,
-        to_range=vae.process_input,
-        counted=progress.counted,
-    )
-    done = functools.partial(latent.to, vae.output_device, vae.vae_output_dtype())
-    return retried(done, vae.device, "an encode", options.release)
 
 
 def _parts(

@@ -1,13 +1,12 @@
 """Diffusion models by ComfyUI's loaders with random or quantised weights; runs of a sampler."""
 
+import importlib
 import json
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
 import torch
-
-from fast_video_vae.tests.nodes.dits import random_network
 
 KIND = "wan21-t2v"
 
@@ -60,6 +59,27 @@ KINDS = {
         "QwenImage", latent=(16, 1), text=64,
     ),
 }  # fmt: skip
+
+
+def random_network(path, settings, seed=0, **options):
+    """A network of a class in comfy.ldm, whose weights keep activations at about one."""
+    file, _, name = path.rpartition(".")
+    cls = getattr(importlib.import_module(f"comfy.ldm.{file}"), name)
+    network = cls(**settings, device="cpu", **options)
+    generator = torch.Generator().manual_seed(seed)
+    for key, tensor in network.state_dict().items():
+        if "motion_encoder" in key:
+            tensor.zero_()  # 30 M numbers, for the pixels of a face that no test shows
+        elif tensor.is_floating_point():
+            numbers = torch.randn(tensor.shape, generator=generator)
+            if key.endswith("modulation"):
+                numbers = 0.3 * numbers
+            elif tensor.ndim > 1:
+                numbers = numbers / tensor[0].numel() ** 0.5
+            else:
+                numbers = 0.1 * numbers + (1 if key.endswith("weight") else 0)
+            tensor.copy_(numbers)
+    return network
 
 
 def random_weights(kind, seed=0):

@@ -85,12 +85,6 @@ class Workflow(dict):
         """Our VAE of a file."""
         return self.add("FastVAE_Load", vae_name=vae_name, **AUTO)
 
-    def vaes(self, vae_name: str) -> dict[str, Link]:
-        """ComfyUI's VAE, and ours by both ways, all of the same file."""
-        stock = self.add("VAELoader", vae_name=vae_name)
-        accelerated = self.add("FastVAE_Accelerate", vae=stock, **AUTO)
-        return {"stock": stock, "loaded": self.load(vae_name), "accelerated": accelerated}
-
 
 class PromptError(Exception):
     """A prompt that failed or was interrupted while it ran, or that the server refused."""
@@ -108,26 +102,24 @@ class PromptError(Exception):
 class Server:
     """A ComfyUI process on loopback with all its files in `base`, and this pack only.
 
-    `pack` is the folder that is linked into `custom_nodes` as `name`, if any; `boot_log` is the
-    output of the process until its first response.
+    `boot_log` is the output of the process until its first response.
     """
+
+    name = "ComfyUI-FastVideoVAE"  # of the pack's folder in `custom_nodes`
 
     def __init__(
         self,
         base: Path,
         *flags: str,
-        python: str | Path = sys.executable,
-        pack: Path | None = PACK,
-        name: str = "ComfyUI-FastVideoVAE",
         cpu: bool = True,
         threads: int | None = None,
     ) -> None:
         self.base = base.absolute()
         self.input, self.output = self.base / "input", self.base / "output"
         self.client_id = uuid.uuid4().hex
-        self.name, self.url, self.boot_log = name, "", ""
+        self.url = self.boot_log = ""
         self._flags = [*flags, *(["--cpu"] if cpu else [])]
-        self._python, self._pack, self._threads = str(python), pack, threads
+        self._threads = threads
         self._process: subprocess.Popen | None = None
 
     def __enter__(self) -> "Server":
@@ -141,8 +133,8 @@ class Server:
         """Boot, and wait until it answers."""
         for folder in ("custom_nodes", "input", "output"):
             (self.base / folder).mkdir(parents=True, exist_ok=True)
-        if self._pack is not None and not (self.base / "custom_nodes" / self.name).exists():
-            (self.base / "custom_nodes" / self.name).symlink_to(self._pack)
+        if not (self.base / "custom_nodes" / self.name).exists():
+            (self.base / "custom_nodes" / self.name).symlink_to(PACK)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -271,7 +263,7 @@ class Server:
     def _command(self, port: int) -> list[str]:
         flags = f"--listen 127.0.0.1 --port {port} --disable-auto-launch --disable-api-nodes "
         flags += "--database-url sqlite:///:memory: --base-directory"
-        start = [self._python, str(Path(boot.__file__).resolve()), str(find_comfyui())]
+        start = [sys.executable, str(Path(boot.__file__).resolve()), str(find_comfyui())]
         return [*start, *flags.split(), str(self.base), *self._flags]
 
     def _answers(self) -> Any:

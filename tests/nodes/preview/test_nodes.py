@@ -163,7 +163,6 @@ def test_latents_of_other_models_work_if_their_colors_are_certain():
     ("changed", "words"),
     [
         ({"22.bias": None}, "is not a tiny decoder: .* decoder.22.bias is missing"),
-        ({"9.conv.0.bias": None}, "decoder.9.conv.0.bias is missing; a tiny decoder needs"),
         ({"8.weight": torch.zeros(64, 256, 3, 3)}, r"decoder.8.weight is \[64, 256, 3, 3\]"),
         ({"1.weight": torch.zeros(256, 32, 3, 3)}, "is for 32 latent channels; expected"),
         ({"22.bias": torch.full((3,), torch.nan)}, "decoder.22.bias holds NaN or infinity"),
@@ -200,17 +199,6 @@ def test_a_long_or_large_clip_is_shown_in_a_small_file(
     images, shown_fps, (*size_and_count, length) = shown(samples, "latent2rgb", fps)
     assert (images.shape[1:3], *size_and_count) == expected
     assert (len(images), shown_fps, length) == (frames, fps / 4, pytest.approx(seconds, rel=1e-3))
-
-
-def test_an_interrupt_ends_a_decode(tiny, progress, monkeypatch):
-    import comfy.model_management as management
-    import comfy.utils
-
-    tiny("taew2_1.pth")
-    stop = lambda *given, **options: management.interrupt_current_processing()  # noqa: E731
-    monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", stop)
-    with pytest.raises(management.InterruptProcessingException):
-        shown(latent())
 
 
 def test_memory_that_runs_out_is_freed_and_the_decode_repeated_at_last_on_the_cpu(

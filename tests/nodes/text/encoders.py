@@ -17,19 +17,15 @@ SENTENCES = [
 
 _HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 _CLIP = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, **_HEADS}
-_KLEIN = {**_CLIP, "num_hidden_layers": 28}  # it uses the states of layers 9, 18 and 27
 _T5 = {"d_model": 32, "d_ff": 64, "d_kv": 16, "num_heads": 2, "num_layers": 2}
 _UMT5 = {**_T5, "vocab_size": 256}
 
 # Module, class or factory of the model, class of the tokenizer, and the configuration of each part.
 KINDS = {
     "wan": ("text_encoders.wan", "te", "WanT5Tokenizer", {"umt5xxl": _UMT5}),
-    "qwen_image": ("text_encoders.qwen_image", "te", "QwenImageTokenizer", {"qwen25_7b": _CLIP}),
     "z_image": ("text_encoders.z_image", "te", "ZImageTokenizer", {"qwen3_4b": _CLIP}),
-    "klein": ("text_encoders.flux", "klein_te", "KleinTokenizer", {"qwen3_4b": _KLEIN}),
     "sd1": ("sd1_clip", "SD1ClipModel", "SD1Tokenizer", {"clip_l": _CLIP}),
     "sdxl": ("sdxl_clip", "SDXLClipModel", "SDXLTokenizer", {"clip_l": _CLIP, "clip_g": _CLIP}),
-    "flux": ("text_encoders.flux", "flux_clip", "FluxTokenizer", {"clip_l": _CLIP, "t5xxl": _T5}),
 }
 
 

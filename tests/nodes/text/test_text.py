@@ -26,12 +26,8 @@ EMPTY = "positive: the prompt is empty; expected text"
 @pytest.fixture(autouse=True)
 def cache(monkeypatch, comfyui):
     """An empty cache, and no failed compilation."""
-    from comfy.text_encoders import llama
-
     from fast_video_vae.nodes.text import batch, encode
 
-    # Text does not need the vision tower of Qwen-VL, which has 0.6 G parameters.
-    monkeypatch.setattr(llama.qwen_vl, "Qwen2VLVisionTransformer", lambda **_: torch.nn.Identity())
     monkeypatch.setattr(encode, "cache", encode.TextCache())
     monkeypatch.setattr(batch, "_compiling", {"works": True})
     with torch.inference_mode():
@@ -83,7 +79,7 @@ def check(clip, positive, negative=BLURRY, calls=None, **options):
     return report
 
 
-@pytest.mark.parametrize("kind", ["wan", "sdxl", "qwen_image"])
+@pytest.mark.parametrize("kind", ["wan", "sdxl"])
 def test_all_prompts_take_one_call_per_transformer(kind):
     clip, transformers = encoder(kind), 2 if kind == "sdxl" else 1
     check(clip, [FOX, BOOK, LONG], [BLURRY, "", FOX])
@@ -225,12 +221,11 @@ def test_an_encoder_that_fails_to_compile_runs_uncompiled(monkeypatch, caplog):
     assert line.endswith("RuntimeError: no compiler")
 
 
-@pytest.mark.parametrize("dashes", ["\n---\n", "\r\n ----- \r\n"])
-def test_dashes_or_lists_separate_prompts_and_one_prompt_is_repeated(dashes):
+def test_dashes_or_lists_separate_prompts_and_one_prompt_is_repeated():
     clip, one = encoder("sd1"), f"\n  {FOX} -- and --- dashes\n\n"  # keeps its white space
     both, twice = ([by_core(clip, each) for each in texts] for texts in ([FOX, BOOK], [one] * 2))
-    cases = [(FOX + dashes + BOOK, one, [both, twice]), (one, [FOX, BOOK], [twice, both])]
-    for *given, expected in cases:
+    dashed = f"{FOX}\r\n ----- \r\n{BOOK}"
+    for *given, expected in ((dashed, one, [both, twice]), (one, [FOX, BOOK], [twice, both])):
         *found, report = encode(clip, *given)
         assert report.startswith("3 prompts: ")
         assert_equal(found, expected)
@@ -272,20 +267,6 @@ def test_a_node_that_writes_into_a_result_changes_no_other(cache):
             [first, negatives[1], other], [by_core(clip, each) for each in (FOX, FOX, "x")]
         )
         first[0][0].fill_(7)
-
-
-def test_nested_tensors_are_copied_and_counted(cache):
-    zeros, hooks = torch.zeros(3), object()  # hooks have an identity: they are shared
-    given = [[zeros, {"list": [{"mask": zeros, "hooks": hooks}]}]]
-    before = repr(given)
-    cache.put(("key",), given, most=9)
-    zeros.fill_(7)
-    for _ in range(2):
-        ((first, rest),) = found = cache.get(("key",))
-        assert repr(found) == before
-        for tensor in (first, rest["list"].pop()["mask"]):
-            tensor.fill_(7)
-    assert cache.nbytes == 2 * 12
 
 
 def test_the_oldest_use_goes_above_the_limit_of_number_or_memory():

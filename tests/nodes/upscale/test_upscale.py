@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fast_video_vae.tests.builders import refused
+from fast_video_vae.tests.nodes.sampling.sampler_models import expert
 from fast_video_vae.tests.nodes.upscale.models import seedvr2_model
 from fast_video_vae.tests.nodes.vae.pairs import accelerated, narrow_seedvr2, node, v3_node
 from fast_video_vae.tests.nodes.video.clips import from_file, held
@@ -288,16 +289,14 @@ def test_sound_and_tags_are_kept_in_step(model, vae, output, tmp_path, monkeypat
         ({"multiplier": 0.05}, "multiplier: it makes 1 x 1 of 16 x 16; expected at least 16"),
         ({"shorter_side": 8}, "shorter_side: it makes 8 x 8 of 16 x 16"),
         ({"vae": "fast"}, "vae: got the VAE of wan2.1; expected that of SeedVR2"),
-        ({"model": "lumina2"}, "model: got NextDiT; expected SeedVR2"),
+        ({"model": "expert"}, "model: got WanModel; expected SeedVR2"),
     ],
 )
 def test_wrong_inputs_are_refused_in_one_line(inputs, message, model, vae, output, request):
-    from fast_video_vae.tests.nodes import dits
-
     inputs = {"model": model, "vae": vae} | inputs
     inputs["vae"] = request.getfixturevalue("fast") if inputs["vae"] == "fast" else vae
-    if inputs["model"] == "lumina2":
-        inputs["model"] = dits.patcher("lumina2")
+    if inputs["model"] == "expert":
+        inputs["model"] = expert()
     with refused(message):
         upscale(held(scenes(5)[0]), **inputs)
     assert not any(output.rglob("*"))

@@ -7,11 +7,10 @@ import logging
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import nn
 
 from fast_video_vae.kernels import errors
 from fast_video_vae.tests.builders import refused
-from fast_video_vae.tests.nodes.cards import GB, Cards, machine
+from fast_video_vae.tests.nodes.cards import machine
 from fast_video_vae.tests.nodes.vae.pairs import (
     accelerated,
     clip,
@@ -159,65 +158,39 @@ def test_several_devices_give_the_result_of_one_and_stop(fast, state, tmp_path, 
     assert relative_error(shared.decode(latent), expected) <= 1e-5
 
 
-@pytest.fixture
-def cards(comfyui, monkeypatch):
-    return Cards(monkeypatch, 2, dynamic=False)
-
-
-def fill(cards, *sizes):
-    """Load a model of another node, of some GB, to each card."""
-    import comfy.model_management as management
-    from comfy.model_patcher import ModelPatcher
-
-    models = []
-    for number, (device, size) in enumerate(zip(cards.devices, sizes, strict=True)):
-        patcher = ModelPatcher(nn.Sequential(), device, HOST)
-        models.append(cards.name(patcher, f"model {number}", int(size * GB)))
-        management.load_models_gpu([patcher], force_full_load=True)
-    cards.events.clear()
-    return models
-
-
-def unloaded(cards):
-    taken = [event for event in cards.events if event[0] in ("detached", "unloaded")]
-    return sorted({name for _, name, *_ in taken})
-
-
-@pytest.mark.parametrize(
-    ("devices", "sizes", "expected"),
-    [
-        ("all", (10, 23.9), ["model 1"]),  # there is room on the first
-        ("one", (10, 23.9), []),
-    ],
-)
-def test_room_is_made_on_each_device_that_lacks_it(
-    cards, state, tmp_path, devices, sizes, expected
+def test_room_is_made_on_each_device_and_a_release_on_the_one_that_is_short(
+    state, tmp_path, monkeypatch
 ):
-    vae = fast_vae(state, tmp_path, devices=devices)
-    for run in (lambda: vae.encode(frames(5)), lambda: vae.decode(small_latents(2))):
-        models = fill(cards, *sizes)
-        run()
-        assert unloaded(cards) == expected
-        del models
+    import comfy.model_management as management
 
-
-def test_a_release_unloads_other_models_from_the_device_that_is_short(cards, state, tmp_path):
     from fast_video_vae.nodes.vae import pieces
 
-    vae = fast_vae(state, tmp_path, devices="all")
-    vae.decode(small_latents(1))
-    for name, taken in (("cpu:1", 1), ("cpu", 0)):  # the VAE's own device has other names
-        models = fill(cards, 5, 5)
-        pieces.release(vae)(torch.device(name))
-        assert unloaded(cards) == [f"model {taken}"]
-        del models
+    others, freed = machine(monkeypatch, 2), []
+    note = lambda size, device, keep_loaded=(): freed.append((device, size))  # noqa: E731
+    monkeypatch.setattr(management, "free_memory", note)
+    for devices, expected in (("all", others), ("one", [])):
+        vae = fast_vae(state, tmp_path, devices=devices)
+        for run, given in ((vae.encode, frames(5)), (vae.decode, small_latents(2))):
+            freed.clear()
+            run(given)
+            # A copy of the weights, and the work.
+            sizes = dict(each for each in freed if each[0] != HOST)
+            assert [*sizes] == expected
+            assert all(size > 1.1 * vae.model_size() for size in sizes.values())
+        for device in ("cpu:1", "meta"):  # the VAE's own device may have other names
+            freed.clear()
+            pieces.release(vae)(torch.device(device))
+            wanted = torch.device(device) if torch.device(device) in expected else HOST
+            assert [device for device, _ in freed] == [wanted]
 
 
 @pytest.mark.parametrize("selection", ["gpu:0", "one"])
-def test_the_device_of_a_vae_that_comfyui_has_moved_comes_first(cards, state, tmp_path, selection):
+def test_the_device_of_a_vae_that_comfyui_has_moved_comes_first(
+    state, tmp_path, monkeypatch, selection
+):
+    first, second = machine(monkeypatch, 2)
     vae, latent = fast_vae(state, tmp_path, devices=selection), small_latents(2)
     expected, moved = vae.decode(latent), copy.copy(vae)
-    first, second = cards.devices
     # As Select VAE Device.
     moved.patcher = vae.patcher.deepclone_multigpu(new_load_device=second)
     moved.first_stage_model, moved.device = moved.patcher.model, second

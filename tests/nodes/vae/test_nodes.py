@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import save_file
 
 from fast_video_vae.kernels import errors
-from fast_video_vae.kernels.ready import facts
 from fast_video_vae.tests.builders import refused
 from fast_video_vae.tests.nodes.cards import machine
 from fast_video_vae.tests.nodes.server import NODES
@@ -24,8 +23,6 @@ from fast_video_vae.tests.nodes.vae.pairs import (
     stock_vae,
 )
 from fast_video_vae.tests.vae.families import computes_16_bits
-from fast_video_vae.vae.streaming.int8 import layers as int8_layers
-from fast_video_vae.vae.streaming.int8 import settings as int8_vae
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
 
@@ -72,8 +69,9 @@ def test_the_loader_lists_the_files_and_the_bundled_vae_reconstructs_the_bundled
     assert float(video.get_components().frame_rate) == 16
     assert (video.get_components().images - images).abs().max() < 0.05
     vae = run("Load", vae_name="bundled demo")
-    decoded = run("Decode", samples={"samples": run("Encode", pixels=images[:9], vae=vae)}, vae=vae)
-    assert ((decoded - images[:9]) ** 2).mean() < 10**-2.2
+    part = images[:5, :128, :128]
+    decoded = run("Decode", samples={"samples": run("Encode", pixels=part, vae=vae)}, vae=vae)
+    assert ((decoded - part) ** 2).mean() < 10**-2.2
 
 
 @pytest.mark.parametrize(
@@ -124,7 +122,7 @@ def test_accelerating_shares_the_weights_and_does_not_change_the_input(family):
     del stock, before, theirs, parameter
     gc.collect()
     assert kept() is None
-    latent, pixels = latents(2, 4, 6), clip(5, 32, 48)
+    latent, pixels = latents(2, 2, 2), clip(5, 16, 16)
     assert relative_error(fast.decode(latent), family.stock.decode(latent)) <= 1e-5
     assert relative_error(fast.encode(pixels), family.stock.encode(pixels)) <= 1e-5
 
@@ -238,18 +236,3 @@ def test_the_devices_of_an_older_workflow_are_used(vae_name, monkeypatch):
         assert run("Load", vae_name=vae_name, **given).first_stage_model.selection == "all"
     with refused("^precision: got 'fp8'; expected one of: auto, int8"):
         run("Load", vae_name=vae_name, precision="fp8")
-
-
-def test_the_nodes_decode_in_int8(fast, monkeypatch, tmp_path):
-    # A machine that supports int8, and keeps its choices in a new file.
-    kept = facts.Facts(tmp_path / "facts.json", {})
-    monkeypatch.setattr(int8_layers, "facts_of", lambda device: kept)
-    monkeypatch.setattr(int8_vae, "int8_lacks", lambda device, dtype: "")
-    coded = run("Accelerate", vae=fast, precision="int8")
-    assert coded.first_stage_model.wait_until_prepared(60)
-    plain, images, again, after = (
-        run("Decode", samples=SAMPLES, vae=vae) for vae in (fast, coded, coded, fast)
-    )
-    assert 1e-5 < (images - plain).abs().max() < 0.1
-    assert torch.equal(again, images)
-    assert torch.equal(after, plain)

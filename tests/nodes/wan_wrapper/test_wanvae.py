@@ -13,18 +13,15 @@ pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
 
 CPU = torch.device("cpu")
 STATES = {16: random_state_dict(8), 48: random_wan22(8, 16)}  # by latent channels
-# Two families, for properties that depend on the statistics or the compression.
-both = pytest.mark.parametrize("channels", STATES)
 
 
-@both
 @pytest.mark.parametrize(
-    ("count", "tiled", "end_", "size"),
+    ("channels", "count", "tiled", "end_", "size"),
     [
-        (1, True, True, (48, 64)),  # a single frame has no end
-        (2, False, True, (16, 16)),
-        (6, True, False, (51, 70)),  # frames and pixels at the edges that fill no latent
-        (8, False, True, (48, 64)),  # two frames before the last fill no latent
+        (16, 1, True, True, (16, 24)),  # a single frame has no end
+        (16, 8, False, True, (24, 16)),  # two frames before the last fill no latent
+        (48, 6, True, False, (51, 70)),  # frames and pixels at the edges that fill no latent
+        (48, 2, False, True, (16, 16)),
     ],
 )
 def test_both_ways_equal_comfyui_s_network(channels, count, tiled, end_, size, tmp_path):
@@ -54,8 +51,7 @@ def test_both_ways_equal_comfyui_s_network(channels, count, tiled, end_, size, t
 
 
 # Size and strides of tiles: the least of a node, and none.
-@pytest.mark.parametrize("tile", [(5, 4, 4), None])
-@pytest.mark.parametrize("more", [{}, {"pbar": False}])
+@pytest.mark.parametrize(("tile", "more"), [((5, 4, 4), {}), (None, {"pbar": False})])
 def test_every_form_of_a_call_gives_the_same(fast, tile, more):
     """The VAE of March 2025 clamps all frames; that of 2026 only those of a tiled decode."""
     vae, pixels, latent = wrapped(fast), video(9), latents(3, 3, 4)
@@ -91,7 +87,7 @@ def test_a_sample_has_the_spread_of_the_posterior(tmp_path):
     assert torch.equal(vae.encode(pixels, CPU), mean)
 
 
-@both
+@pytest.mark.parametrize("channels", STATES)
 def test_members_and_outputs_have_the_requested_device_and_dtype(channels, tmp_path):
     vae = wrapped(fast_vae(STATES[channels], tmp_path))
     assert type(vae).__name__ != "TAEHV"  # the wrapper calls a VAE of this name differently
