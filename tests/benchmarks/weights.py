@@ -12,22 +12,16 @@ WIDTHS = {"wan2.1": 96, "wan2.2": 160, "seedvr2": 128}
 
 
 def random_weights(
-    family: str,
-    width: int | None = None,
-    decoder: int | None = None,
-    dtype: torch.dtype = torch.float32,
+    family: str, width: int | None = None, decoder: int | None = None
 ) -> dict[str, Tensor]:
-    """Return random weights of a family, of these base widths or the published ones.
-
-    Wan 2.1 is float32 whatever the dtype.
-    """
+    """Return random weights of a family, of these base widths or the published ones."""
     if family == "wan2.1":
         return random_state_dict(width or WIDTHS[family])
     if family == "seedvr2":
         narrow = -(-(width or WIDTHS[family]) // 32) * 32  # 32 groups per norm
-        return random_seedvr2([narrow * times for times in (1, 2, 4, 4)], dtype=dtype)
+        return random_seedvr2([narrow * times for times in (1, 2, 4, 4)])
     encoder = width or WIDTHS[family]
-    return random_wan22(encoder, decoder or encoder * 256 // 160, dtype=dtype)
+    return random_wan22(encoder, decoder or encoder * 256 // 160)
 
 
 def random_input(
