@@ -2,7 +2,6 @@
 
 import os
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,7 +48,7 @@ def tables_of(lines):
 def test_the_tables_have_a_line_per_op_and_fit_a_terminal(lines_of, matrix, monkeypatch):
     devices = "cpu", "cuda"
     on_cpu = [each for each in matrix if each.device == "cpu"]
-    rows = [replace(each, device=device) for each in on_cpu for device in devices]
+    rows = [each._replace(device=device) for each in on_cpu for device in devices]
     monkeypatch.setattr(kernels, "backend_matrix", lambda: rows)
     lines = lines_of("--backends", "--quiet")
     assert max(len(line) for line in lines if not line.startswith("library")) <= WIDTH
