@@ -159,7 +159,7 @@ ROWS = [
 
 @pytest.mark.parametrize(("order", "mode", "dynamic"), ROWS)
 def test_a_run_on_two_cards_equals_that_on_one(two, order, mode):
-    """With a strength for each step, and with other LoRAs of the same copy after each other.
+    """With a strength for each step.
 
     The threads of both cards start a step at once. Each has its bank, which ComfyUI counts and
     frees; with the models the banks go, too.
@@ -177,26 +177,25 @@ def test_a_run_on_two_cards_equals_that_on_one(two, order, mode):
         assert entry.model_loaded_memory() == entry.model_memory() > 2**17
         return apply_model(given["input"], given["timestep"], **given["c"])
 
-    def after(model, nodes, strength):
+    def after(model, nodes):
         for node in nodes:
-            model = split(model) if node == "split" else fast(model, lora(node), strength, mode)
+            one = node == "split"
+            model = split(model) if one else fast(model, lora(node), "0.9,0,-0.4", mode)
         return model
 
     model = load()
     without, (both, _) = sample(split(model), steps=3), parts(split(model))
     before = [loras.bits(each) for each in both]
-    other = [node if node == "split" else 1 - node for node in order]
-    for nodes, strength in ((order, "0.9,0,-0.4"), (other, "-0.3")):
-        alone = after(model, [node for node in nodes if node != "split"], strength)
-        expected = sample(alone, steps=3)
-        assert relative_error(expected, without) > loras.EFFECT
-        given = after(model, nodes, strength)
-        assert [each.load_device for each in parts(given)[0]] == two.devices
-        assert parts(given)[0][1].model is both[1].model
-        given.set_model_unet_function_wrapper(call)
-        for each in (given, split(alone), alone):  # also with the state of a run on one card
-            assert relative_error(sample(each, steps=3), expected) < loras.ROUNDING
-        assert loras.session_of(given)  # the only one: the other bank goes with its copy
+    alone = after(model, [node for node in order if node != "split"])
+    expected = sample(alone, steps=3)
+    assert relative_error(expected, without) > loras.EFFECT
+    given = after(model, order)
+    assert [each.load_device for each in parts(given)[0]] == two.devices
+    assert parts(given)[0][1].model is both[1].model
+    given.set_model_unet_function_wrapper(call)
+    for each in (given, split(alone), alone):  # also with the state of a run on one card
+        assert relative_error(sample(each, steps=3), expected) < loras.ROUNDING
+    assert loras.session_of(given)  # the only one: the other bank goes with its copy
     plain = split(model)
     assert relative_error(sample(plain, steps=3), without) < loras.ROUNDING
     assert not parts(plain)[1]
