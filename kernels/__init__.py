@@ -39,7 +39,7 @@ from .cache import key_of
 from .codes import code_dtype, code_steps, zero_of
 from .constraints import dense
 from .convolution.fused import Fused
-from .convolution.onednn import serves as adds_in_place
+from .convolution.onednn import int8_lacks
 from .convolution.weight import ConvWeight, WeightForm
 from .devices import (
     GPUS,
@@ -63,7 +63,6 @@ from .devices import (
 )
 from .devices import current as on_device
 from .devices.instructions import multiplies_bfloat16, processor, product_dtype, slow_on_cpu
-from .devices.int8 import int8_lacks
 from .dispatch import convolve, run, silu_mul_by_kernel
 from .errors import BackendError, first_line, is_out_of_memory, log_once
 from .messages import LINE, guarded, line, padded, shown

@@ -83,8 +83,6 @@ class Device(TorchFunctionMode):
         self.faults = []  # what a real device would not have survived, or not have done in time
         self.jobs = []  # what the background thread would build
         self.plant = None  # changes the result of a call there: name, arguments, result
-        self.left = None  # allocations before the one that fails; None: none fails
-        self.ran_out = False  # one has failed
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.device:
@@ -102,8 +100,6 @@ class Device(TorchFunctionMode):
         if name in ("to", "cpu", "cuda") and placed != here:
             kwargs["copy"], func = True, torch.Tensor.to
             args = args if name == "to" else (args[0], "cpu")
-        if wanted is not None and placed:
-            self._take_memory()
         sixteen = any(isinstance(each, Played) and each.dtype == torch.uint16 for each in tensors)
         moves = name in ("copy_", "to", "cpu", "clone", "contiguous")
         if self.kind == "apple" and sixteen and moves:  # before PyTorch 2.9 (pytorch#159094)
@@ -129,13 +125,6 @@ class Device(TorchFunctionMode):
         """Run the jobs that wait, as the background thread of a real device would."""
         while self.jobs:
             assert self.jobs.pop(0).run()
-
-    def _take_memory(self):
-        if self.left == 0:
-            self.left, self.ran_out = None, True
-            raise RuntimeError("MPS backend out of memory. Tried to allocate 1.00 GiB")
-        if self.left is not None:
-            self.left -= 1
 
     def _refuse_dtypes(self, name, result, placed):
         dtypes = {each.dtype for each in _tensors(result)} if placed else set()

@@ -5,7 +5,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import Refusal
 from ..shapes import convolved, new_video
 from .weight import ConvWeight
 
@@ -33,12 +32,6 @@ class Fused(NamedTuple):
 def of_ours(outputs: int) -> Fused:
     """Return what our kernels fuse: everything, the norm where a tile has all channels."""
     return Fused(tail=True, sums=True, bias=True, norm=outputs <= WIDEST)
-
-
-def refuse_wide_norm(outputs: int, *, norm: bool) -> None:
-    """Refuse a norm over more channels than a tile of our kernels has."""
-    if norm and outputs > WIDEST:
-        raise Refusal(f"a norm needs all channels in a tile: {WIDEST} at most, not {outputs}")
 
 
 def result_of(

@@ -1,6 +1,8 @@
 """Convolutions of oneDNN on x86: blocked weights, a fused sum, narrow results, and int8."""
 
 import functools
+import importlib
+import importlib.util
 import platform
 from typing import Any
 
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from ..codes import ZERO
 from ..constraints import is_dense, refuse_overlap
+from ..devices import device_kind, device_name, has_bfloat16
 from ..errors import Refusal
 from ..shapes import channels_last_order, new_video
 from .fused import sum_of
@@ -95,6 +98,26 @@ def missing(device: torch.device) -> str:
         return "this version of PyTorch has no int8 convolution by oneDNN"
     if not _is_exact():
         return "this CPU sums int8 products in 16 bits, because it has no VNNI"
+    return ""
+
+
+def int8_lacks(device: torch.device, dtype: torch.dtype) -> str:
+    """Return why convolutions in int8 do not pay next to layers in `dtype`; "": they do."""
+    kind = device_kind(device)
+    if kind == "cpu":
+        # With VNNI or AMX four products of int8 take one instruction: bfloat16 takes 1.38 times as
+        # long (`tests/benchmarks/LOG.md`), and float32 longer.
+        written = dtype in WRITES
+        name = str(dtype).removeprefix("torch.")
+        reason = "" if written else f"oneDNN's int8 convolutions do not write {name}"
+        return missing(device) or reason
+    if kind != "nvidia":
+        return f"there is no int8 convolution for {device_name(device)}"
+    if importlib.util.find_spec("triton") is None:
+        return "the int8 convolution of GPUs needs Triton, which is not installed"
+    tiled = importlib.import_module("..triton_ops.int8_convolution", __package__)
+    if not (has_bfloat16(device) and tiled.has_tiles(device)):
+        return f"the int8 convolution has no tiles for {device_name(device)}"
     return ""
 
 

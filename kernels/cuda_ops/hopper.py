@@ -87,7 +87,7 @@ def conv3d(
         runtime.launch(
             "hopper_conv", "convolve_boxes", x, min(tiles, multiprocessors(x.device)), (THREADS, 1),
             arguments.ljust(blocks(len(arguments), _STRUCT) * _STRUCT, b"\0"),
-            **tile.constants, KIND=_KINDS[x.dtype][0], VECTOR=runtime.dtype_name(dtype),
+            **tile.constants, KIND=_KINDS[x.dtype][0], VECTOR=runtime.NAMES[dtype],
         )  # fmt: skip
     except RuntimeError as error:
         if is_out_of_memory(error):

@@ -16,7 +16,7 @@ import functools
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ..convolution.fused import refuse_wide_norm
+from ..convolution.fused import WIDEST
 from ..errors import Refusal
 from ..shapes import blocks
 
@@ -77,7 +77,8 @@ def tile_of(
         )
     if max(kernel) > _MOST_TAPS:
         raise Refusal(f"the kernel is {times} x {high} x {wide}; expected 3 taps at most")
-    refuse_wide_norm(outputs, norm=norm)
+    if norm and outputs > WIDEST:
+        raise Refusal(f"a norm needs all channels in a tile: {WIDEST} at most, not {outputs}")
     slab = 64 if inputs % 64 == 0 else 32
     swizzle, pitch = (3 if slab == 64 else 2), slab * _BYTES
     # A box serves a column of taps, or all taps of a frame.

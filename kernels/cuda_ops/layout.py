@@ -7,7 +7,7 @@ from ..constraints import DTYPES, IMAGE_DTYPES, refuse_target
 from ..errors import Refusal
 from .arguments import THREADS, pack_of, vector, video
 from .rows import launch_packs
-from .runtime import dtype_name, refuse_counts
+from .runtime import NAMES, refuse_counts
 
 # Packs of an item: `kEach * kThreads` of each source.
 _MERGED = 2 * THREADS
@@ -87,6 +87,6 @@ def _spread(
     launch_packs(
         "spread", "move_packs", x, out, fields, _SPREAD, pack, (width, *size),
         ("iif", (x.shape[1], x.shape[4], white)),
-        RESULT=dtype_name(out.dtype), SAME=int(same), IMAGES=int(white > 0),
+        RESULT=NAMES[out.dtype], SAME=int(same), IMAGES=int(white > 0),
     )  # fmt: skip
     return out

@@ -23,7 +23,7 @@ from .driver import Module, driver
 _MOST_BLOCKS = 1 << 16
 
 # Names of the dtypes in the sources.
-_NAMES = {
+NAMES = {
     torch.float32: "float",
     torch.bfloat16: "bfloat16",
     torch.float16: "half",
@@ -64,17 +64,12 @@ def launch(
     # which is that of `like`. A `Refusal` comes before anything is written.
     device = like.device
     with here(device):
-        module = loaded(source, {"DTYPE": dtype_name(like.dtype), **constants}, device)
+        module = loaded(source, {"DTYPE": NAMES[like.dtype], **constants}, device)
         try:
             blocks = min(items, _MOST_BLOCKS)
             module.launch(kernel, blocks, threads, arguments, stream(device))
         except RuntimeError as error:
             raise RuntimeError(f"the kernel {kernel} did not start: {error}") from error
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of `dtype` in the sources."""
-    return _NAMES[dtype]
 
 
 def loaded(source: str, constants: Mapping[str, object], device: torch.device) -> Module:

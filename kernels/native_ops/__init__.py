@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..backends import SIGNATURES, Launch
-from ..constraints import is_dense, refuse_dtype, refuse_video
+from ..constraints import is_dense, refuse_dtype, refuse_target, refuse_video
 from ..errors import Refusal
 from .build import CPU
 
@@ -51,10 +51,8 @@ def _run(op: str, *args: Any) -> Tensor:  # noqa: ANN401, those of `SIGNATURES`
 
 def _refuse_converted(op: str, x: Tensor, out: Tensor) -> None:
     """Refuse a result of an op that converts: it can have any device, dtype and strides."""
-    if out.device != x.device:
-        raise Refusal("out is on another device")
+    refuse_target(out, x, (x.dtype,) if op == "pixel_shuffle_3d" else (out.dtype,))
     if op == "pixel_shuffle_3d":
-        refuse_dtype(out, (x.dtype,))
         refuse_video("out", out)
     elif not is_dense(out, -3, -2, -1):
         raise Refusal("the pixels of out are not dense")

@@ -10,7 +10,7 @@ from fast_video_vae.kernels import BackendError, use_backend
 from fast_video_vae.kernels.backends import ORDER
 from fast_video_vae.tests.kernels.cases import PLAYED, missing, place
 
-# Parameter combinations per test that run by default on an emulated GPU.
+# Parameter combinations per test and dtype that run each day on an emulated GPU.
 _EXAMPLES = 3
 
 _ON_CPU = ("native", "reference")
@@ -18,11 +18,10 @@ _ON_CPU = ("native", "reference")
 
 @pytest.hookimpl(tryfirst=True)  # before slow tests are deselected
 def pytest_collection_modifyitems(items):
-    """Mark all but one dtype, and most combinations on an emulated GPU, as slow or nightly.
+    """Mark all but one dtype as slow, and most combinations on an emulated GPU as nightly.
 
     The default dtype is bfloat16: the VAEs run in it, and it rounds most. A CPU's own backends run
-    float32 too, in which it decodes. On an emulated GPU one program takes milliseconds:
-    combinations in bfloat16 are slow, most of the others nightly.
+    float32 too, in which it decodes. On an emulated GPU one program takes milliseconds.
     """
     groups = defaultdict(list)
     for item in items:
@@ -37,24 +36,17 @@ def pytest_collection_modifyitems(items):
             if narrow and not usual:
                 item.add_marker(pytest.mark.slow)
         for backend in PLAYED:
-            mine = [
-                item
-                for item in together
-                if backend in (item.callspec.params.get("backend"), item.callspec.params.get("ask"))
-            ]
-            slow = [item for item in mine if item.get_closest_marker("slow")]
-            _mark_most([item for item in mine if item not in slow], pytest.mark.slow)
-            for dtype in {item.callspec.params.get("dtype") for item in slow if narrow}:
-                same = [item for item in slow if item.callspec.params.get("dtype") is dtype]
-                _mark_most(same, pytest.mark.nightly)
-
-
-def _mark_most(items, mark):
-    """Mark all items but the first, the last and one between them."""
-    spread = {(len(items) - 1) * n // (_EXAMPLES - 1) for n in range(_EXAMPLES)}
-    for n, item in enumerate(items):
-        if n not in spread:
-            item.add_marker(mark)
+            mine = defaultdict(list)
+            for item in together:
+                given = item.callspec.params
+                if backend in (given.get("backend"), given.get("ask")):
+                    mine[given.get("dtype") if narrow else None].append(item)
+            for same in mine.values():
+                # The first, the last and one between them stay.
+                spread = {(len(same) - 1) * n // (_EXAMPLES - 1) for n in range(_EXAMPLES)}
+                for n, item in enumerate(same):
+                    if n not in spread:
+                        item.add_marker(pytest.mark.nightly)
 
 
 @pytest.fixture(params=ORDER)

@@ -7,7 +7,6 @@ its first call. `conv-fp16,96,192` is all tiles of a convolution of 96 to 192 ch
 """
 
 import importlib
-import itertools
 import json
 import re
 import subprocess
@@ -33,11 +32,6 @@ rows, norms, layout, convolution, int8_convolution, tiles = (
 
 
 of_weight = convolution.ConvWeight.of
-
-
-def key_of(chip):
-    """Return the compute capability of an NVIDIA chip such as 90; an AMD architecture as it is."""
-    return chip if isinstance(chip, str) else divmod(chip, 10)
 
 
 def recording(*modules):
@@ -66,14 +60,13 @@ def launches(_, dtype, channels):
     x, numbers = video(channels, 4, dtype), torch.empty(channels, dtype=dtype, device="meta")
     flat = x.movedim(1, -1).flatten(0, 3)
     saturated = torch.empty(2, dtype=torch.int64, device="meta")
-    for border, coded in itertools.product((0, 1), (False, True)):
+    for coded in (False, True):
         written = torch.int8 if coded else dtype
-        tail = video(channels, 2, written)
-        out = video(channels, 6, written, 360 + 2 * border, 640 + 2 * border)
-        codes = (torch.empty(channels, device="meta"), saturated) if coded else (None, None)
-        window = tail, out, *codes
-        norms.rms_norm_silu(x, numbers, numbers, *window, True, border)
-        norms.group_norm_silu(x, numbers, numbers, None, *window, 32, 1e-6, True, border)
+        tail, out = video(channels, 2, written), video(channels, 6, written, 362, 642)
+        counts = (torch.empty(channels, device="meta"), saturated) if coded else (None, None)
+        window = tail, out, *counts
+        norms.rms_norm_silu(x, numbers, numbers, *window, True, 1)
+        norms.group_norm_silu(x, numbers, numbers, None, *window, 32, 1e-6, True, 1)
     norms.rms_norm_silu(x, numbers, None, None, x, None, None, True, 0)
     rows.silu_mul(flat, flat, flat)
     rows.bias_residual(x, numbers, x, numbers, x)
@@ -94,7 +87,7 @@ def launches(_, dtype, channels):
 
 def convolutions(chip, dtype, inputs, outputs):
     """Return the launches of all tiles, and those of the first fit for other kernels."""
-    started, key = recording(convolution), key_of(chip)
+    started, key = recording(convolution), divmod(chip, 10)
     convolution.chip_of = lambda _: key
 
     def run(kernel, stride=(1, 1, 1), padding=(0, 0), tile=0, gamma=None):
@@ -115,7 +108,7 @@ def convolutions(chip, dtype, inputs, outputs):
 def codes(chip, dtype, inputs, outputs):
     """Return the launches of int8 convolutions with all terms, and one of the plain sums."""
     started = recording(int8_convolution)
-    int8_convolution.chip_of = lambda _: key_of(chip)
+    int8_convolution.chip_of = lambda _: divmod(chip, 10)
     scale = torch.empty(outputs, device="meta")
     for kernel in ((3, 3, 3), (1, 3, 3), (3, 1, 1), (1, 1, 1)):
         times, high, wide = kernel
@@ -150,21 +143,13 @@ def compiled(kernel, args, constants, options, chip):
                 sixteens.append(at)
     return triton.compile(
         ASTSource(kernel, signature, known, {(at,): [["tt.divisibility", 16]] for at in sixteens}),
-        target=_target(chip),
+        target=GPUTarget("cuda", chip, 32),
         options=options | {"enable_fp_fusion": True},
     )
 
 
-def _target(chip):
-    if isinstance(chip, str):
-        return GPUTarget("hip", chip, 64 if chip.startswith("gfx9") else 32)
-    return GPUTarget("cuda", chip, 32)
-
-
 def stack_bytes(result):
     """Return the bytes of stack and spills per thread."""
-    if "cubin" not in result.asm:
-        return 4 * int(re.search(r"\.vgpr_spill_count:\s*(\d+)", result.asm["amdgcn"])[1])
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
@@ -179,12 +164,11 @@ STARTED = {"": launches, "conv": convolutions, "int8": codes}
 
 
 def main(chip, *cases):
-    chip = int(chip) if chip.isdigit() else chip
     for case in cases:
         name, *sizes = case.split(",")
         kind, _, dtype = name.rpartition("-")
-        for kernel, *given in STARTED[kind](chip, DTYPES[dtype], *map(int, sizes)):
-            result = compiled(kernel, *given, chip)
+        for kernel, *given in STARTED[kind](int(chip), DTYPES[dtype], *map(int, sizes)):
+            result = compiled(kernel, *given, int(chip))
             line = {"kernel": kernel.__name__, "case": case, "stack": stack_bytes(result)}
             line |= {"shared": result.metadata.shared, "tile": str(given[1:])}
             sys.stdout.write(json.dumps(line) + "\n")

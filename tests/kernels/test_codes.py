@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from fast_video_vae import kernels
-from fast_video_vae.kernels import BackendError, use_backend
+from fast_video_vae.kernels import BackendError
 from fast_video_vae.tests.kernels import formulas
 from fast_video_vae.tests.kernels.cases import (
     DTYPES,
@@ -131,10 +131,9 @@ def compared(op, x, form, *, known=None, border=0, factor=30.0, silu=True):
 
 
 @each_op
-@pytest.mark.parametrize("number", [pytest.param(n, marks=n * [pytest.mark.slow]) for n in (0, 1)])
-def test_borders_tails_and_codes_are_those_of_the_formula(backend, op, number):
+def test_borders_tails_and_codes_are_those_of_the_formula(backend, op):
     """An emulated GPU has one input dtype by default, because each is compiled."""
-    played, draw = backend in PLAYED, Random(3 + number)
+    played, draw = backend in PLAYED, Random(3)
     every = list(product(FORMS[backend], (None, 0, 1, 2, 4), (0, 1, 2)))
     for form, known, border in every[:: 4 if played else 1]:
         dtype = torch.bfloat16 if played else draw.choice(DTYPES)
@@ -286,11 +285,3 @@ def test_calls_that_a_backend_cannot_run_are_refused(backend, op):
             getattr(kernels, op)(x, *args, **options, **given)
         assert before is None or torch.equal(given["out"], before)
         assert "saturated" not in given or given["saturated"].tolist() in ([0, 0], [1000, 100])
-
-
-def test_frames_without_pixels_are_all_border():
-    args, options = arguments(OPS[0], 12)
-    with use_backend("reference"):
-        y = kernels.rms_norm_silu(video(1, 12, 2, 0, 4), *args, **options, border=1)
-    assert y.shape == (1, 12, 2, 2, 6)
-    assert not y.count_nonzero()

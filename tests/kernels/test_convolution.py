@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fast_video_vae import kernels
-from fast_video_vae.kernels import BackendError, ConvWeight, dispatch, use_backend
+from fast_video_vae.kernels import BackendError, ConvWeight, use_backend
 from fast_video_vae.kernels.constraints import overlaps
 from fast_video_vae.kernels.convolution import aten, cudnn, sliced
 from fast_video_vae.tests.kernels import formulas
@@ -15,9 +15,7 @@ from fast_video_vae.tests.kernels.cases import LAYOUTS, random, video
 from fast_video_vae.tests.kernels.convolutions import (
     CALLS,
     CANDIDATES,
-    DTYPES,
     KERNELS,
-    Placed,
     example,
     kept,
     refuses,
@@ -48,12 +46,9 @@ def refused(function, **call):
 
 @each_candidate
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize(
-    "seeds", [range(1), pytest.param(range(1, 4), marks=pytest.mark.slow)], ids=["some", "more"]
-)
-def test_a_candidate_equals_the_formula_and_writes_nothing_else(candidate, kernel, seeds):
-    for (terms, target), seed in product(CALLS, seeds):
-        call = example(kernel, terms, target, seed)
+def test_a_candidate_equals_the_formula_and_writes_nothing_else(candidate, kernel):
+    for terms, target in CALLS:
+        call = example(kernel, terms, target, 0)
         if refuses(candidate, KERNELS[kernel][0]):
             reason = f"no backend runs this conv3d \\({candidate}: it is for taps in time\\)$"
             with using(candidate), pytest.raises(BackendError, match=reason):
@@ -120,27 +115,6 @@ def test_memory_that_two_storages_share_is_an_overlap():
 
 
 @each_candidate
-def test_biases_can_have_any_shape_and_float_dtype(candidate):
-    """Plain, `[1, C, 1, 1, 1]`, with gaps, or one number that is repeated."""
-    x, weight = video(1, 16, 3, 5, 5, dtype=torch.bfloat16), taps_of(8, 16, 3, 3, 3)
-    weight = weight.bfloat16()
-    residual = video(1, 8, 1, 3, 3, dtype=torch.bfloat16, seed=5)
-    shapes = (
-        lambda values: values[:8].view(1, 8, 1, 1, 1),
-        lambda values: values[::2],
-        lambda values: values[:1].expand(8),
-    )
-    dtypes = torch.float64, torch.bfloat16, torch.float8_e4m3fn
-    for first, more in product(range(3), ({}, {"residual": residual})):
-        numbers = [values.to(dtypes[first - n]) for n, values in enumerate(random(3, 16, seed=4))]
-        vectors = [change(values) for change, values in zip(shapes, numbers, strict=True)]
-        call = dict(zip(("bias", "residual_bias", "gamma"), vectors, strict=True))
-        with using(candidate):
-            actual = kernels.conv3d(x, kept(weight), **call, **more)
-        close(actual, weight, x=x, **call, **more)
-
-
-@each_candidate
 def test_a_kept_weight_serves_all_sizes_and_strides(candidate):
     """The library's layout of the weight depends on the first call."""
     dtype, derived = torch.bfloat16, []
@@ -182,35 +156,6 @@ def test_a_weight_serves_with_and_without_inference_mode(candidate):
             with torch.inference_mode(mode), using(candidate):
                 close(kernels.conv3d(x, one, **PADDED), weight, x=x, **PADDED)
                 close(kernels.conv3d(x, weight, **PADDED), weight, x=x, **PADDED)
-
-
-@each_candidate
-@pytest.mark.parametrize("taps", [(3, 3, 3), (3, 3)])
-def test_what_is_fused_needs_no_other_op(candidate, taps, monkeypatch):
-    seen, run = [], dispatch.run
-    monkeypatch.setattr(dispatch, "run", lambda op, *args: seen.append(op) or run(op, *args))
-    if refuses(candidate, taps):
-        return
-    numbers = zip(("bias", "residual_bias", "gamma"), random(3, 4), strict=True)
-    given = {**dict(numbers), "residual": video(1, 4, 3, 5, 4, seed=3)}
-    frames = {"x": video(1, 6, 3, 5, 4)}
-    if len(taps) == 3:
-        frames["tail"] = video(1, 6, 2, 5, 4, seed=1)
-    for (terms, _), dtype, keeps in product(CALLS, DTYPES[:2], (True, False)):
-        call = frames | {name: given[name] for name in terms}
-        call = {name: x.to(dtype) for name, x in call.items()}
-        weight = taps_of(4, 6, *taps, dtype=dtype)
-        kind = kept(weight) if keeps else weight
-        out = Placed((1, 4, 3, 5, 4), dtype, min, None)
-        seen.clear()
-        with using(candidate):
-            fused = kernels.conv_route(ConvWeight.of(kind), (1, 1, 1), video=True).fused
-            kernels.conv3d(weight=kind, out=out.view, **call, **PADDED)
-        close(out.take(), weight, **call, **PADDED)
-        added = {"bias", "residual", "residual_bias"} & terms
-        free = {"bias", "residual_bias"} if fused.adds_bias or "gamma" in terms else set()
-        expected = ["bias_residual"] * (not fused.sums and not added <= free)
-        assert seen == expected + ["rms_norm_silu"] * ("gamma" in terms and not fused.norm)
 
 
 @each_candidate

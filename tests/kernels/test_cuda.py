@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fast_video_vae import kernels
-from fast_video_vae.kernels import BackendError, use_backend
+from fast_video_vae.kernels import use_backend
 from fast_video_vae.kernels.cuda_ops import attention, runtime
 from fast_video_vae.kernels.reference.attention import LIFT
 from fast_video_vae.tests.kernels import formulas
@@ -53,7 +53,7 @@ def test_outliers_do_not_reduce_the_precision_of_a_variance(dtype, outlier, rest
 
 
 @pytest.mark.parametrize(("mean", "deviation"), [(50.0, 0.01), (1e4, 1.0), (1e36, 0.0)])
-@pytest.mark.parametrize("channels", [24, 64, 4096])
+@pytest.mark.parametrize("channels", [24, 4096])
 def test_group_norm_of_a_small_frame_far_from_zero(mean, deviation, channels):
     """A thread has one pixel, whose distance from the others is as large as the deviation."""
     x = video(1, channels, 2, 2, 3 if channels == 4096 else 8).mul_(deviation).add_(mean)
@@ -63,50 +63,6 @@ def test_group_norm_of_a_small_frame_far_from_zero(mean, deviation, channels):
             weight, bias = random(2, channels)
             y = kernels.group_norm_silu(x, weight, bias, 4, silu=False)
             assert torch.equal(y, bias.view(1, -1, 1, 1, 1).expand_as(y))
-
-
-def far(x, frames=0):
-    """Copy `x` to frames that are more than 2^32 numbers apart, after `frames` others.
-
-    The memory between them is not touched, so it is not allocated.
-    """
-    batch, channels, count, height, width = x.shape
-    apart = (1 << 32) + 2 * channels * height * width
-    memory = torch.empty((frames + count - 1) * apart + x[0, :, 0].numel(), dtype=x.dtype)
-    shape = batch, channels, frames + count, height, width
-    strides = 0, 1, apart, width * channels, channels
-    view = memory.as_strided(shape, strides)
-    view[:, :, frames:].copy_(x)
-    return view
-
-
-@pytest.mark.skipif(not EMULATED, reason="the memory of a GPU is allocated at once")
-def test_frames_may_be_more_than_2_32_numbers_apart():
-    x = video(1, 16, 2, 4, 6, dtype=torch.bfloat16)
-    source = video(1, 4, 1, 3, 5, dtype=torch.bfloat16, seed=1)
-    numbers = random(2, 16, seed=1)
-    calls = [
-        ("rms_norm_silu", (numbers[0],), {"tail": 1}),
-        ("group_norm_silu", (*numbers, 2), {"tail": 1}),
-        ("bias_residual", (numbers[0],), {}),
-        ("average_down", (), {"channels": 16, "times": 1, "size": 2}),
-        ("frames_to_images", (), {"patch": 2}),
-        ("frames_to_images", (), {"patch": 2, "dtype": torch.uint16}),
-        ("interleave_time", (2,), {}),
-        ("merge_phases", (source, 2), {}),
-        ("pixel_shuffle_3d", ((2, 2, 2),), {}),
-    ]
-    with use_backend("cuda"):
-        for op, args, keywords in calls:
-            run, copies = getattr(kernels, op), dict(keywords)
-            if "tail" in keywords:
-                keywords["tail"] = video(1, 16, 1, 4, 6, dtype=torch.bfloat16, seed=2)
-                copies["tail"] = far(keywords["tail"])
-            expected = run(x, *args, **keywords)
-            if op in ("rms_norm_silu", "group_norm_silu", "bias_residual"):
-                copies["out"] = far(expected[:, :, -1:], frames=expected.shape[2] - 1)
-            assert torch.equal(run(far(x), *args, **copies), expected), op
-            assert "tail" not in keywords or torch.equal(copies["tail"], keywords["tail"])
 
 
 @pytest.mark.parametrize("dtype", NARROW)
@@ -143,16 +99,6 @@ def test_attention_in_blocks_with_this_softmax_equals_the_formula(dtype, length)
     with use_backend("cuda"):
         result = kernels.attention(q, k, v)
     formulas.check(result, *formulas.attention(q, k, v))
-
-
-def test_attention_refuses_small_heads_and_dtypes_without_mixed_products(monkeypatch):
-    small, wide = torch.ones(1, 4, 64, dtype=torch.bfloat16), torch.ones(1, 4, 384)
-    monkeypatch.setattr(attention, "multiplies_mixed", lambda *_: False)
-    with use_backend("cuda"):
-        with pytest.raises(BackendError, match="heads of up to 256"):
-            kernels.attention(small, small, small)
-        with pytest.raises(BackendError, match="no products of float32 whose results are float32"):
-            kernels.attention(wide, wide, wide)
 
 
 def test_a_failed_launch_is_an_error_of_one_line(monkeypatch):

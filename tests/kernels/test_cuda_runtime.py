@@ -1,16 +1,15 @@
-"""The CUDA backend from the sources to a launch: the cache on disk, and what is missing or fails.
+"""The CUDA backend from the sources to a launch: libraries, binaries, and what is missing or fails.
 
 The compiler and the driver are stand-ins, because no machine without a GPU has both.
 """
 
+import ctypes
 import errno
 import os
-import shutil
 import sys
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -20,18 +19,10 @@ from hypothesis import strategies as st
 from fast_video_vae.kernels import cache, errors, use_backend
 from fast_video_vae.kernels.cuda_ops import arguments, binaries, compiler, driver, runtime
 from fast_video_vae.kernels.cuda_ops.compiler import Binary, CompileError
+from fast_video_vae.kernels.cuda_ops.driver import Boxes, Driver
 from fast_video_vae.kernels.errors import Refusal
-from fast_video_vae.tests.kernels.cases import missing
-from fast_video_vae.tests.kernels.emulator import library as emulator
 
 GPU = torch.device("cuda", 0)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the threads of the emulator need Linux")
-def test_the_emulator_runs_where_there_is_a_compiler():
-    """Otherwise the tests of the ops would skip it silently."""
-    if shutil.which(emulator.compiler()[0]) and not torch.cuda.is_available():
-        assert missing("cuda") is None
 
 
 class StandIn:
@@ -120,20 +111,6 @@ def test_all_that_a_binary_is_made_from_is_in_its_key(monkeypatch, tmp_path):
     assert len({*keys, key()}) == len(keys) + 1
 
 
-def test_a_user_without_a_home_compiles_at_every_start_and_has_one_line(made, monkeypatch, caplog):
-    for name in ("FAST_VIDEO_VAE_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    homeless = mock.Mock(side_effect=RuntimeError("Could not determine home directory."))
-    monkeypatch.setattr(Path, "home", homeless)
-    for _ in range(2):
-        loaded()
-        runtime._modules.clear()
-    assert len(made.compiled) == 2
-    (line,) = caplog.messages
-    assert "is not writable (Not a directory)" in line
-    assert "set FAST_VIDEO_VAE_CACHE" in line
-
-
 @pytest.mark.parametrize(
     ("system", "variables", "folder"),
     [
@@ -215,13 +192,13 @@ def test_what_is_missing_is_refused_and_a_compiler_costs_a_line(made, monkeypatc
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(Refusal, match="this PyTorch is built without CUDA"):
         loaded()
-    runtime._modules.clear()
-    monkeypatch.setattr(runtime, "compiler", lambda: made)
+
+
+def test_a_missing_driver_is_refused(made, monkeypatch):
     monkeypatch.setattr(runtime, "driver", driver.driver.__wrapped__)
     monkeypatch.setattr(driver, "opened", lambda _: None)
     with pytest.raises(Refusal, match=r"library libcuda\.so\.1 does not load"):
         loaded()
-    assert len(caplog.messages) == 1
 
 
 def test_the_backend_can_be_disabled(monkeypatch):
@@ -274,3 +251,150 @@ def test_divisors_divide_every_count(by, n):
     if by == 1:
         with pytest.raises(Refusal, match="31 bits"):
             arguments.divisor(2**31)
+
+
+class Known:
+    """A compiler of some chips."""
+
+    version, major = "nvrtc 12.8", 12
+
+    def chips(self):
+        return [75, 80, 86, 87, 89, 90, 100, 101]
+
+
+@pytest.mark.parametrize(
+    ("capability", "option"),
+    [
+        ((8, 9), "sm_89"),
+        ((8, 8), "sm_86"),  # unknown: the last known chip of its generation before it
+        ((10, 3), "sm_100"),  # 10.1 is a Jetson, whose code does not run elsewhere
+        ((9, 0), "sm_90a"),  # the instructions of no other chip
+        ((9, 1), "sm_90"),
+        ((6, 1), None),
+        ((12, 0), None),
+    ],
+)
+def test_an_unknown_chip_runs_code_of_its_generation_or_is_refused(monkeypatch, capability, option):
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    if option:
+        assert compiler.architecture(Known(), GPU) == f"--gpu-architecture={option}"
+        monkeypatch.setattr(Known, "major", 11)  # does not know the "a"
+        assert compiler.architecture(Known(), GPU).endswith(option.rstrip("a"))
+    else:
+        with pytest.raises(Refusal, match=r"^nvrtc 12\.8 knows no chip of compute capability"):
+            compiler.architecture(Known(), GPU)
+
+
+@pytest.mark.parametrize(
+    ("platform", "cuda", "hip", "rtc", "library"),
+    [
+        ("linux", "11.8", None, "libnvrtc.so.11.2", "libcuda.so.1"),
+        ("linux", "13.0", None, "libnvrtc.so.13", "libcuda.so.1"),
+        ("win32", "12.8", None, "nvrtc64_120_0.dll", "nvcuda.dll"),
+        ("linux", None, "6.4.43482", "libhiprtc.so", "libamdhip64.so"),
+        ("win32", None, "7.1.5", "hiprtc0701.dll", "amdhip64_7.dll"),
+    ],
+)
+def test_the_libraries_of_each_platform(monkeypatch, platform, cuda, hip, rtc, library):
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert compiler._names()[0] == rtc
+    assert driver._names(hip)[0] == library
+
+
+def test_the_library_next_to_pytorch_comes_before_the_system(monkeypatch, tmp_path):
+    folder = tmp_path / "nvidia" / "cu13" / "lib"
+    folder.mkdir(parents=True)
+    path, builtins = (str(folder / name) for name in ("libx.so", "libnvrtc-builtins.so.13.0"))
+    for place in (path, builtins):
+        Path(place).touch()
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+    tried, broken = [], set()
+
+    def load(place):
+        tried.append(place)
+        if place in broken:
+            raise OSError("does not load")
+        return place
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    # Another version of the system is not used where PyTorch has a library under another name.
+    assert compiler.opened(["liby.so", "libx.so"]) == path
+    assert tried == [path, builtins]  # which NVRTC 13.0 does not find itself
+    broken.add(path)
+    assert compiler.opened(["libx.so", "liby.so"]) == "libx.so"
+
+
+class Functions:
+    """The functions of a driver, which return the `statuses` of a launch one after another."""
+
+    def __init__(self, *statuses):
+        self.calls, self.arguments, self.statuses = [], [], list(statuses)
+        self._known = {}
+
+    def __getattr__(self, name):
+        if name not in self._known:
+
+            def run(*given):
+                self.calls.append((name, given))
+                if "LaunchKernel" in name:  # whose arguments are valid until it returns
+                    self.arguments.append(ctypes.string_at(given[-2][0], 8))
+                if name.endswith("GetErrorString"):
+                    given[1]._obj.value = b"an error"
+                return self.statuses.pop(0) if "LaunchKernel" in name and self.statuses else 0
+
+            self._known[name] = run
+        return self._known[name]
+
+    def names(self):
+        return [name for name, _ in self.calls]
+
+
+@pytest.mark.parametrize(
+    ("hip", "launch"), [(False, "cuLaunchKernel"), (True, "hipModuleLaunchKernel")]
+)
+def test_a_launch_passes_grid_block_stream_and_arguments(hip, launch):
+    functions, prefix = Functions(), "hip" if hip else "cu"
+    module = Driver(functions, hip=hip).load(b"code", ["gate_rows", "other"], 0, 200_000)
+    for _ in range(2):
+        module.launch("gate_rows", 7, (32, 8), b"argument", 5)
+    found = [f"{prefix}ModuleGetFunction", f"{prefix}FuncSetAttribute"] * 2
+    assert functions.names() == [f"{prefix}ModuleLoadData", *found, launch, launch]
+    assert functions.calls[2][1][1:] == (8, 200_000)
+    *sizes, shared, stream, _, extra = functions.calls[5][1][1:]
+    assert sizes == [7, 1, 1, 32, 8, 1]
+    assert (shared, stream, extra) == (200_000, 5, None)
+    assert functions.arguments == [b"argument"] * 2
+
+
+def test_a_tensor_map_is_aligned_and_described_as_by_the_manual():
+    functions, made = Functions(), []
+
+    def encode(place, kind, rank, address, *given):
+        assert place.value % 128 == 0
+        ctypes.memset(place, 7, 128)
+        made.append((kind, rank, address.value, *map(tuple, given[:4]), *given[4:]))
+        return 0
+
+    functions.cuTensorMapEncodeTiled = encode
+    boxes = Boxes(64, 9, (96, 18), (192,), (32, 16), 2, 0)
+    assert Driver(functions, hip=False).tensor_map(boxes) == b"\7" * 128
+    assert made == [(9, 2, 64, (96, 18), (192,), (32, 16), (1, 1), 0, 2, 3, 0)]
+
+
+def test_a_thread_without_a_context_enters_that_of_pytorch():
+    functions = Functions(201, 0)
+    module = Driver(functions, hip=False).load(b"code", ["gate_rows"], 3)
+    module.launch("gate_rows", 1, (256, 1), b"", 0)
+    launch, *entered = "cuLaunchKernel", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"
+    assert functions.names()[2:] == [launch, *entered, launch]
+    assert functions.calls[3][1][1] == 3
+
+
+@pytest.mark.parametrize(("hip", "status"), [(False, 719), (True, 201)])
+def test_an_error_of_the_driver_has_its_number_and_text(hip, status):
+    module = Driver(Functions(status), hip=hip).load(b"code", ["gate_rows"], 0)
+    with pytest.raises(RuntimeError, match=rf"^the driver returned {status} \(an error\)$"):
+        module.launch("gate_rows", 1, (256, 1), b"", 0)

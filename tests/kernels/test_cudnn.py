@@ -22,7 +22,6 @@ def forget():
         ("2.9.0+cu128", 91002, True),
         ("2.10.0", 91499, True),
         ("2.9.1+cu130", 91500, False),  # the first that PyTorch trusts
-        ("2.9.0+cu126", 91001, False),
         ("2.8.0+cu128", 91002, False),
         ("2.11.0+cu130", 91300, False),
         ("2.9.0+rocm6.4", None, False),
@@ -87,7 +86,6 @@ CASES = {
     "every second row, a pad": ((1, 4, 13, 6), (6, 4, 4, 4), (2, 2), (1, 1)),
     "every third row, wide pads": ((1, 2, 17, 6), (3, 2, 7, 3), (3, 1), (3, 1)),
     "four columns at a time": ((1, 4, 3, 9, 8), (12, 4, 3, 3, 6), (1, 1, 4), (0, 1, 1)),
-    "the folded upsampling": ((2, 4, 7, 5), (8, 4, 2, 2), (1, 1), (1, 1)),
 }
 
 
@@ -129,8 +127,7 @@ def test_a_huge_frame_is_cut_into_rows_and_a_long_chunk_into_frames():
     kernel, steps, pads = (96, 96, 3, 3), (1, 1), (1, 1)
     regions = cudnn.parts((1, 96, 8192, 8192), kernel, steps, pads)
     assert [region[1] for region in regions] == [(i * 2048, i * 2048 + 2048) for i in range(4)]
-    assert {region[0] for region in regions} == {(0, 1)}
-    assert {region[2] for region in regions} == {(0, 8192)}
+    assert {(region[0], region[2]) for region in regions} == {((0, 1), (0, 8192))}
 
     kernel, steps, pads = (96, 96, 3, 3, 3), (1, 1, 1), (0, 1, 1)
     regions = cudnn.parts((1, 96, 18, 1088, 1920), kernel, steps, pads)
@@ -138,5 +135,5 @@ def test_a_huge_frame_is_cut_into_rows_and_a_long_chunk_into_frames():
     assert all(region[2:] == ((0, 1088), (0, 1920)) for region in regions)
 
     # One element short of the limit, and at it.
-    assert len(cudnn.parts((1, 1, 2**16, 2**15 - 1), (1, 1, 1, 1), steps[1:], (0, 0))) == 1
-    assert len(cudnn.parts((1, 1, 2**16, 2**15), (1, 1, 1, 1), steps[1:], (0, 0))) == 2
+    for height, count in ((2**15 - 1, 1), (2**15, 2)):
+        assert len(cudnn.parts((1, 1, 2**16, height), (1, 1, 1, 1), steps[1:], (0, 0))) == count

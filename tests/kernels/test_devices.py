@@ -35,9 +35,7 @@ def cpu(monkeypatch):
 @pytest.mark.parametrize(
     ("features", "answers", "bfloat16", "slow"),
     [
-        ({"sse2", "avx2"}, {"bf16": False, "fp16": False}, False, (True, True)),
         ({"sse2", "avx512_f"}, {"fp16": False}, False, (False, True)),
-        ({"sse2", "avx512_bf16"}, {"fp16": False}, True, (False, True)),
         ({"sse2", "avx512_bf16", "avx512_fp16"}, {}, True, (False, False)),
         ({"sse2", "amx_bf16"}, {}, True, (False, True)),
         ({"sse2", "amx_tile"}, {}, True, (False, True)),

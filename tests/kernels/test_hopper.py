@@ -1,11 +1,8 @@
-"""The convolution for Hopper: its source in the emulator, its binaries, its calls of the driver."""
+"""The convolution for Hopper: its source in the emulator, its refusals."""
 
-import ctypes
 import logging
 import re
-import struct
-from contextlib import nullcontext
-from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,46 +10,29 @@ import torch
 from fast_video_vae.kernels import BackendError, ConvWeight, Route, conv3d, errors, use_backend
 from fast_video_vae.kernels.backends import Kernel
 from fast_video_vae.kernels.convolution.fused import Fused, of_ours
-from fast_video_vae.kernels.cuda_ops import hopper, runtime
-from fast_video_vae.kernels.cuda_ops.binaries import SOURCES, headers, options
-from fast_video_vae.kernels.cuda_ops.driver import Driver
-from fast_video_vae.kernels.cuda_ops.hopper_tile import MOST_SHARED, tile_of
+from fast_video_vae.kernels.cuda_ops import hopper
+from fast_video_vae.kernels.cuda_ops.hopper_tile import tile_of
 from fast_video_vae.kernels.routes import Candidate
-from fast_video_vae.tests.kernels import formulas, nvrtc
+from fast_video_vae.tests.kernels import formulas
 from fast_video_vae.tests.kernels.cases import missing, place, random, video
-from fast_video_vae.tests.kernels.convolutions import build, kept, taps_of
-from fast_video_vae.tests.kernels.test_cuda_libraries import Functions
+from fast_video_vae.tests.kernels.convolutions import build, taps_of
+
+# Of the driver; the emulator replaces it.
+real_map = hopper.tensor_map.__wrapped__
 
 CUBE, FLAT, ONE = (3, 3, 3), (1, 3, 3), (1, 1, 1)
 ALL = ("bias", "residual", "residual_bias")
 NORM = (*ALL, "gamma")
 FP16, BF16 = torch.float16, torch.bfloat16
+APART, OVER, NEW = "a slice of frames", "the residual", "new memory"
 
-# Channels, taps, padding, frames of tail and x, size, terms, dtype.
-CALLS = {
-    "a residual block": ((96, 96), CUBE, (1, 1), (2, 1), (17, 5), NORM, BF16),
-    "an odd slab": ((160, 160), CUBE, (1, 1), (1, 2), (16, 1), NORM, BF16),
-    "two tiles of channels": ((32, 384), FLAT, (1, 0), (0, 2), (1, 17), ALL, BF16),
-    "folded phases": ((64, 512), (2, 2), (1, 1), (0, 3), (16, 7), ("bias",), BF16),
-    "a picture": ((64, 192), (3, 3), (1, 1), (0, 1), (33, 15), ("gamma",), FP16),
-}  # fmt: skip
-
-# The calls that run by default, each by one variant; the first is in both.
-USUAL = {("a residual block", 0), ("a residual block", 1), ("two tiles of channels", 0)}
-RUNS = [
-    pytest.param(
-        *(call, variant),
-        marks=() if (name, variant) in USUAL else pytest.mark.slow,
-        id=f"{name}-{variant}",
-    )
-    for n, (name, call) in enumerate(CALLS.items())
-    for variant in ((0, 1) if not n else (n % 2,))
-]
-
-# Kernels of the families, of which the first is compiled by default.
-COMPILED = [
-    (CUBE, 96, 96, True), (CUBE, 160, 160, True), (CUBE, 384, 384, False),
-    ((1, 2, 2), 384, 768, False),
+# Variant; channels, taps, padding, frames of tail and x, size, terms, dtype; target.
+CALLS = [
+    (0, ((96, 96), CUBE, (1, 1), (2, 1), (17, 5), NORM, BF16), APART),
+    (1, ((160, 160), CUBE, (1, 1), (1, 2), (16, 1), NORM, BF16), OVER),  # an odd slab
+    (0, ((32, 384), FLAT, (1, 0), (0, 2), (1, 17), ALL, BF16), NEW),  # two tiles of channels
+    pytest.param(1, ((64, 512), (2, 2), (1, 1), (0, 3), (16, 7), ("bias",), FP16), APART,
+                 marks=pytest.mark.slow),
 ]  # fmt: skip
 
 
@@ -67,21 +47,18 @@ def on_hopper():
         yield
 
 
-@pytest.mark.parametrize(("call", "variant"), RUNS)
+@pytest.mark.parametrize(("variant", "call", "target"), CALLS)
 @pytest.mark.usefixtures("on_hopper")
-def test_calls_equal_the_formula_between_nan(call, variant, monkeypatch):
+def test_calls_equal_the_formula_between_nan(variant, call, target, monkeypatch):
     """In a batch of two, by three blocks that have several tiles."""
     monkeypatch.setattr(
         hopper, "tile_of", lambda *args, norm, **_: tile_of(*args, copies=not variant, norm=norm)
     )
-    number = [*CALLS.values()].index(call)
     channels, taps, padding, lengths, size, terms, dtype = call
-    stride, targets = (1, 1, 1), ("a slice of frames", "the residual", "new memory")
-    target = targets[number % 3] if "residual" in terms else targets[2 * (number % 2)]
     built = build(
-        channels, taps, stride, padding, lengths, size, terms, dtype, batch=2, target=target,
+        channels, taps, ONE, padding, lengths, size, terms, dtype, batch=2, target=target,
         pick=lambda choices: 1 if 0 in choices else 64,
-        shaped=lambda values: values.repeat_interleave(2)[::2] if number % 2 else values.to(dtype),
+        shaped=lambda values: values.repeat_interleave(2)[::2] if variant else values.to(dtype),
     )  # fmt: skip
     with use_backend("hopper"):
         built.check(built.run())
@@ -141,93 +118,14 @@ def test_other_devices_are_refused(kind, capability, monkeypatch):
     refused("hopper: it needs an NVIDIA GPU of compute capability 9.0", (x, weight), {})
 
 
-# NVRTC 12.0 is the first with these instructions.
-@pytest.mark.parametrize(
-    ("call", "copies", "major"),
-    [
-        pytest.param(*each, marks=pytest.mark.slow if n else ())
-        for n, each in enumerate([*product(COMPILED, (True, False), [13]), (COMPILED[0], True, 12)])
-    ],
-)
-def test_binaries_have_no_spills(call, copies, major):
-    if (compiler := nvrtc.compiler(major)) is None:
-        pytest.skip(f"NVRTC {major} is not installed")
-    *sizes, norm = call
-    tile = tile_of(*sizes, copies=copies, norm=norm)
-    assert tile.constants["SHARED"] <= MOST_SHARED
-    dtype, kind = (("bfloat16", "bf16"), ("half", "f16"))[copies]
-    constants = {**tile.constants, "DTYPE": dtype, "VECTOR": dtype, "KIND": f'"{kind}"'}
-    given = [*options(constants, "--gpu-architecture=sm_90a"), "--ptxas-options=-v"]
-    text = (SOURCES / "hopper_conv.cu").read_text("utf-8")
-    made = compiler.compile(text, headers(), given, "hopper_conv.cu")
-    assert re.search(r" 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", made.log)
-    assert "Used 168 registers" in made.log
-    assert "Potential Performance Loss" not in made.log
+@pytest.mark.usefixtures("on_hopper")
+def test_a_driver_that_refuses_leaves_the_call_to_the_library_in_one_line(monkeypatch, caplog):
+    def refuses(_):
+        raise RuntimeError("the driver returned 1 (an error)")
 
-
-@pytest.fixture
-def driver(monkeypatch):
-    """A driver that keeps its calls, on a GPU of sm_90; `status` is that of tensor maps."""
-    functions = Functions(bytes=576)
-    functions.maps, functions.status = [], 0
-
-    def encode(place, kind, rank, address, *given):
-        assert place.value % 128 == 0
-        ctypes.memset(place, len(functions.maps) + 1, 128)
-        assert [each._type_ for each in given[:4]] == [ctypes.c_uint64] * 2 + [ctypes.c_uint32] * 2
-        functions.maps.append((kind, rank, address.value, *map(tuple, given[:4]), *given[4:]))
-        return functions.status
-
-    functions.cuTensorMapEncodeTiled, made = encode, Driver(functions, hip=False)
-    module = made.load(b"code", ["convolve_boxes"], 0, 200_000)
-    for where, name, stand_in in (
-        (hopper, "driver", lambda: made), (hopper, "refuse_chip", lambda _: None),
-        (hopper, "multiprocessors", lambda _: 132), (runtime, "loaded", lambda *_: module),
-        (runtime, "here", lambda _: nullcontext()), (runtime, "stream", lambda _: 5),
-    ):  # fmt: skip
-        monkeypatch.setattr(where, name, stand_in)
+    monkeypatch.setattr(hopper, "tensor_map", real_map)
+    monkeypatch.setattr(hopper, "driver", lambda: SimpleNamespace(tensor_map=refuses))
     monkeypatch.setattr(errors, "_logged", set())
-    hopper.tensor_map.cache_clear()
-    yield functions
-    hopper.tensor_map.cache_clear()
-
-
-def test_all_calls_of_the_driver_have_the_documented_arguments(driver):
-    """Those of `cuTensorMapEncodeTiled`, `cuFuncSetAttribute`, `cuLaunchKernel`, by its manual."""
-    memory = torch.zeros(2, 6, 5, 18, 96, dtype=BF16).movedim(-1, 1)
-    x, tail, weight = memory[:, :, 2:], memory[:, :, :2], kept(taps_of(192, 96, 3, 3, 3).to(BF16))
-    residual, bias = torch.zeros(2, 4, 5, 18, 192, dtype=BF16).movedim(-1, 1), random(192)
-    with use_backend("hopper"):
-        for _ in range(2):  # the maps of the second call are known
-            conv3d(x, weight, bias, padding=(1, 1), tail=tail, residual=residual, out=residual)
-    steps, last = (192, 18 * 192, 90 * 192, 540 * 192), (0, 2, 3, 0)
-    rest = (steps, (32, 16, 18, 1, 1), (1,) * 5, *last)
-    assert driver.maps[:2] == [
-        (9, 5, x.data_ptr(), (96, 18, 5, 4, 2), *rest),
-        (9, 5, tail.data_ptr(), (96, 18, 5, 2, 2), *rest),
-    ]
-    rest = (27 * 96, 192), (27 * 192,), (32, 192), (1, 1), *last
-    assert [each[:2] + each[3:] for each in driver.maps[2:]] == [(9, 2, *rest)]
-    launched = [given[1:-2] for name, given in driver.calls if name == "cuLaunchKernel"]
-    assert launched == [(16, 1, 1, 384, 1, 1, 200_000, 5)] * 2
-    arguments, same = driver.arguments
-    assert same == arguments
-    assert arguments[:384] == b"".join(bytes([n]) * 128 for n in (1, 2, 3))
-    video = residual.data_ptr(), 4 * 5 * 18 * 192, 5 * 18 * 192
-    places = struct.unpack_from("PqqPqqPPP", arguments, 384)
-    assert places == (*video, *video, bias.data_ptr(), 0, 0)
-    tiles, *numbers, root = struct.unpack_from("I12I7if", arguments, 456)
-    assert (tiles, numbers[:12:3]) == (16, [1, 4, 2, 1])
-    assert numbers[12:] == [5, 18, 192, 96, 2, 1, 1]
-    assert root == pytest.approx(192**0.5)
-
-
-@pytest.mark.parametrize("fault", ["a map", "the launch"])
-def test_a_driver_that_refuses_leaves_the_call_to_the_library_in_one_line(fault, driver, caplog):
-    if fault == "a map":
-        driver.status, reason = 1, "the driver returned 1 (an error)"
-    else:
-        driver.statuses, reason = [701, 701], "the kernel convolve_boxes did not start: the driver"
     x, weight = video(1, 32, 2, 4, 4).to(BF16), ConvWeight.of(taps_of(96, 32, 1, 1, 1).to(BF16))
     own = Candidate(Kernel("hopper", 1), of_ours(96))
     route = Route(ONE, (own, Candidate(Kernel("reference", 0), Fused())), joined=False)
@@ -235,5 +133,5 @@ def test_a_driver_that_refuses_leaves_the_call_to_the_library_in_one_line(fault,
         for _ in range(2):
             formulas.check(conv3d(x, weight, route=route), *formulas.conv3d(x, weight.plain()))
     (line,) = caplog.messages
-    assert line.startswith(f"Fast Video VAE: hopper: the driver refuses it ({reason}")
+    assert line.startswith("Fast Video VAE: hopper: the driver refuses it (the driver returned 1")
     assert line.endswith("), so other convolutions run; try another driver")

@@ -1,6 +1,7 @@
 """Is a kernel right: the rule next to planted errors, and the check of all ops of a backend."""
 
 import functools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -21,21 +22,6 @@ def rows(seed, dtype, count=1024, channels=96):
     generator = torch.Generator().manual_seed(seed)
     exact = torch.randn(count, channels, dtype=torch.float64, generator=generator)
     return exact, exact.to(dtype)
-
-
-def summed(exact, dtype, seed):
-    """Return the numbers after another sum, which differs by the rounding of one of its terms."""
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(exact.shape, dtype=torch.float64, generator=generator)
-    return exact + noise * torch.finfo(dtype).eps / 8
-
-
-@pytest.mark.parametrize("dtype", NARROW)
-def test_right_sums_pass_20_times_in_a_row(dtype):
-    for seed in range(20):
-        exact, _ = rows(seed, dtype)
-        plain, result = (summed(exact, dtype, 100 + seed + n).to(dtype) for n in (0, 1000))
-        assert is_right(result, plain, exact)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -155,15 +141,12 @@ def test_the_kernels_of_convolutions_are_right(taps, norm, dtype, small, changed
     assert selfcheck.checked(["triton"], "conv3d", given) == ("triton",)
 
 
-@pytest.mark.parametrize(
-    "op", ["rms_norm_silu", pytest.param("group_norm_silu", marks=pytest.mark.slow)]
-)
-def test_a_wrong_code_of_a_norm_is_found(op, small, changed):
+def test_a_wrong_code_of_a_norm_is_found(small, changed):
     codes = torch.zeros(96), torch.zeros(2, dtype=torch.int64)
     more = {"border": 1, "codes": codes[0], "saturated": codes[1]}
     more["out"] = torch.zeros(1, 96, 1, 1, 1, dtype=torch.int8)
-    given = sample(op, torch.bfloat16, **more)
-    assert selfcheck.checked(NAMES, op, given) == ("triton",)
+    given = sample("rms_norm_silu", torch.bfloat16, **more)
+    assert selfcheck.checked(NAMES, "rms_norm_silu", given) == ("triton",)
     at = [(-1, 4)]
 
     def wrong(_, y):
@@ -173,7 +156,7 @@ def test_a_wrong_code_of_a_norm_is_found(op, small, changed):
 
     changed(wrong)
     for at[0] in ((-1, 4), (-1, 0), (0, 4)):  # a code, one of the border, and one of the tail
-        assert not selfcheck.checked(NAMES, op, given)
+        assert not selfcheck.checked(NAMES, "rms_norm_silu", given)
 
 
 @pytest.mark.parametrize("op", ["conv3d", "frames_to_images", "bias_residual"])
@@ -196,9 +179,6 @@ def test_a_kernel_that_fails_is_not_used(error, small, changed, caplog):
         raise error("no kernel image is available")
 
     changed(fails)
-    given = sample("silu_mul", torch.bfloat16)
-    if error is RuntimeError:
-        assert not selfcheck.checked(NAMES, "silu_mul", given)
-        return
-    with pytest.raises(torch.OutOfMemoryError):
-        selfcheck.checked(NAMES, "silu_mul", given)
+    out_of_memory = error is torch.OutOfMemoryError
+    with pytest.raises(error) if out_of_memory else nullcontext():
+        assert not selfcheck.checked(NAMES, "silu_mul", sample("silu_mul", torch.bfloat16))

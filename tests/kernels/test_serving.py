@@ -6,14 +6,12 @@ import threading
 import time
 from collections import defaultdict
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fast_video_vae import kernels
 from fast_video_vae.kernels import errors, modules
-from fast_video_vae.kernels.cuda_ops import driver
 from fast_video_vae.kernels.ready import background, facts, selfcheck, serving
 from fast_video_vae.tests.kernels.own_kernels import Network, OwnKernels, bits, gpu, restart
 from fast_video_vae.tests.vae.families import STATES, latent_for, random_frames, relative_error
@@ -48,14 +46,6 @@ def test_a_vae_is_served_by_the_library_and_after_the_build_by_its_kernels(gpu, 
     own.ran.clear()
     vae.encode(random_frames(1, 3, 5, 16, 16))
     assert own.ran["rms_norm_silu"]
-
-
-def test_a_device_without_an_index_is_that_of_its_tensors(gpu):
-    device, _ = gpu
-    x = torch.empty(4, 64, device="meta")
-    kernels.Prepared(torch.device("cuda"), lambda: kernels.silu_mul(x, x))
-    device.build()
-    assert {key[1] for key in serving._found} == {torch.device("cuda", 0)}
 
 
 def test_a_video_that_runs_is_not_changed_by_a_build(gpu):
@@ -194,25 +184,6 @@ def test_a_kernel_that_ended_two_processes_is_not_tried_again(gpu, monkeypatch):
     assert not own.ran
 
 
-def test_a_build_without_memory_comes_back_later(gpu):
-    device, own = gpu
-    x = torch.randn(300, 64).to("cuda")
-    kernels.silu_mul(x, x)
-    job = device.jobs.pop()
-
-    def short(op, y):
-        raise torch.OutOfMemoryError("out of memory")
-
-    own.change, keep = short, own.change
-    assert not job.run()
-    assert not job.is_done
-    own.change = keep
-    assert job.run()
-    own.ran.clear()
-    kernels.silu_mul(x, x)
-    assert own.ran
-
-
 def test_jobs_run_in_order_in_a_daemon_thread_again_without_memory_and_fail_in_one_line(
     monkeypatch, caplog
 ):
@@ -240,17 +211,6 @@ def test_jobs_run_in_order_in_a_daemon_thread_again_without_memory_and_fail_in_o
     assert ran[-1][1] - ran[3][1] >= 0.09
     assert [job.failed for job in jobs] == [False, False, True, False]
     assert caplog.messages == ["Fast Video VAE: job 2 failed (no compiler); PyTorch runs instead"]
-
-
-def test_a_capture_of_others_is_not_broken(monkeypatch):
-    calls = []
-    fake = SimpleNamespace(exchange=lambda mode: calls.append(mode._obj.value))
-    monkeypatch.setattr(driver, "driver", lambda: fake)
-    with driver.relaxed_captures(torch.device("cuda", 0)):
-        assert calls == [2]
-    assert len(calls) == 2
-    with driver.relaxed_captures(torch.device("cpu")):
-        assert len(calls) == 2
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"format": 3, "made_on": {}, "facts": {"a": 1}}'])

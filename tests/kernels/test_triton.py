@@ -125,25 +125,6 @@ def test_a_launch_without_memory_is_no_refusal(lines):
     assert not lines()
 
 
-def test_given_statistics_need_one_kernel_instead_of_three(on_triton, monkeypatch):
-    norms = importlib.import_module(f"{ops.__package__}.norms")
-    started, launch = [], norms.launch
-
-    def recorded(kernel, *args, **options):
-        started.append(kernel.__name__)
-        launch(kernel, *args, **options)
-
-    monkeypatch.setattr(norms, "launch", recorded)
-    x, ones = video(1, 16, 2, 3, 5), torch.ones(16)
-    with use_backend("triton"):
-        statistics = kernels.group_norm_statistics(x, 4)
-        assert started == ["_sum", "_combine"]
-        kernels.group_norm_silu(x, ones, ones, 4, statistics=statistics)
-        assert started[2:] == ["_norm"]
-        kernels.group_norm_silu(x, ones, ones, 4)
-        assert started[3:] == ["_sum", "_combine", "_norm"]
-
-
 def test_the_stride_of_a_single_frame_is_ignored():
     """A stride of 1 would be compiled in and make every load of the kernel narrow."""
     x = torch.empty_strided((1, 8, 1, 2, 3), (1, 1, 1, 24, 8))

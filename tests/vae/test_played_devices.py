@@ -11,7 +11,6 @@ from fast_video_vae.kernels.devices import memory
 from fast_video_vae.tests.played_devices import TYPES, Played, played
 from fast_video_vae.tests.vae.families import (
     STATES,
-    VIDEO,
     joined,
     latent_for,
     random_frames,
@@ -51,9 +50,7 @@ def near(actual, expected, share=1e-5):
 CASES = [
     ("nvidia", "wan2.1", 9, (32, 16)),
     ("amd", "qwen-image-2.1", 1, None),
-    ("apple", "wan2.1", 5, None),
-    pytest.param("apple", "seedvr2", 5, None, marks=pytest.mark.slow),
-    pytest.param("amd", "wan2.2", 9, (32, 16), marks=pytest.mark.slow),
+    ("apple", "seedvr2", 5, None),
 ]
 
 
@@ -74,7 +71,7 @@ def test_frames_and_latents_are_those_of_the_cpu(kind, family, frames, tile, pla
 def test_an_encode_of_frames_on_the_device_waits_three_times(play):
     """For stale weights, for static frames and for values that are not finite."""
     plain = loaded()
-    pixels = pixels_for(plain, 33, 16)
+    pixels = pixels_for(plain, 21, 16)
     pixels[:, :, 8:] = pixels[:, :, 7:8]
     latent = plain.encode(pixels, 1)
     device = play("nvidia")
@@ -86,36 +83,8 @@ def test_an_encode_of_frames_on_the_device_waits_three_times(play):
     assert not device.faults
 
 
-@pytest.mark.parametrize(
-    ("family", "encode"),
-    [("wan2.1", False), pytest.param("seedvr2", True, marks=pytest.mark.slow)],
-)
-def test_a_video_ends_on_the_cpu_if_the_device_has_no_memory(family, encode, play):
-    options, plain, calls = StreamOptions(chunk=1), loaded(family), []
-    given = pixels_for(plain, 5) if encode else latent_for(plain, 2, SIZE, SIZE)
-    name = "encode" if encode else "decode"
-    expected = joined(getattr(plain, f"{name}_stream")(given, options))
-    play("nvidia")
-    vae = loaded(family, "cuda")
-
-    def short(layer, inputs):
-        calls.append(isinstance(inputs[0], Played))
-        if calls[-1] and len(calls) > 1:
-            raise torch.OutOfMemoryError("no memory")
-
-    (first, *_) = (vae.encoder if encode else vae.decoder).layers()
-    first.register_forward_pre_hook(short)
-    pieces = list(getattr(vae, f"{name}_stream")(given, options))
-    assert [isinstance(each, Played) for each in (pieces[0], pieces[-1])] == [True, False]
-    assert relative_error(joined([each.cpu() for each in pieces]), expected) <= 1e-5
-    assert not calls[-1]
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
-)
-def test_16_bits_are_computed_where_conv3d_is_missing(dtype, play):
-    plain = loaded()
+def test_16_bits_are_computed_where_conv3d_is_missing(play):
+    plain, dtype = loaded(), torch.float16
     latent = latent_for(plain, 2, SIZE, SIZE)
     video, latents = plain.decode(latent, 2), plain.encode(pixels_for(plain, 5), 2)
     device = play("apple", conv3d_narrow=False)
@@ -143,14 +112,13 @@ def test_a_device_without_float64_takes_and_gives_it(play):
 
 @pytest.mark.parametrize(
     ("kind", "numbers"),
-    [("nvidia", torch.float32), ("amd", torch.uint8), ("apple", torch.uint16)],
+    [("amd", torch.uint8), ("apple", torch.uint16)],
 )
 def test_numbers_of_pictures_are_converted_on_the_device(kind, numbers, play):
     """Of an encode's frames, and of a decode's images, which arrive on the host."""
-    plain, white = loaded(), torch.iinfo(numbers).max if numbers != torch.float32 else 1
-    pixels = ((pixels_for(plain, 5) + 1) / 2 * white).to(torch.float32)
-    frames = pixels.int().to(numbers) if white > 1 else pixels * 2 - 1
-    latent = plain.encode(frames.float() / white * 2 - 1 if white > 1 else frames)
+    plain, white = loaded(), torch.iinfo(numbers).max
+    frames = ((pixels_for(plain, 5) + 1) / 2 * white).int().to(numbers)
+    latent = plain.encode(frames.float() / white * 2 - 1)
     expected, actual = (torch.zeros(1, 5, SIZE, SIZE, 3, dtype=numbers) for _ in range(2))
     for _ in plain.decode_stream(latent, images=expected):
         pass
@@ -159,7 +127,7 @@ def test_numbers_of_pictures_are_converted_on_the_device(kind, numbers, play):
     near(vae.encode(frames), latent)
     for _ in vae.decode_stream(latent, images=actual):
         pass
-    most = {torch.uint8: 1, torch.uint16: 2, torch.float32: 1e-5}[numbers]
+    most = {torch.uint8: 1, torch.uint16: 2}[numbers]
     assert (actual.double() - expected.double()).abs().max() <= most
     assert expected.double().max() > 0.5 * white
     assert not device.faults
@@ -185,29 +153,12 @@ def test_what_a_device_does_not_compute_is_refused_in_one_line(macos, dtype, lin
     assert (default == torch.float32) == (macos == 13)
 
 
-def test_a_decode_that_runs_out_of_memory_continues(play):
-    plain = loaded()
-    latent = latent_for(plain, 3, SIZE, SIZE)
-    video = plain.decode(latent, 1)
-    device = play("apple")
-    vae = loaded(device="mps")
-    frames = vae.new_frames(latent)
-    device.left = 5
-    for _ in vae.decode_stream(latent, StreamOptions(chunk=1), out=frames):
-        pass
-    near(frames, video)
-    assert device.ran_out
-
-
-@pytest.mark.parametrize(
-    ("kind", "target"), [("nvidia", "host"), ("amd", "new"), ("apple", "device")]
-)
-def test_a_device_without_any_memory_leaves_the_rest_to_the_cpu(kind, target, play, caplog):
+def test_a_device_without_any_memory_leaves_the_rest_to_the_cpu(play, caplog):
     plain = loaded()
     latent, pixels = latent_for(plain, 4, 16, 16), pixels_for(plain, 5, 16)
     video, latents = plain.decode(latent, 1), plain.encode(pixels, 1)
-    play(kind)
-    vae, failing = loaded(device=TYPES[kind]), []
+    play("apple")
+    vae, failing = loaded(device="mps"), []
 
     def full(layer, inputs):
         if isinstance(inputs[0], Played) and failing:
@@ -216,14 +167,13 @@ def test_a_device_without_any_memory_leaves_the_rest_to_the_cpu(kind, target, pl
     for network in (vae.decoder, vae.encoder):
         network.layers()[-1].register_forward_pre_hook(full)
     weights = [parameter.data_ptr() for parameter in vae.parameters()]
-    out = {"device": vae.new_frames(latent), "host": torch.zeros(video.shape)}.get(target)
-    pieces = []
+    out, pieces = vae.new_frames(latent), []
     for piece in vae.decode_stream(latent, StreamOptions(1), out=out):
         pieces.append(piece.cpu())
         if len(pieces) == 2:
             failing.append(True)
     assert relative_error(torch.cat(pieces, dim=2), video) <= 1e-5
-    assert out is None or relative_error(out.cpu(), video) <= 1e-5
+    assert relative_error(out.cpu(), video) <= 1e-5
     near(vae.encode(pixels), latents)
     assert [parameter.data_ptr() for parameter in vae.parameters()] == weights
     assert not vae.replicas.nbytes()
@@ -235,14 +185,19 @@ def test_a_device_without_any_memory_leaves_the_rest_to_the_cpu(kind, target, pl
 
 
 @pytest.mark.parametrize(
-    "family", ["wan2.1", *(pytest.param(each, marks=pytest.mark.nightly) for each in VIDEO[1:])]
+    ("family", "encodes"),
+    [
+        ("wan2.1", False),
+        ("wan2.1", True),
+        pytest.param("wan2.2", True, marks=pytest.mark.nightly),
+        pytest.param("seedvr2", False, marks=pytest.mark.nightly),
+    ],
 )
-@pytest.mark.parametrize("encodes", [False, True])
 def test_a_layer_has_one_shape_in_all_steady_steps_on_amd(family, encodes, play):
     """After the first frame, the weight of a layer meets one shape in videos of all lengths."""
     device, found = play("amd"), defaultdict(set)
     vae, options = loaded(family, "cuda"), StreamOptions(chunk=2)
-    for frames in (9, 17, 21):
+    for frames in (9, 21):
         latents = vae.config.latent_frames(frames)
         with use_backend("aten"):
             if encodes:

@@ -138,9 +138,7 @@ class CausalConv3d(Conv, CausalLayer):
     ) -> tuple[list[Tensor], Fill | None]:
         """Convolve `fill(x)` for `conv`, which reads `norm` and SiLU of it.
 
-        Returns:
-            The result, in a list for `forward` to free it, and how `conv` fills its window from it;
-            None: it has the norm already.
+        The result is in a list for `forward` to free it, with the fill of `conv`; None: it is done.
         """
         route, after = self.route(x, cache), conv.route(x, cache)
         if route.fused.norm and not (after.joined or after.reads_codes):

@@ -91,9 +91,6 @@ def stamp_of(weight: Tensor) -> tuple[Any, ...]:
 class Kept(dict[Any, Any]):
     """Results of a module by key; a copied or pickled module starts without any."""
 
-    def __deepcopy__(self, memo: object) -> "Kept":
-        return Kept()
-
     def __reduce__(self) -> tuple[type["Kept"], tuple[()]]:
         return Kept, ()
 

@@ -111,8 +111,9 @@ class TemporalCache:
         coding: Coding | None = None,
         route_token: object | None = None,
         same_shapes: bool = False,
+        first: bool = True,
     ) -> None:
-        self.first = True  # The current step holds the first frame of the video, and only that
+        self.first = first  # The current step holds the first frame of the video, and only that
         self.single_frame = single_frame  # The video has only this frame, so nothing is kept
         self.band_bytes = band_bytes  # Bands of rows of much larger frames; None: no bands
         self.coding = coding

@@ -70,42 +70,25 @@ class LayoutError(ValueError):
 
 @dataclass(frozen=True)
 class VAEConfig:
-    """Configuration of a VAE.
+    """Configuration of a VAE."""
 
-    Attributes:
-        family: `wan2.1` (Wan 2.1, Wan 2.2 14B, Qwen-Image; pruned, layered and 2x versions),
-            `wan2.2` (Wan 2.2 5B), `qwen-image-2.1` or `seedvr2`.
-        latent_channels: Channels of a latent.
-        image_channels: Channels of a frame: 3, or 4 with alpha.
-        output_scale: Size of decoded frames over that of encoded ones: 2 for upscaling decoders,
-            otherwise 1.
-        encoder_widths: Channels of the encoder's first convolution and of its stages, from full
-            size down; None: the file has no encoder.
-        decoder_widths: Channels of the decoder's first convolution and of its stages, from the
-            latent's size up.
-        spatial_compression: Pixels per latent pixel, in height and in width.
-        temporal_compression: Frames per latent frame, except for the first, which is one frame. 1:
-            every frame is an independent picture.
-        latent_mean: Mean of each latent channel.
-        latent_std: Standard deviation of each latent channel.
-        patch_size: Side of the pixel blocks that the network sees as one pixel.
-        taps: Temporal taps of a convolution; 1: every frame is a picture.
-        latent_scale: Factor between the posterior mean and the latent.
-    """
-
+    # `wan2.1` (Wan 2.1, Wan 2.2 14B, Qwen-Image; pruned, layered and 2x versions), `wan2.2` (Wan
+    # 2.2 5B), `qwen-image-2.1` or `seedvr2`.
     family: str
     latent_channels: int
-    image_channels: int
-    output_scale: int
+    image_channels: int  # 3, or 4 with alpha
+    output_scale: int  # size of decoded frames over that of encoded ones: 2 for upscaling decoders
+    # Channels of the first convolution and of the stages in order; None: the file has no encoder.
     encoder_widths: tuple[int, ...] | None
     decoder_widths: tuple[int, ...]
-    spatial_compression: int
+    spatial_compression: int  # pixels per latent pixel, in height and in width
+    # Frames per latent, except for the first, which is one frame; 1: every frame is a picture.
     temporal_compression: int
-    latent_mean: tuple[float, ...]
-    latent_std: tuple[float, ...]
-    patch_size: int = 1
-    taps: int = 3
-    latent_scale: float = 1.0
+    latent_mean: tuple[float, ...]  # of each channel
+    latent_std: tuple[float, ...]  # standard deviations
+    patch_size: int = 1  # side of the pixel blocks that the network sees as one pixel
+    taps: int = 3  # of a convolution, in time; 1: every frame is a picture
+    latent_scale: float = 1.0  # factor between the posterior mean and the latent
 
     @property
     def is_of_pictures(self) -> bool:

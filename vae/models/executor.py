@@ -137,16 +137,10 @@ def _join(runs: list[Tensor]) -> Tensor:
 
 
 def rechunk(pieces: Iterable[Tensor], size: int | None, *, begins: bool = True) -> Iterator[Tensor]:
-    """Cut a video in pieces into its first frame and runs of equal length.
+    """Yield the first frame of a video in pieces, then runs of `size` frames; None: all others.
 
-    Args:
-        pieces: `[B, C, t, H, W]` each, any `t`, in order of time.
-        size: Frames per run; None: all frames after the first.
-        begins: The first frame is the start of the video; otherwise it is like any other.
-
-    Yields:
-        One frame, then runs of `size` frames, the last of which can be shorter, as soon as its
-        frames are there.
+    Each comes as soon as its frames are there; the last one can be shorter. If the video does not
+    begin here, its first frame is like any other.
     """
     held: list[Tensor] = []
     missing: int | None = 1 if begins else size

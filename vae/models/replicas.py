@@ -31,9 +31,6 @@ class Replicas:
         self._known: dict[tuple[torch.device, str], _Replica] = {}
         self._lock = threading.Lock()
 
-    def __deepcopy__(self, memo: object) -> "Replicas":
-        return Replicas()
-
     def __reduce__(self) -> tuple[type["Replicas"], tuple[()]]:
         return Replicas, ()
 

@@ -79,13 +79,9 @@ _SHAPES: dict[str, Callable[..., Sequence[int]]] = {
 
 
 class ByteCounter(TorchDispatchMode):
-    """Counts the bytes of live storages, of a run on `meta` that plays a `device`.
+    """Counts the bytes of live storages of a run on `meta`: the `peak`, and the `largest` one.
 
-    The arithmetic of PyTorch on `meta` is replaced by memory for its results.
-
-    Attributes:
-        peak: The most bytes at once.
-        largest: Bytes of the largest storage.
+    It plays a `device`. The arithmetic of PyTorch on `meta` is replaced by memory for its results.
     """
 
     def __init__(self, device: torch.device | None = None, *, casts: bool = False) -> None:

@@ -41,12 +41,7 @@ def measured(
 ) -> tuple[int, int]:
     """Return the most bytes of a stream, without weights, input and output, and a tensor's most.
 
-    Args:
-        job: The stream.
-        tiles: The cut of its frames; None: whole frames.
-        chunk: Latents per step.
-        part_bytes: An activation above this size is divided in time.
-        parked: Tails of a tile are on the host while it does not run.
+    The other arguments are those of a `Plan`.
     """
     source, on_cpu = unwrapped(job.network), job.device.type == "cpu"
     counter = ByteCounter(job.device, casts=next(source.parameters()).dtype != job.dtype)

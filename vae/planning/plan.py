@@ -176,15 +176,10 @@ def make_plan(
     cuts: bool = True,
     band: Tiles | None = None,
 ) -> Plan:
-    """Return the first plan within a limit, or the smallest one.
+    """Return the first plan within a limit of a step, or the smallest one.
 
-    Args:
-        job: The stream.
-        limit_bytes: Memory limit of a step; None: a share of what is free.
-        chunk: Latents per step; None: chosen.
-        tile: Height and width of tiles in pixels of the images; None: chosen.
-        cuts: Frames can be cut into tiles.
-        band: The part of the frames to plan, in one tile or more; None: all.
+    None as the limit is a share of what is free. The latents of a step (`chunk`), and height and
+    width of a `tile` in pixels of the images, are chosen if None. `band` is the part to plan.
     """
     size = None if tile is None else (tile[0], tile[1])
     settings = kept_settings(job, size, chunk, cuts=cuts, band=band)
@@ -245,15 +240,8 @@ def make_bands(
 ) -> Bands | None:
     """Return the bands of a stream with the fewest products of the slowest device.
 
-    Args:
-        job: The stream, on the first device.
-        devices: What they have, by number, in the order of their bands.
-        first: The number of the first device.
-        tile: Height and width of tiles in pixels of the images; None: chosen by memory.
-        chunk: Latents per step; None: chosen for the first device.
-
-    Returns:
-        The bands; None: there is no cut, or only the first device would have a band.
+    `job` is on the `first` of the devices, which are in the order of their bands. None is returned
+    where there is no cut, or only the first device would have a band.
     """
     shares = {number: place.share for number, place in devices.items()}
     cuts = itertools.product(band_cuts(job.network), range(2))

@@ -59,17 +59,11 @@ class FrameTile:
 
 @dataclass(frozen=True)
 class Sight:
-    """What a layer sees of whole frames.
+    """What a layer sees of whole frames."""
 
-    Attributes:
-        parts: Factor, divisor and reach of its parts.
-        merged: Rows that become one.
-        keeps: Frames keep their size.
-    """
-
-    parts: tuple[tuple[int, int, int], ...]
-    merged: int
-    keeps: bool
+    parts: tuple[tuple[int, int, int], ...]  # factor, divisor and reach
+    merged: int  # rows that become one
+    keeps: bool  # frames keep their size
 
     @classmethod
     def of(cls, layer: CausalLayer) -> "Sight":

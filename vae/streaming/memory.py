@@ -38,16 +38,10 @@ def retried(
     task: str,
     release: Callable[[torch.device], object] | None = None,
 ) -> _Result:
-    """Run an allocation outside of a video, and once more if memory runs out.
+    """Run an allocation on a device outside of a video, and once more if memory runs out.
 
-    Args:
-        do: What allocates; it changes nothing before it succeeds.
-        device: The device of the memory.
-        task: Name of the work in the error, such as "a decode".
-        release: Releases memory of the caller on a device, before the second run; None: nothing.
-
-    Raises:
-        ExhaustedError: Memory ran out again; the message is one line.
+    Before that `release` frees memory of the caller. An `ExhaustedError` of one line about `task`,
+    such as "a decode", is raised if memory runs out again.
     """
     try:
         return do()

@@ -41,15 +41,9 @@ def resumed(
 ) -> Generator[_Result, None, None]:
     """Yield the results of a run, and after a failure those of a run with the next setting.
 
-    Args:
-        settings: The settings; the next one is requested when what the failed run held is freed.
-        run: Yields the results under a setting, from the first one on that was not yielded yet.
-        failed: Takes the error of a run; returns whether another setting may help.
-        task: The work in the error about memory, such as "a decode"; empty: that of the allocator.
-
-    Raises:
-        ExhaustedError: Memory ran out, and no setting is left.
-        Exception: Another last error, if no setting is left.
+    That is requested when what the failed run held is freed. `run` begins with the first result
+    that was not yielded yet, and `failed` says whether another setting may help. Without one the
+    error is raised, about memory in a `task` such as "a decode" as an `ExhaustedError`.
     """
     first: Exception | None = None
     for setting in settings:

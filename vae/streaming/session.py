@@ -1,6 +1,7 @@
 """One run of a video under one setting: a plan, and its chunks through an executor."""
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
@@ -86,12 +87,6 @@ class VideoJob:
         finally:
             if setting.moved:
                 self.team.replicas.drop(setting.device)
-
-    def network_of(self, setting: Setting) -> Network:
-        """Return the network or its copy on the device of a setting."""
-        name = "encoder" if self.encodes else "decoder"
-        replicas = self.team.replicas
-        return replicas.on(setting.device, name, self.network, proves=setting.distrusts)
 
 
 class VideoSession:
@@ -206,21 +201,17 @@ class VideoSession:
         kept = planned.network.kept
         drop_stale_forms(kept.of("convs", lambda: [m for m in modules() if isinstance(m, Conv)]))
 
-        token = planned.network.route_token(self._seen, device)
-
-        def new_cache() -> TemporalCache:
-            cache = TemporalCache(
+        if plan.bands is None:
+            new_cache = functools.partial(
+                TemporalCache,
                 single_frame=planned.single_frame,
                 band_bytes=plan.part_bytes,
                 workspace=self._workspace,
                 coding=self._coding,
-                route_token=token,
+                route_token=planned.network.route_token(self._seen, device),
                 same_shapes=self._searches,
+                first=begins,
             )
-            cache.first = begins
-            return cache
-
-        if plan.bands is None:
             return _executor_of(planned, plan, new_cache, self._sink), plan
 
         work = Work(planned, job.team.replicas, self._kernels, begins)
@@ -241,12 +232,13 @@ class VideoSession:
         job, setting = self._job, self._setting
         compression = job.config.spatial_compression if job.encodes else 1
         size = first.shape[3] // compression, first.shape[4] // compression
+        place, name = setting.device, "encoder" if job.encodes else "decoder"
         return job_of(
-            job.network_of(setting),
+            job.team.replicas.on(place, name, job.network, proves=setting.distrusts),
             job.config,
             (first.shape[0], *size),
             setting.dtype,
-            setting.device,
+            place,
             single_frame=job.is_single_frame,
             coded=setting.coded,
         )

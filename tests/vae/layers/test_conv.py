@@ -1,4 +1,7 @@
-"""Derived weights: derived once, updated with their parameter, usable in any mode of PyTorch."""
+"""Derived weights: derived once, updated with their parameter, usable in any mode of PyTorch.
+
+What a candidate fuses is used too: tail, sums, norm.
+"""
 
 import copy
 import functools
@@ -9,11 +12,13 @@ import torch.nn.functional as F
 
 from fast_video_vae.kernels.convolution import aten, onednn
 from fast_video_vae.tests.builders import random_state_dict
-from fast_video_vae.tests.vae.families import STATES
-from fast_video_vae.vae import StreamOptions, load_vae
+from fast_video_vae.tests.vae.families import STATES, close, latent_for
+from fast_video_vae.tests.vae.layers.candidate import CHOICES, serve
+from fast_video_vae.vae import load_vae
 from fast_video_vae.vae.layers import causal_conv as causal
 from fast_video_vae.vae.layers import conv, conv_weights
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache
+from fast_video_vae.vae.models.wan_blocks import ResidualBlock, RMSNorm
 
 
 @pytest.fixture
@@ -29,16 +34,8 @@ def latent():
 KEY = "decoder.upsamples.8.residual.2.weight"
 
 
-def in_inference_mode(change):
-    def changed(vae, weight, module):
-        with torch.inference_mode():
-            change(vae, weight, module)
-
-    return changed
-
-
 def scale(vae, weight, module):
-    with torch.no_grad():
+    with torch.inference_mode():
         weight.mul_(1.5)
 
 
@@ -55,7 +52,6 @@ WAYS = {
     "load_state_dict": load,
     "load_state_dict, assigned": functools.partial(load, assign=True),
     "in place": scale,
-    "in place, in inference mode": in_inference_mode(scale),
     "one element through .data": lambda vae, weight, module: weight.data[0, 0, 2, 1, 1].add_(5),
     "replaced": replace,
 }
@@ -136,18 +132,6 @@ def test_tensors_of_inference_mode_work_outside_of_it(latent, made_in):
     assert not expected.is_inference()
 
 
-def test_a_stream_can_change_modes_between_pieces(vae, latent):
-    stream = vae.decode_stream(latent, StreamOptions(chunk=1))
-    with torch.inference_mode():
-        pieces = [next(stream)]
-    assert torch.is_grad_enabled()
-    pieces.append(next(stream))
-    with torch.inference_mode():
-        pieces.append(next(stream))
-        assert torch.is_inference_mode_enabled()
-    assert torch.equal(torch.cat(pieces, 2), vae.decode(latent))
-
-
 def test_autocast_does_not_affect_the_vae(vae, latent):
     expected = vae.decode(latent)
     with torch.autocast("cpu", torch.bfloat16):
@@ -210,3 +194,27 @@ def test_a_pointwise_convolution_follows_its_input():
     mix = conv.PointwiseConv(4, 6).requires_grad_(False)
     y = mix(torch.empty(1, 4, 2, 3, 5, device="meta", dtype=torch.bfloat16))
     assert (y.shape, y.dtype, y.device.type) == ((1, 6, 2, 3, 5), torch.bfloat16, "meta")
+
+
+@pytest.fixture(scope="module")
+def truth():
+    """A narrow VAE, a latent, and its decode by the library."""
+    vae = load_vae(STATES["wan2.1"](), dtype=torch.float32)
+    latent = latent_for(vae, 3, 32, 48)
+    return vae, latent, vae.decode(latent)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_what_is_fused_is_used(truth, monkeypatch, choice):
+    """With all of it a block runs one pass for its first norm, and none for its second."""
+    vae, latent, decoded = truth
+    calls, silu = [], RMSNorm.silu
+    candidate = serve(monkeypatch, choice)
+    monkeypatch.setattr(RMSNorm, "silu", lambda *a, **k: calls.append(a[0]) or silu(*a, **k))
+    close(vae.decode(latent), decoded)
+    assert bool(candidate.tails) == candidate.fused.tail
+    assert bool(candidate.norms) == candidate.fused.norm
+    blocks = [each for each in vae.decoder.modules() if isinstance(each, ResidualBlock)]
+    assert {block.residual["0"] for block in blocks} <= set(calls)
+    if choice == "all":
+        assert not {block.residual["3"] for block in blocks} & set(calls)

@@ -38,16 +38,13 @@ def times(job, bands, shares):
     return divide(job, *at, {0: 1.0}, 0).time, several.time
 
 
-@pytest.mark.parametrize("name", ["wan2.1", "wan2.2", "qwen-image-2.1"])
-@pytest.mark.parametrize("encode", [False, True])
 @pytest.mark.parametrize(
-    ("size", "shares"),
+    ("name", "encode", "size", "shares"),
     [
-        ((16, 24), (1, 1)),
-        ((16, 24), (1, 3, 2)),
-        ((3, 5), (1, 1, 1, 1)),  # odd, and fewer columns than devices could use
-        ((1, 7), (1, 1)),
-        ((40, 8), (1, 1, 1)),
+        ("wan2.1", False, (16, 24), (1, 3, 2)),
+        ("wan2.1", True, (3, 5), (1, 1, 1, 1)),  # odd, and fewer columns than devices could use
+        ("wan2.2", True, (40, 8), (1, 1, 1)),
+        ("wan2.2", False, (1, 7), (1, 1)),
     ],
 )
 def test_bands_cover_the_frames_once(vaes, name, encode, size, shares):
@@ -71,7 +68,7 @@ def test_bands_cover_the_frames_once(vaes, name, encode, size, shares):
 # Speed-ups that are asked for, and those of a cut after the attention, by the number of devices.
 @pytest.mark.parametrize(
     ("count", "least", "after_attention"),
-    [(2, 1.85, 1.91), (3, 2.5, 2.72), (4, 3.1, 3.48), (8, 5.0, 5.90)],
+    [(2, 1.85, 1.91), (8, 5.0, 5.90)],
 )
 def test_the_predicted_speed_of_a_large_video(count, least, after_attention):
     job = published_decode()
@@ -81,7 +78,7 @@ def test_the_predicted_speed_of_a_large_video(count, least, after_attention):
     assert found.members[0].tiles.cut == min(band_cuts(job.network))
 
 
-@pytest.mark.parametrize("shares", [(3, 1), (1, 2, 1), (1, 1, 5)])
+@pytest.mark.parametrize("shares", [(3, 1), (1, 1, 5)])
 def test_the_work_is_divided_by_the_shares(shares):
     job = published_decode()
     found = bands_of(job, shares)

@@ -2,7 +2,6 @@
 
 import functools
 from fractions import Fraction
-from itertools import product
 
 import pytest
 import torch
@@ -22,7 +21,13 @@ from fast_video_vae.vae.planning.measured import BASE_BYTES
 from fast_video_vae.vae.planning.plan import make_plan
 from fast_video_vae.vae.streaming.tiled_executor import Joined, tiled_executor
 
-WAYS = [*product((False, True), (1, 3), (None, (27, 38), (13, 16)))]
+WAYS = [
+    (False, 1, None),
+    (False, 3, (27, 38)),
+    (False, 1, (13, 16)),
+    (True, 3, None),
+    (True, 1, (27, 38)),
+]
 ways = pytest.mark.parametrize(("encodes", "step", "tile"), WAYS)
 
 

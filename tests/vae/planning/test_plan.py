@@ -2,10 +2,7 @@
 
 import dataclasses
 import gc
-import subprocess
-import sys
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -47,41 +44,29 @@ def work_of(network, height=90, width=160, device=CUDA, single_frame=False):
 CASES = [
     Case("wan2.1", False, chunk=1, size=(128, 192)),
     Case("wan2.1", True, latents=5, chunk=2, size=(128, 192)),
-    Case("wan2.1", False, latents=9, limit_bytes=1),
-    Case("wan2.1", True, latents=1, limit_bytes=1),
+    Case("wan2.1", False, latents=5, limit_bytes=1),
     Case("wan2.1", False, chunk=1, size=(128, 192), tile=(64, 96), cut=0),
-    Case("wan2.1", True, latents=9, size=(480, 832), dtype="bfloat16", chunk=4, tile=(256, 256)),
+    Case("wan2.1", True, latents=5, size=(256, 384), dtype="bfloat16", chunk=4, tile=(128, 128)),
     Case("wan2.2", False, latents=5, chunk=2, batch=2, size=(128, 160)),
     Case("wan2.2", True, size=(384, 384), chunk=1, dtype="bfloat16"),
-    Case("wan2.2", False, latents=1, size=(480, 832), tile=(256, 256), cut=0),
-    Case("wan2.2", True, latents=9),
     Case("seedvr2", False, latents=1),
     Case("seedvr2", True, chunk=1, size=(128, 192)),
-    Case("seedvr2", True, latents=1, limit_bytes=1),
-]
-SLOW = [
-    Case("wan2.1", False, latents=33),
-    Case("wan2.2", False, latents=9, size=(480, 832), dtype="bfloat16", chunk=4, tile=(256, 256)),
-    Case("seedvr2", False, latents=9),
 ]
 
 
-@pytest.mark.parametrize(
-    "case", [*CASES, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)], ids=str
-)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_estimate_matches_the_allocations_of_a_stream(case):
     peak, estimate = live_peak(case)
     assert LEAST * peak <= estimate <= MOST * peak + (estimate < 16 << 20) * BASE_BYTES
 
 
 @pytest.mark.parametrize(
-    "fused",
+    ("case", "fused"),
     [
-        Fused(tail=True, sums=True, norm=True, bias=True),  # our own kernel
-        Fused(tail=True),  # slices
+        (CASES[0], Fused(tail=True, sums=True, norm=True, bias=True)),  # our own kernel
+        (CASES[6], Fused(tail=True)),  # slices
     ],
 )
-@pytest.mark.parametrize("case", [CASES[0], CASES[7]], ids=str)
 def test_the_estimate_is_enough_for_each_candidate(case, fused):
     peak, estimate = live_peak(case, fused)
     assert peak <= estimate / LEAST
@@ -89,8 +74,7 @@ def test_the_estimate_is_enough_for_each_candidate(case, fused):
 
 # Cases, and limits as shares of their peak on whole frames. On a CPU the tails cannot be moved, so
 # lower limits cannot be kept.
-PICTURE = Case(latents=1, size=(640, 640))
-LIMITS = [(PICTURE, 0.8), (PICTURE, 0.3), (Case("wan2.2", latents=9, size=(192, 256)), 0.8)]
+LIMITS = [(Case(latents=1, size=(640, 640)), 0.3), (Case("wan2.2", size=(192, 256)), 0.8)]
 
 
 @pytest.mark.parametrize(("case", "share"), LIMITS, ids=str)
@@ -119,7 +103,7 @@ def test_the_estimate_matches_the_memory_of_a_process():
     A case that differs is measured again in another process, because a library sometimes touches
     more memory in one of them.
     """
-    wrong = differing([CASES[0], CASES[4], CASES[6], CASES[10]])
+    wrong = differing([CASES[0], CASES[5]])
     assert not wrong or not differing(wrong)
 
 
@@ -138,9 +122,7 @@ def test_copies_of_large_weights_are_counted(monkeypatch):
     ("family", "encode", "size", "device", "single_frame"),
     [
         ("wan2.1", False, (90, 160), CUDA, False),
-        ("wan2.1", True, (30, 52), CPU, False),
-        ("wan2.2", False, (45, 80), CPU, True),
-        ("seedvr2", False, (16, 24), CUDA, False),
+        ("wan2.2", True, (30, 52), CPU, True),
     ],
 )
 def test_a_smaller_limit_never_needs_more_memory(family, encode, size, device, single_frame):
@@ -320,27 +302,3 @@ def test_a_plan_is_printed_in_words():
     assert words == "1 latent a step, whole frames, about 300 MiB"
     words = str(Plan(-1, 1, 1 << 20, Tiles(3, (24, 40)), True, pixels=2))
     assert words == "all latents a step, tiles of 80x48, caches on the host, about 1 MiB"
-
-
-PLAN = """
-import runpy, sys
-runpy.run_path(sys.argv[1])
-import torch
-from fast_video_vae.tests.vae.families import STATES
-from fast_video_vae.vae import load_vae
-for make in STATES.values():
-    vae = load_vae(make(), dtype=torch.float32)
-    for encode in (False, True):
-        vae.plan(64, 64, encode=encode)
-        vae.plan(64, 64, encode=encode, single_frame=True, device=torch.device("meta"))
-assert "sympy" not in sys.modules
-"""
-
-
-@pytest.mark.slow
-def test_a_plan_imports_no_compiler():
-    """PyTorch would, for arithmetic on `meta`, which takes most of a second."""
-    conftest = Path(__file__).parents[2] / "conftest.py"
-    command = [sys.executable, "-c", PLAN, str(conftest)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr

@@ -42,16 +42,10 @@ def test_the_halo_of_wan_is_the_reach_of_its_layers():
 
 
 def test_a_late_range_skips_latents_outside_its_reach(vae):
-    latent = latent_for(vae, 80, 16, 16)
-    expected = vae.decode(latent)[:, :, 300:]
+    latent = latent_for(vae, 48, 16, 16)
+    expected = vae.decode(latent)[:, :, 180:]
     seen = []
     vae.decoder.conv1.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[2]))
-    runs = (latent[:, :, at : at + 1] for at in range(80))
-    for source, options in (
-        (latent, StreamOptions()),
-        (runs, StreamOptions()),
-        (latent, StreamOptions(2, tile=(8, 8))),
-    ):
-        seen.clear()
-        close(joined(vae.decode_stream(source, options, frames=range(300, 317))), expected)
-        assert source is runs or sum(seen) < 50
+    options = StreamOptions(2, tile=(8, 8))
+    close(joined(vae.decode_stream(latent, options, frames=range(180, 189))), expected)
+    assert sum(seen) < 46

@@ -27,37 +27,26 @@ class FailingMemory(TorchDispatchMode):
     Args:
         first: First allocation that fails, counted from 1; 0: none.
         count: Allocations in a row that fail.
-        every: Allocations whose number is a multiple of this also fail; 0: none.
-        most: Largest allocation that succeeds, in bytes; None: any size.
         error: Key of `ERRORS`.
 
     Attributes:
         seen: Allocations so far, failed ones included.
         failed: Failed allocations.
-        largest: Bytes of the largest allocation.
     """
 
-    def __init__(self, first=0, count=1, *, every=0, most=None, error="cuda"):
+    def __init__(self, first=0, count=1, *, error="cuda"):
         super().__init__()
-        self.every = every
-        self.first, self.count, self.most, self.error = first, count, most, error
-        self.seen = self.failed = self.largest = 0
+        self.first, self.count, self.error = first, count, error
+        self.seen = self.failed = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not allocates(func) or _is_of_a_plan(args, kwargs or {}):
             return func(*args, **(kwargs or {}))
         self.seen += 1
-        in_a_row = 0 < self.first <= self.seen < self.first + self.count
-        if in_a_row or (self.every and self.seen % self.every == 0):
+        if 0 < self.first <= self.seen < self.first + self.count:
             self.failed += 1
             raise ERRORS[self.error]()
-        result = func(*args, **(kwargs or {}))
-        nbytes = sum(y.nbytes for y in pytree.tree_leaves(result) if isinstance(y, torch.Tensor))
-        if self.most is not None and nbytes > self.most:
-            self.failed += 1
-            raise ERRORS[self.error]()
-        self.largest = max(self.largest, nbytes)
-        return result
+        return func(*args, **(kwargs or {}))
 
 
 def allocates(func):

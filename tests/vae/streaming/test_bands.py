@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 
-from fast_video_vae.kernels import errors, has_bfloat16
-from fast_video_vae.tests.vae.families import STATES, close, joined, latent_for, random_frames
+from fast_video_vae.kernels import errors
+from fast_video_vae.tests.vae.families import STATES, joined, latent_for, random_frames
 from fast_video_vae.tests.vae.streaming.processes import Processes, failing
 from fast_video_vae.tests.vae.test_any_way import SEEDS, check_both, same, vae_of
 from fast_video_vae.vae import StreamOptions, load_vae
@@ -51,16 +51,9 @@ def inputs(vae, latents, height, width, batch=1):
     return latent_for(vae, latents, height, width, batch), video
 
 
-@same(max_examples=6)
+@same(max_examples=4)
 @given(SEEDS)
 def test_devices_give_the_same_video(seed):
-    check_both(seed, shared=True)
-
-
-@pytest.mark.slow
-@same(max_examples=30)
-@given(SEEDS)
-def test_many_devices_give_the_same_video(seed):
     check_both(seed, shared=True)
 
 
@@ -84,9 +77,9 @@ def among(processes):
 
 
 @pytest.mark.slow
-@same(max_examples=8)
+@same(max_examples=5)
 @given(SEEDS)
-def test_many_ranks_give_the_same_video(processes, seed):
+def test_ranks_give_the_same_video(processes, seed):
     check_both(seed, among(processes), shared=True, fails=False)
 
 
@@ -100,33 +93,32 @@ def test_ranks_give_the_bits_of_one_device(processes, wan):
 
 
 @pytest.mark.parametrize(
-    ("calls", "error", "text"),
+    ("task", "calls", "error", "text"),
     [
-        (0, RuntimeError("gone\n"), "gone"),
-        (7, torch.OutOfMemoryError("no room"), "memory ran out .*"),
+        ("encode", 0, RuntimeError("gone\n"), "gone"),
+        ("decode", 7, torch.OutOfMemoryError("no room"), "memory ran out .*"),
     ],
 )
-def test_a_video_goes_on_without_a_rank_that_fails(processes, wan, caplog, calls, error, text):
+def test_a_video_goes_on_without_a_rank_that_fails(
+    processes, wan, caplog, task, calls, error, text
+):
     latent, video = inputs(wan, 5, 16, 96)
-    options = StreamOptions(1)
-    for run, source in ((wan.decode_stream, latent), (wan.encode_stream, video)):
-        expected = joined(run(source, options))
-        with processes.shared(wan, 3, None, failing, 1, calls, error):
-            assert torch.equal(joined(run(source, options)), expected)
-            assert torch.equal(joined(run(source, options)), expected)
-    lines = [x.getMessage() for x in caplog.records if "Fast Video VAE" in x.getMessage()]
-    line = rf".* rank 1 of 3 failed: {text} in .*; going on with cpu, rank 2 of 3"
-    assert len(lines) == 2
-    assert all(re.fullmatch(line, each) for each in lines)
+    run, source = getattr(wan, f"{task}_stream"), latent if task == "decode" else video
+    expected = joined(run(source, StreamOptions(1)))
+    with processes.shared(wan, 3, None, failing, 1, calls, error):
+        for _ in range(2):
+            assert torch.equal(joined(run(source, StreamOptions(1))), expected)
+    (line,) = [x.getMessage() for x in caplog.records if "Fast Video VAE" in x.getMessage()]
+    going_on = rf".* rank 1 of 3 failed: {text} in .*; going on with cpu, rank 2 of 3"
+    assert re.fullmatch(going_on, line)
 
 
 # Family, devices, their shares, height and width of the frames, latents, chunk, batch.
 CASES = [
     ("wan2.1", 2, [1, 3], 144, 112, 3, -1, 1),  # unequal, rows
     ("wan2.1", 3, [1, 4, 2], 96, 128, 4, 2, 2),  # a batch, a last chunk of its own length
-    ("wan2.1", 4, None, 48, 48, 3, 1, 1),  # oneDNN may sum in another order on more cores
-    ("wan2.2", 2, "memory", 96, 160, 2, 1, 1),
-    ("qwen-image-2.1", 2, None, 96, 160, 1, None, 1),  # one frame
+    ("wan2.2", 2, "memory", 64, 96, 2, 1, 1),
+    ("qwen-image-2.1", 2, None, 64, 96, 1, None, 1),  # one frame
 ]
 
 
@@ -147,45 +139,23 @@ def test_bands_give_the_bits_of_one_device(
     assert not threads()
 
 
-@pytest.mark.parametrize("axis", [0, 1])
-def test_every_cut_and_axis_give_the_same_result(wan, banded, monkeypatch, axis):
+def test_every_cut_and_axis_give_the_same_result(wan, banded, monkeypatch):
     latent, video = inputs(wan, 2, 48, 48)
     decoded, encoded = wan.decode(latent), wan.encode(video)
     find, made = tiling.band_cuts, plan.divide
     counts = [len(find(network)) for network in (wan.decoder, wan.encoder)]
     assert min(counts) >= 3
     wan.devices = ["cpu"] * 2
-    monkeypatch.setattr(plan, "divide", lambda job, cut, _, *rest: made(job, cut, axis, *rest))
     for index in range(max(counts)):
+        monkeypatch.setattr(
+            plan, "divide", lambda job, cut, _, *rest, i=index: made(job, cut, i % 2, *rest)
+        )
         monkeypatch.setattr(
             plan, "band_cuts", lambda each, i=index: find(each)[i : i + 1] or find(each)[:1]
         )
         assert torch.equal(wan.decode(latent), decoded)
         assert torch.equal(wan.encode(video), encoded)
     assert min(map(len, banded)) == 2
-
-
-def test_a_static_end_is_skipped_in_bands(wan, banded):
-    video = random_frames(1, 3, 1, 16, 96).repeat(1, 1, 61, 1, 1)
-    video[:, :, :7] = random_frames(1, 3, 7, 16, 96)
-    options = StreamOptions(1)
-    skipped = joined(wan.encode_stream(video, options))
-    wan.devices = ["cpu"] * 2
-    assert torch.equal(joined(wan.encode_stream(video, options)), skipped)
-    assert banded
-
-
-def test_a_band_can_run_in_tiles(wan, banded):
-    latent, video = inputs(wan, 3, 96, 128)
-    options = StreamOptions(1, tile=(32, 40))
-    decoded = joined(wan.decode_stream(latent, options))
-    encoded = joined(wan.encode_stream(video, options))
-    wan.devices = ["cpu"] * 2
-    plan = wan.plan(96, 128, options)
-    assert all(band.count > 2 for band in plan.bands.members)
-    close(joined(wan.decode_stream(latent, options)), decoded)
-    close(joined(wan.encode_stream(video, options)), encoded)
-    assert banded
 
 
 def test_threads_end_with_the_stream(wan):
@@ -201,17 +171,10 @@ def test_threads_end_with_the_stream(wan):
     assert not threads()
 
 
-@pytest.fixture
-def two_cores():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("two_cores")
 def test_each_device_has_its_share_of_the_cores_and_the_caller_all_of_them(wan, monkeypatch):
     """Also after the first op of the native library in its thread, and in later threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
     found, work = [], TiledExecutor.fill
 
     def noted(self, *arguments):
@@ -226,8 +189,9 @@ def test_each_device_has_its_share_of_the_cores_and_the_caller_all_of_them(wan, 
     other = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
     other.start()
     other.join()
-    assert found == [1] * 6 + [2]
-    assert torch.get_num_threads() == 2
+    now = torch.get_num_threads()
+    torch.set_num_threads(before)
+    assert (found, now) == ([1] * 6 + [2], 2)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +201,6 @@ def test_each_device_has_its_share_of_the_cores_and_the_caller_all_of_them(wan, 
         ("cpu", "expected a list"),
         ([None], "None"),
         (["cpu", "meta"], "meta"),
-        (["cpu:300"], "cpu:300"),
     ],
 )
 def test_unknown_devices_are_refused_in_one_line(wan, devices, message):
@@ -248,7 +211,7 @@ def test_unknown_devices_are_refused_in_one_line(wan, devices, message):
     assert wan.devices == []
 
 
-@pytest.mark.parametrize("shares", [[1], [1, 0], [1, float("nan")], [1, -1], "1,2", [1, "2"], 2])
+@pytest.mark.parametrize("shares", [[1], [1, 0], [1, float("nan")], "1,2", [1, "2"], 2])
 def test_unknown_shares_are_refused_in_one_line(wan, shares):
     wan.devices = ["cpu"] * 2
     with pytest.raises(
@@ -268,21 +231,3 @@ def test_seedvr2_runs_on_its_own_device(monkeypatch, caplog):
     assert torch.equal(vae.encode(video), encoded)
     (line,) = [record.getMessage() for record in caplog.records]
     assert "cpu computes each video alone: the norms of SeedVR2" in line
-
-
-def test_bfloat16_is_asked_of_each_device(monkeypatch):
-    """PyTorch answers for the current GPU, which may be another one."""
-    now = [0]
-
-    @contextlib.contextmanager
-    def current(device):
-        before, now[0] = now[0], device.index
-        yield
-        now[0] = before
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device", current)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: now[0] == 1)
-    found = [has_bfloat16(torch.device("cuda", index)) for index in (0, 1, 2)]
-    assert found == [False, True, False]
-    assert now == [0]

@@ -4,7 +4,6 @@ The device is the CPU here, through the path of other devices.
 """
 
 import gc
-import itertools
 import threading
 import time
 
@@ -16,7 +15,6 @@ from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.background_writer import BackgroundWriter
 from fast_video_vae.vae.streaming import output
 from fast_video_vae.vae.streaming import resume as resume_module
-from fast_video_vae.vae.streaming.bands import member
 
 
 @pytest.fixture
@@ -130,66 +128,6 @@ def test_frames_on_their_way_arrive_before_a_video_restarts(wan, writers, monkey
     assert at == 13
     assert len(writers) == 3
     assert len(latents) == 4 + 4
-
-
-def lose(monkeypatch, thread, at):
-    """Lose the device of a thread while the host waits for its copy number `at`.
-
-    As in CUDA, each later call for the device is an error, also for a copy that is complete.
-    """
-    copy, numbers, lost = BackgroundWriter._copy, itertools.count(1), []
-
-    def check():
-        if lost:
-            raise RuntimeError(f"CUDA error: {thread} fell off the bus")
-
-    class Copied:
-        def __init__(self):
-            self.number = next(numbers)
-
-        def synchronize(self):
-            time.sleep(0.01)
-            lost.extend([self.number] * (self.number >= at))
-            check()
-
-    def begin(writer, *arguments):
-        event = copy(writer, *arguments)
-        return Copied() if threading.current_thread().name == thread else event
-
-    monkeypatch.setattr(BackgroundWriter, "_copy", begin)
-    own = lambda: threading.current_thread().name == thread  # noqa: E731
-    monkeypatch.setattr(member, "synchronize", lambda _: check() if own() else None)
-
-
-@pytest.fixture
-def shared(wan, writers):
-    """A decode of three devices to memory of the host, and its result on one."""
-    latent = latent_for(wan, 6, 32, 96)
-    out = target_of(wan, latent, images=False)
-    expected = wan.decode(latent, 1)
-    wan.devices = ["cpu"] * 3
-    return wan, latent, out, expected
-
-
-@pytest.mark.parametrize(("device", "copy"), [(0, 5), (1, 1)])
-def test_a_video_goes_on_after_a_device_is_lost_during_a_copy(
-    shared, monkeypatch, caplog, copy, device
-):
-    wan, latent, out, expected = shared
-    lose(monkeypatch, f"fast-video-vae-{device}-cpu_0", copy)
-    count = sum(piece.shape[2] for piece in wan.decode_stream(latent, StreamOptions(1), out=out))
-    assert count == out.shape[2]
-    assert torch.equal(out, expected)
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert "fell off the bus" in line
-
-
-def test_a_device_that_is_lost_during_a_copy_ends_a_video_on_one_device(wan, writers, monkeypatch):
-    latent = latent_for(wan, 6, 32, 96)
-    out = target_of(wan, latent, images=False)
-    lose(monkeypatch, threading.current_thread().name, 3)
-    with pytest.raises(RuntimeError, match="fell off the bus"):
-        list(wan.decode_stream(latent, StreamOptions(1), out=out))
 
 
 def test_only_frames_that_leave_a_device_are_written_in_the_background():

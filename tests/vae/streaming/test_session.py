@@ -9,7 +9,7 @@ import torch
 from fast_video_vae.kernels import errors, preparations
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.vae.families import random_frames
-from fast_video_vae.vae import StreamOptions, load_vae
+from fast_video_vae.vae import load_vae
 
 graphs = importlib.import_module("fast_video_vae.vae.streaming.cuda_graph")
 
@@ -135,17 +135,3 @@ def test_a_compiled_vae_runs_without_compilation(vae, compiler, name, network):
     for x, expected in given:
         assert torch.equal(run(x), expected)
     assert not compiler.computed()
-
-
-# Warnings of Dynamo about the code around the computation; the second is of PyTorch 2.6.
-@pytest.mark.filterwarnings("ignore:Dynamo", "ignore:Graph break due to unsupported builtin")
-def test_code_around_a_stream_is_compiled(vae, compiler):
-    z = torch.randn(1, 16, 3, 2, 2)
-    twice = z * 2  # the code around may reuse its buffers
-
-    @torch.compile(backend=compiler)
-    def consume(z):
-        return [piece + 1 for piece in vae.decode_stream(z * 2, StreamOptions(1))]
-
-    assert torch.equal(torch.cat(consume(z), 2), vae.decode(twice) + 1)
-    assert {node.target.__name__ for node in compiler.computed()} <= {"mul", "add"}

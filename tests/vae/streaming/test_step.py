@@ -3,7 +3,6 @@
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 
 from fast_video_vae.tests.builders import random_state_dict
@@ -19,11 +18,8 @@ def in_vae(frame):
     return VAE in Path(frame.f_code.co_filename).parents
 
 
-@pytest.mark.parametrize("part_bytes", [None, 1 << 12], ids=["whole", "in parts"])
-def test_a_decode_step_uses_few_files_and_calls(monkeypatch, part_bytes):
+def test_a_decode_step_uses_few_files_and_calls(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)  # no code compiles
-    if part_bytes:
-        monkeypatch.setattr(plan, "_CPU_PARTS", (part_bytes,))
     vae = load_vae(random_state_dict(8), dtype=torch.float32)
     latent = torch.randn(1, 16, 3, 4, 4)
     vae.decode(latent, 1)  # derives the weights
@@ -54,8 +50,6 @@ def test_a_decode_step_uses_few_files_and_calls(monkeypatch, part_bytes):
         vae.decode(latent, 1)
     finally:
         sys.setprofile(None)
-    # `frame_runs.py` divides chunks into parts.
-    files -= {"layers/frame_runs.py"} if part_bytes else set()
     assert len(files) <= MOST_FILES, sorted(files)
     assert len(stack) <= MOST_FRAMES, stack
     assert (

@@ -10,7 +10,6 @@ import torch
 from torch.profiler import profile
 
 from fast_video_vae.tests.builders import random_state_dict
-from fast_video_vae.tests.products import each_value_once
 from fast_video_vae.tests.vae.families import STATES, joined, random_frames
 from fast_video_vae.tests.vae.streaming.fake_gpu import CUDA, FakeGPU, OfGPU
 from fast_video_vae.vae import StreamOptions, load_vae, model
@@ -38,17 +37,21 @@ def pixels_of(dtype, layout, frames=5):
     }[layout]
 
 
-LAYOUTS = ["dense", "images", "every second frame", "four channels"]
-DTYPES = [torch.uint8, torch.int16, torch.float32, torch.bfloat16]
-
-
 @pytest.fixture
 def gpu(monkeypatch):
     with FakeGPU(monkeypatch) as gpu:
         yield gpu
 
 
-@each_value_once(dtype=DTYPES, layout=LAYOUTS)
+@pytest.mark.parametrize(
+    ("dtype", "layout"),
+    [
+        (torch.uint8, "dense"),
+        (torch.int16, "images"),
+        (torch.float32, "every second frame"),
+        (torch.bfloat16, "four channels"),
+    ],
+)
 def test_pixels_arrive_as_they_are(gpu, dtype, layout):
     """Converted after the upload: bytes over PCIe are those of the user's dtype."""
     given = Upload(CUDA, torch.bfloat16, NO_RANGE)

@@ -28,11 +28,7 @@ _REASON_LENGTH = 120
 
 
 class DeviceError(RuntimeError):
-    """A device failed in a video that several share; the message is one line.
-
-    Attributes:
-        number: Its number in the list of the VAE.
-    """
+    """A device failed, by its `number` in the list of the VAE; the message is one line."""
 
     def __init__(self, band: Band, error: Exception) -> None:
         text = " ".join(str(error).split())[:_REASON_LENGTH] or type(error).__name__

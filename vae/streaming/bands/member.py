@@ -1,5 +1,6 @@
 """The band of a device of this process in one video."""
 
+import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -54,20 +55,16 @@ class Member:
         job = replace(work.job, network=network, device=band.device)
         coding = Coding(job.coded, band.device) if job.coded else None
         memory, self._seen = _Memory(stopped), work.kernels(band.device)
-        token = network.route_token(self._seen, band.device)
-
-        def new_cache() -> TemporalCache:
-            cache = TemporalCache(
-                single_frame=job.single_frame,
-                band_bytes=band.part_bytes,
-                workspace=memory,
-                coding=coding,
-                route_token=token,
-                same_shapes=searches_shapes(band.device),
-            )
-            cache.first = work.begins
-            return cache
-
+        new_cache = functools.partial(
+            TemporalCache,
+            single_frame=job.single_frame,
+            band_bytes=band.part_bytes,
+            workspace=memory,
+            coding=coding,
+            route_token=network.route_token(self._seen, band.device),
+            same_shapes=searches_shapes(band.device),
+            first=work.begins,
+        )
         self.executor = tiled_executor(
             job, band.tiles, new_cache, band.part_bytes, parked=band.parked
         )

@@ -88,9 +88,6 @@ class Int8Choices:
         self._known: dict[Choice, tuple[int, Int8Layers]] = {}
         self._lock = threading.Lock()
 
-    def __deepcopy__(self, memo: object) -> "Int8Choices":
-        return Int8Choices()
-
     def __reduce__(self) -> tuple[type["Int8Choices"], tuple[()]]:
         return Int8Choices, ()
 

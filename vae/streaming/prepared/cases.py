@@ -61,17 +61,12 @@ _LATENTS = 16
 
 @dataclass(frozen=True)
 class Case:
-    """What is computed, from a fixed input.
+    """What is computed, from a fixed input."""
 
-    Attributes:
-        name: What it is, for people.
-        run: Returns the result `[B, C, T, H, W]` on the host, with what a device runs.
-        bounds: Allowed errors by dtype.
-    """
-
-    name: str
+    name: str  # for people
+    # Returns the result `[B, C, T, H, W]` on the host, with what a device runs.
     run: Callable[[torch.device, torch.dtype, Snapshot], Tensor]
-    bounds: Mapping[torch.dtype, float] = field(default_factory=lambda: _BLOCK)
+    bounds: Mapping[torch.dtype, float] = field(default_factory=lambda: _BLOCK)  # of errors
 
     def error(self, device: torch.device, dtype: torch.dtype, seen: Snapshot) -> float:
         """Return the error on a device: about the largest relative one of 256 values."""

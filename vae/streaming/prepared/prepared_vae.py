@@ -22,13 +22,7 @@ class PreparedVAE(Int8VAE):
         """Begin to build the kernels of decodes and encodes in the background.
 
         `load_vae` does this, and so does the first video on a device. Until they are built the
-        library serves whole videos.
-
-        Args:
-            device: The device of the next videos; None: that of the weights.
-
-        Returns:
-            What is built.
+        library serves whole videos. `device` is that of the next videos; None: of the weights.
         """
         device = device or self.device
         works = zip(self._dtypes(device), (False, True), strict=False)
@@ -55,14 +49,8 @@ class PreparedVAE(Int8VAE):
     ) -> bool:
         """Wait until the next videos are served by what `prepare` builds.
 
-        Nothing else waits for that: benchmarks, the command line and runs of hours do.
-
-        Args:
-            timeout_s: Most seconds; None: until it is built.
-            device: As for `prepare`.
-
-        Returns:
-            Whether it is built.
+        Nothing else waits for that: benchmarks, the command line and runs of hours do. At most
+        `timeout_s` seconds are waited; None: until it is built. Return whether it is built.
         """
         end = math.inf if timeout_s is None else time.monotonic() + timeout_s
 

@@ -40,14 +40,10 @@ def difference(actual: Tensor, right: Tensor) -> float:
 
 
 def formula(shape: tuple[int, ...], seed: int = 0) -> Tensor:
-    """Return numbers in (-1, 1), float32, that every dtype has exactly."""
-    return _noise(math.prod(shape), seed).view(shape)
-
-
-def _noise(count: int, seed: int = 0) -> Tensor:
-    """Return `count` odd multiples of 1 / 128, the same on every machine."""
+    """Return odd multiples of 1 / 128 in (-1, 1), float32, alike on every machine and exact."""
+    count = math.prod(shape)
     repeats = -(-count // _PERIOD)
-    return _period().roll(-4099 * seed).repeat(repeats)[:count]
+    return _period().roll(-4099 * seed).repeat(repeats)[:count].view(shape)
 
 
 @functools.cache
