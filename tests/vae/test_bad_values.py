@@ -63,7 +63,6 @@ def test_a_latent_is_refused_with_its_first_bad_frame(vae):
 @pytest.mark.parametrize(
     ("places", "words"),
     [
-        ([(1, 2)], (1, "2 of 4, video 1 of 3")),
         ([(2, 0), (0, 1)], (2, "0 of 4, video 2 of 3")),
         ([(2, 3), (0, 3)], (2, "3 of 4, video 0 of 3")),
     ],
