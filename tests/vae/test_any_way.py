@@ -9,6 +9,7 @@ No way pads frames over time with `F.pad`: on Apple's GPUs pads of the third dim
 wrong values from 65,536 pixels on.
 """
 
+import collections
 import contextlib
 import functools
 import re
@@ -82,6 +83,10 @@ def state_of(family, gain):
     return {key: value * gain if key.startswith(first) else value for key, value in state.items()}
 
 
+# What networks keep for plans, by the network and the circumstances that plans depend on.
+KEPT = collections.defaultdict(conv.Kept)
+
+
 @contextlib.contextmanager
 def played(case, vae):
     """The devices of a case are played by the CPU."""
@@ -96,7 +101,8 @@ def circumstances(case, vae, share):
     """Let a plan take the cut and the parts of the case, and the library fuse what it says."""
     with pytest.MonkeyPatch.context() as patch:
         for network in filter(None, (vae.encoder, vae.decoder)):
-            patch.setattr(network, "kept", conv.Kept())  # plans are made anew
+            key = network, case.cut, case.part_bytes, case.fused, case.bright is None
+            patch.setattr(network, "kept", conv.Kept() if case.fails else KEPT[key])
         if case.cut is not None:
             patch.setattr(plan, "can_cut", lambda net: tiling.can_cut(net)[case.cut :][:1])
         if case.part_bytes is not None:
