@@ -49,7 +49,7 @@ __all__ = [
 # In the order of their weight; those of models and streams are imported by the others too.
 _HOMES = (
     *("demo", "streaming.options", "streaming.precision", "streaming.memory", "validation"),
-    *("checkpoint", "round_trip", "planning.device_memory", "streaming.executor"),
+    *("checkpoint", "round_trip", "planning.device_memory", "models.executor"),
     *("streaming.resume", "streaming.source", "models.config"),
 )
 

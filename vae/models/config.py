@@ -128,11 +128,7 @@ class VAEConfig:
         return self.decoder_widths[-1]
 
     def standard(self) -> "VAEConfig":
-        """Return the published VAE that is closest to this layout.
-
-        It has an encoder, the usual multiples of the base widths, and no upscaling. For the Wan 2.2
-        layout it is Wan 2.2 itself.
-        """
+        """Return the published VAE of this layout: with an encoder, usual widths, no upscaling."""
         if self.family == SEEDVR2:
             return _config(SEEDVR2, _SEEDVR2_LATENTS, 3, *_SEEDVR2_WIDTHS)
         if self.family == WAN21:
@@ -159,11 +155,7 @@ class VAEConfig:
 
 
 def read_configs(shapes: Shapes) -> list[VAEConfig]:
-    """Return the configurations that the shapes of a state dict allow, the likeliest first.
-
-    That is with the standard multiples of the base width, then with each stage's own width. The
-    loader selects the configuration that fits every tensor.
-    """
+    """Return the configurations of a state dict: of usual widths, and of each stage's own width."""
     if SEEDVR2_KEY in shapes:
         return [_read_seedvr2(shapes)]
     if WAN_KEY not in shapes:
@@ -206,10 +198,8 @@ def _read_seedvr2(shapes: Shapes) -> VAEConfig:
     encoder, decoder = _own_widths(shapes, SEEDVR2, _SEEDVR2_WIDTHS)
     narrow = [width for width in (*encoder, *decoder) if width % SEEDVR2_GROUPS]
     if narrow:
-        raise ValueError(
-            f"a stage has {narrow[0]} channels; expected a multiple of {SEEDVR2_GROUPS}, the "
-            "groups of its norms"
-        )
+        expected = f"a multiple of {SEEDVR2_GROUPS}, the groups of its norms"
+        raise ValueError(f"a stage has {narrow[0]} channels; expected {expected}")
     latents = _size(shapes, "decoder.conv_in.weight", 1)
     channels = _size(shapes, "decoder.conv_out.weight", 0)
     return _config(SEEDVR2, latents, channels, encoder if has_encoder else None, decoder)
@@ -259,9 +249,7 @@ def _stages(shapes: Shapes) -> int:
     """Return the number of stages of a decoder of the Wan 2.2 layout."""
     stages = len({key.split(".")[2] for key in shapes if key.startswith("decoder.upsamples.")})
     if stages not in _MULTIPLES:
-        raise ValueError(
-            f"the decoder has {stages} stages; expected {' or '.join(map(str, _MULTIPLES))}"
-        )
+        raise ValueError(f"the decoder has {stages} stages; expected 4 or 5")
     return stages
 
 
@@ -286,9 +274,8 @@ def _size(shapes: Shapes, key: str, dim: int) -> int:
         raise ValueError(f"{key} has shape {list(shapes[key])}; expected more dimensions")
     size = shapes[key][dim]
     if not 0 < size <= _MAX_WIDTH:
-        raise ValueError(
-            f"{key} has shape {list(shapes[key])}; expected sizes of 1 to {_MAX_WIDTH}"
-        )
+        expected = f"sizes of 1 to {_MAX_WIDTH}"
+        raise ValueError(f"{key} has shape {list(shapes[key])}; expected {expected}")
     return size
 
 

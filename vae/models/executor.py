@@ -132,21 +132,16 @@ def _next_part(waiting: list[tuple[int, Iterator[Tensor]]]) -> tuple[int, Tensor
 
 
 def _join(runs: list[Tensor]) -> Tensor:
-    """Return `runs` `[B, C, T, H, W]` joined in time."""
     return runs[0] if len(runs) == 1 else torch.cat(runs, dim=2)
 
 
 def rechunk(pieces: Iterable[Tensor], size: int | None, *, begins: bool = True) -> Iterator[Tensor]:
-    """Cut a video in pieces into its first frame and runs of equal length.
+    """Yield the first frame of a video in pieces, then runs of frames, as soon as they are there.
 
     Args:
         pieces: `[B, C, t, H, W]` each, any `t`, in order of time.
-        size: Frames per run; None: all frames after the first.
+        size: Frames per run, of which the last can be shorter; None: all after the first.
         begins: The first frame is the start of the video; otherwise it is like any other.
-
-    Yields:
-        One frame, then runs of `size` frames, the last of which can be shorter, as soon as its
-        frames are there.
     """
     held: list[Tensor] = []
     missing: int | None = 1 if begins else size
