@@ -159,10 +159,9 @@ def read_configs(shapes: Shapes) -> list[VAEConfig]:
     if SEEDVR2_KEY in shapes:
         return [_read_seedvr2(shapes)]
     if WAN_KEY not in shapes:
-        raise LayoutError(
-            f"not a Wan, Qwen-Image or SeedVR2 VAE (no {WAN_KEY} in {len(shapes)} keys"
-            + (f", such as {shown(min(shapes), 32)})" if shapes else ")")
-        )
+        such = f", such as {shown(min(shapes), 32)}" if shapes else ""
+        lacks = f"no {WAN_KEY} in {len(shapes)} keys{such}"
+        raise LayoutError(f"not a Wan, Qwen-Image or SeedVR2 VAE ({lacks})")
     latent_channels = _size(shapes, "decoder.conv1.weight", 1)
     has_encoder = any(key.startswith("encoder.") for key in shapes)
     encoder_base = _size(shapes, "encoder.conv1.weight", 0) if has_encoder else 0
@@ -262,8 +261,7 @@ def _own_widths(shapes: Shapes, layout: str, usual: Widths) -> Widths:
         names += [pattern.format(step * stage) for stage in range(len(widths) - 1)]
         pairs = zip(names, widths, strict=True)
         found.append(tuple(_size(shapes, key, 0) if shapes.get(key) else w for key, w in pairs))
-    encoder, decoder = found
-    return encoder, decoder
+    return found[0], found[1]
 
 
 def _size(shapes: Shapes, key: str, dim: int) -> int:
