@@ -1,10 +1,11 @@
-"""The demo: which part of a video it uses, the names of its files, its figures, and restarts."""
+"""The demo: what it uses of a video, its files and figures, restarts, and its contact sheet."""
 
 import re
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -18,6 +19,7 @@ from PIL import Image  # noqa: E402
 
 from fast_video_vae.tests.videos import write_clip  # noqa: E402
 from fast_video_vae.vae import StreamOptions, load_vae  # noqa: E402
+from fast_video_vae.vae.cli import contact_sheet as sheets  # noqa: E402
 from fast_video_vae.vae.cli.demo import afford, round_trip  # noqa: E402
 from fast_video_vae.vae.media import frames_to_uint8, read_video  # noqa: E402
 from fast_video_vae.vae.media.video_reader import VideoFile  # noqa: E402
@@ -146,3 +148,49 @@ def test_videos_of_the_same_name_and_files_of_others_are_kept(tmp_path, run, vae
     kept = {f"clip{n}_{end}" for n in ("", "_3") for end in ("decoded.mp4", "sheet.png")}
     assert {path.name for path in tmp_path.iterdir()} == kept | {"clip_2_sheet.png"}
     assert (tmp_path / "clip_2_sheet.png").read_bytes() == b"holiday"
+
+
+def collected(frames, height=32, width=48, error=10, run=5):
+    """Return the sheet of a clip: frame i has level i % 200, its result is `error` levels above."""
+    level = (torch.arange(frames) % 200).to(torch.uint8).view(-1, 1, 1, 1)
+    source = level.expand(-1, height, width, 3)
+    result = source + error
+    drawn = sheets.ContactSheet()
+    for start in range(0, frames, run):
+        drawn.add(source[start : start + run], result[start : start + run])
+    return drawn
+
+
+@pytest.mark.parametrize("frames", [1, 7, 43, 500])
+def test_columns_are_spread_over_the_clip(frames, monkeypatch):
+    held, words, write = collected(frames), [], sheets.write
+    monkeypatch.setattr(sheets, "write", lambda *given: (words.append(given[2]), write(*given)))
+    held.draw("\u65e5\u672c.mp4", "PSNR inf dB")  # any characters
+    places = [int(each) for word in words for each in re.findall(r"^frame (\d+)$", word)]
+    assert len(held._columns) <= sheets.KEPT  # so memory does not grow with the clip
+    assert len(places) == min(frames, sheets.COLUMNS)
+    assert places == sorted(set(places))
+    assert places[0] == 0
+    ideal = np.linspace(0, frames - 1, len(places))
+    assert np.abs(np.subtract(places, ideal)).max() <= max(0.5, frames / 20)
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "error", "shown"),
+    [
+        (32, 48, 1, sheets.MAX_FACTOR),  # enlarged
+        (480, 832, 10, 160),  # reduced; a factor of 32 would exceed 255
+        (512, 304, 55, 220),  # portrait
+    ],
+)
+def test_each_row_shows_its_frames_and_an_amplified_difference(height, width, error, shown):
+    drawn = collected(9, height, width, error)
+    picture = np.array(drawn.draw("a clip", "PSNR 28.13 dB"))
+    cell = sheets.CELL // max(height, width) or sheets.CELL / max(height, width)
+    middle = sheets.MARGIN + sheets.LABELS + round(width * cell) // 2
+    rows = [
+        sheets.HEAD + row * (round(height * cell) + sheets.GAP) + round(height * cell) // 2
+        for row in range(3)
+    ]
+    # Frame 0: the source has level 0, the result `error`, the difference is amplified.
+    assert [picture[row, middle].tolist() for row in rows] == [[0] * 3, [error] * 3, [shown] * 3]

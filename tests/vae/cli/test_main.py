@@ -1,6 +1,7 @@
-"""The command line: its files, output lines and exit codes; a failure leaves no files."""
+"""The command line: files, lines and exit codes; no files after a failure; what pages name."""
 
 import re
+import shlex
 import subprocess
 from fractions import Fraction
 from pathlib import Path
@@ -19,9 +20,18 @@ for _package in ("av", "tqdm", "PIL"):
 from fast_video_vae.tests.videos import write, write_clip  # noqa: E402
 from fast_video_vae.vae import load_vae  # noqa: E402
 from fast_video_vae.vae.cli.main import REPOSITORY, main  # noqa: E402
-from fast_video_vae.vae.media import pictures_of, read_video  # noqa: E402
+from fast_video_vae.vae.cli.parser import parse  # noqa: E402
+from fast_video_vae.vae.media import codecs, pictures_of, read_video  # noqa: E402
 
-PROJECT = Path(__file__).resolve().parents[3] / "pyproject.toml"
+ROOT = Path(__file__).resolve().parents[3]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGE = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
+
+# A command in a block or in a sentence.
+COMMAND = re.compile(r"(?:fast-video-vae|-m fast_video_vae) ([^`\n#]*)")
+COMMANDS = sorted(
+    {found.strip() for page in PAGES for found in COMMAND.findall(page.read_text(encoding="utf-8"))}
+)
 
 
 @pytest.fixture
@@ -155,7 +165,7 @@ def test_a_failure_exits_with_1_and_one_line(
 
 def test_the_version_and_the_address_match_the_project_and_need_no_torch():
     command = installed_command("--version", first="sys.modules['torch'] = None")
-    project = PROJECT.read_text(encoding="utf-8")
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     version = re.search('^version = "(.*)"$', project, re.MULTILINE)
     assert builders.succeeded(command).stdout == f"fast-video-vae {version[1]}\n"
     assert f'Repository = "{REPOSITORY}"' in project
@@ -208,3 +218,31 @@ def test_the_error_for_a_missing_package_has_the_command_to_install_it(video, va
         r'install it with: pip install "\.\[cli\]" in a clone of https://\S+\n',
         done.stderr,
     )
+
+
+def help_of(command, capsys):
+    with pytest.raises(SystemExit):
+        parse([command, "--help"], "1")
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_of_the_pages_is_accepted(command):
+    assert parse(shlex.split(command), "1").command == command.split()[0]
+
+
+def test_the_options_on_the_page_exist(capsys):
+    helps = "".join(help_of(name, capsys) for name in ("demo", "encode", "decode", "bench", "info"))
+    options = {*re.findall(r"`(--[\w-]+)", PAGE)} - {"--help"}
+    assert options
+    assert [option for option in options if not re.search(rf"{option}\b", helps)] == []
+
+
+def test_the_table_of_suffixes_is_that_of_the_codecs():
+    rows = re.findall(r"^\| `(\.\w+)` \| (\w+)[^|]*\| ([^|]*) \|$", PAGE, re.MULTILINE)
+    assert rows
+    known = [codecs.codec_named(name) for name in codecs.CODECS]
+    for suffix, default, others in rows:
+        assert codecs.codec_for(Path(f"x{suffix}")).name == default
+        able = {codec.name for codec in known if suffix in codec.suffixes}
+        assert {default, *filter(None, others.split(", "))} == able
