@@ -1,4 +1,4 @@
-"""The benchmark: order, figures, memory of a call, chart, and command."""
+"""The benchmark: order, figures, memory of a call, chart, command, and the report on int8."""
 
 import importlib.util
 import json
@@ -16,6 +16,8 @@ from fast_video_vae.tests.wan22 import random_qwen21, random_wan22
 
 pytest.importorskip("PIL", reason="Pillow is not installed")
 
+from fast_video_vae.tests.vae.families import computes_16_bits, prepared
+from fast_video_vae.vae.bench import compare_precision
 from fast_video_vae.vae.bench.baselines import contestants
 from fast_video_vae.vae.bench.chart import COLORS, draw_chart
 from fast_video_vae.vae.bench.content import Clip, fitted, moving_pictures, random_latent
@@ -28,6 +30,7 @@ from fast_video_vae.vae.bench.measure import (
 )
 from fast_video_vae.vae.bench.report import BenchmarkReport, Comparison, Result
 from fast_video_vae.vae.checkpoint import load_vae, read_checkpoint
+from fast_video_vae.vae.streaming.options import StreamOptions
 
 pytest.importorskip("tqdm", reason="tqdm is not installed")
 
@@ -288,3 +291,43 @@ def test_diffusers_uses_the_same_weights_if_it_supports_the_layout(state, knows)
         expected = found[0].run()
         for each in found[1:]:
             assert relative_error(each.run(), expected) < 1e-5
+
+
+def test_the_report_on_int8_compares_clamped_frames_with_float32(int8, monkeypatch):
+    def decibels(frames):
+        error = (frames.double().clamp(-1, 1) - exact.double().clamp(-1, 1)).square().mean()
+        return 10 * math.log10(4 / error.item())
+
+    computes_16_bits(monkeypatch)
+    vae = load_vae(random_state_dict(8), dtype=torch.float32)
+    latent = random_latent(vae.config, Clip(24, 16, 5))
+    report = compare_precision(vae, latent)
+    assert (vae.precision, vae.dtype) == ("auto", torch.float32)  # as before the report
+    exact, bf16 = (
+        torch.cat(list(vae.decode_stream(latent, StreamOptions(dtype=dtype))), dim=2)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    vae.precision = "int8"
+    assert report.bf16_db == pytest.approx(decibels(bf16), abs=1e-3)
+    assert report.int8_db == pytest.approx(decibels(prepared(vae).decode(latent)), abs=1e-3)
+    assert report.loss_db == pytest.approx(report.bf16_db - report.int8_db)
+    assert report.clip == Clip(24, 16, 5)
+
+    lines, rows = report.text().splitlines(), report.layers.rows
+    assert lines[0].startswith(f"int8          {report.layers.share:.0%} of the multiplications")
+    assert lines[0].endswith("other layers in fp32")
+    assert f"{report.bf16_db:.2f} dB" in lines[2]
+    assert f"{report.int8_db:.2f} dB, {abs(report.loss_db):.2f} dB" in lines[3]
+    runs = [(line.split()[0], line.split()[-1]) for line in lines[6:]]
+    assert runs == [(each.name, "int8" if each.chosen else "fp32") for each in rows]
+    assert max(map(len, lines)) <= 100
+    table = [line for line in report.table().splitlines() if line.startswith("|")]
+    assert len(table) == 4 + 2 + len(rows)
+    for bf16_db, int8_db, words in (
+        (48.0, 50.0, "2.00 dB more"),
+        (math.inf, math.inf, "identical, 0.00 dB less"),
+        (48.0, math.nan, "not finite, not comparable"),
+    ):
+        changed = replace(report, bf16_db=bf16_db, int8_db=int8_db)
+        assert words in changed.text()
+        json.dumps(changed.record(), allow_nan=False)

@@ -9,7 +9,6 @@ from safetensors.torch import load_file, save_file
 for _package in ("av", "tqdm", "PIL"):
     pytest.importorskip(_package, reason=f"{_package} is not installed")
 
-from fast_video_vae.kernels.ready import facts  # noqa: E402
 from fast_video_vae.tests.vae.families import prepared  # noqa: E402
 from fast_video_vae.tests.videos import write_clip  # noqa: E402
 from fast_video_vae.vae import load_vae  # noqa: E402
@@ -20,11 +19,8 @@ from fast_video_vae.vae.streaming.int8 import layers, settings  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def supported(monkeypatch, tmp_path):
-    """Every machine supports int8, and the measured clip is small."""
-    monkeypatch.setattr(settings, "int8_lacks", lambda *_: "")
-    kept = facts.Facts(tmp_path / "facts.json", {})
-    monkeypatch.setattr(layers, "facts_of", lambda _: kept)
+def small(int8, monkeypatch):
+    """The measured clip is small."""
     monkeypatch.setattr(precision, "_WIDTH", 32)
     monkeypatch.setattr(precision, "_HEIGHT", 16)
 
