@@ -11,6 +11,7 @@ PAGES = [
     *(README, ROOT / "CHANGELOG.md", ROOT / "vae/demo/README.md"),
     *sorted(ROOT.glob("docs/*.md")),
     *sorted(ROOT.glob("web/docs/**/*.md")),
+    ROOT / "tests/README.md",
     *sorted(ROOT.glob("tests/benchmarks/*.md")),
 ]
 PICTURE_BYTES = 3_000_000
@@ -18,7 +19,7 @@ PICTURE_BYTES = 3_000_000
 # Where a new user decides: a screen.
 FIRST_SCREEN = 40
 
-NAMED_TEST = re.compile(r"\[(test_\w+)\]\(((?:\.\./)?tests/[^)]+)\)")
+NAMED_TEST = re.compile(r"\[(test_\w+)\]\(([^)]+\.py)\)")
 SCRIPT = re.compile(r"python (tests/\w+/\w+\.py)")
 TARGET = re.compile(r'\]\(([^)]+)\)|(?:href|src)="([^"]+)"')
 
@@ -113,3 +114,17 @@ def test_both_commands_are_alone_in_their_blocks():
     blocks = re.findall(r"```bash\n(.*?)```", text_of(README), flags=re.DOTALL)
     assert 'pip install ".[cli]" && fast-video-vae demo\n' in blocks
     assert 'pip install ".[test]" && pytest\n' in blocks
+
+
+def test_the_page_of_the_architecture_names_what_is_there():
+    page, picture = text_of(ROOT / "docs/architecture.md"), text_of(ROOT / "media/architecture.svg")
+    hands = re.findall(r"^\| \d+ \| `([\w/]+\.py)`: `(\w+)`", page, flags=re.MULTILINE)
+    assert len(hands) == 10
+    for path, name in hands:
+        assert re.search(rf"^ *(?:def|class) {name}\b", text_of(ROOT / path), re.MULTILINE), name
+        assert f">{path}<" in picture
+    for path in re.findall(r"`((?:\w+/)+(?:\w+\.py)?)`", page):
+        assert (ROOT / path).exists(), path
+    rooms = re.findall(r">(\w+(?:/|\.py)(?:, \w+(?:/|\.py))*)<", picture)
+    known = {path.name for path in ROOT.rglob("*") if ".git" not in path.parts}
+    assert {each.strip("/") for room in rooms for each in room.split(", ")} <= known

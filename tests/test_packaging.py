@@ -1,5 +1,6 @@
 """The installation: content of the wheel, dependencies, and an import without side effects."""
 
+import importlib
 import re
 import shutil
 import sys
@@ -86,3 +87,9 @@ def test_comfyui_finds_the_pack_and_imports_nothing_else(tmp_path):
         "print(hasattr(pack, 'comfy_entrypoint'), sorted(set(sys.modules) - before))\n"
     )
     assert succeeded([sys.executable, "-I", "-B", "-c", code]).stdout.strip() == "True []"
+
+
+@pytest.mark.parametrize("door", ["lora", "vae", "vae.bench"])
+def test_every_public_name_is_there(door):
+    module = importlib.import_module(f"fast_video_vae.{door}")
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []

@@ -155,7 +155,7 @@ def counted(*, own: bool = False) -> Iterator[ByteCounter]:
         if own:
             for owner, name, value in (
                 (routes, "_chosen", lambda weight, *_, **__: (_tile_for(weight), None)),
-                (serving, "serves", lambda *_: True),
+                (serving, "ours", lambda *_: ("triton",)),
                 (convolution, "launch", functools.partial(launched, counter)),
             ):
                 stack.enter_context(mock.patch.object(owner, name, value))

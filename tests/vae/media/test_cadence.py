@@ -5,6 +5,7 @@ import itertools
 import logging
 import math
 import random
+import sys
 from fractions import Fraction
 
 import pytest
@@ -175,7 +176,7 @@ def test_frames_that_come_after_the_sample_do_not_make_a_rate_vary(tmp_path, mon
 
     path = write_with(tmp_path / "a.mkv", moving_clip(80, 32, 32), "matroska", prepare=reorder)
     for count in range(60, 66):
-        monkeypatch.setattr("fast_video_vae.vae.media.cadence.SAMPLE", count)
+        monkeypatch.setattr(sys.modules[cadence.__module__], "SAMPLE", count)
         assert not read_video(path).varies
 
 
