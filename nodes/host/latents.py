@@ -4,7 +4,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ...kernels import log_once
+from .lazy import Later
+
+kernels = Later("kernels")
 
 
 def first_of(samples: Tensor) -> Tensor:
@@ -25,7 +27,7 @@ def log_cut_patches(model: str, size: Sequence[int], patch: Sequence[int], step:
             fits.append(f"{edge} {' or '.join(around)}")
     if fits:
         needs = "even numbers" if max(patch) == 2 else f"multiples of {max(patch)}"
-        log_once(
+        kernels.log_once(
             f"the latent has {size[0]} rows and {size[1]} columns; {model} needs {needs}, so "
             f"ComfyUI repeats the opposite edge, which can show. In pixels: {', '.join(fits)}"
         )

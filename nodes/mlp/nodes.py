@@ -16,9 +16,11 @@ import torch.nn.functional as F
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 
-from ...kernels import silu_mul_by_kernel
 from ..host.api import io
 from ..host.input_checks import checked
+from ..host.lazy import Later
+
+kernels = Later("kernels")
 
 _logger = logging.getLogger(__name__)
 
@@ -163,7 +165,7 @@ def _product(module: Any, wiring: Wiring, x: Tensor) -> Tensor:  # noqa: ANN401,
     gate, value = parts[wiring.gate], parts[1 - wiring.gate]
     # A patched layer may return another dtype, and the formula returns the wider one.
     alike = (gate.shape, gate.dtype, gate.device) == (value.shape, value.dtype, value.device)
-    product = silu_mul_by_kernel(gate, value, out) if alike else None
+    product = kernels.silu_mul_by_kernel(gate, value, out) if alike else None
     if product is None:
         product = F.silu(gate, inplace=out is gate)
         product = product.mul_(value) if alike and out is gate else product * value

@@ -11,9 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...lora import SIGMA_TOLERANCE, parse_number, step_of
+from ..host.lazy import Later
 from ..host.run_phase import Phase
 from ..host.widgets import AUTO
+
+lora = Later("lora")
 
 # Relative. A boundary of 0.9 is 0.89999998 as a sigma in float32, whose eps is 6e-8. A level at the
 # boundary belongs to the first expert.
@@ -77,7 +79,7 @@ class SamplingPlan:
 
     def cfg_at(self, stage: int, sigma: float) -> float:
         """Return the guidance for a call of `stage` at `sigma`."""
-        return self.stages[stage].cfg[step_of(sigma, self.sigmas)]
+        return self.stages[stage].cfg[lora.step_of(sigma, self.sigmas)]
 
     def phase(self, stage: int) -> Phase:
         """Return the phase of `stage` for its LoRAs."""
@@ -97,7 +99,7 @@ def parse_text(name: str, text: str) -> tuple[float, ...] | float | None:
         return None
     if name == "boundary":
         return _parse_boundary(text.strip().lower())
-    values = [parse_number(piece) for piece in text.split(",")]
+    values = [lora.parse_number(piece) for piece in text.split(",")]
     if None in values:
         raise ValueError(
             f"{name}: got {text!r}; expected a number, numbers with commas, or '{AUTO}'"
@@ -147,7 +149,7 @@ def make_stages(sigmas: Sigmas, preset: Preset, *, experts: int) -> tuple[Sampli
 
 def _parse_boundary(text: str) -> float | int:
     """Parse a noise level with a decimal point, or a step as a whole number."""
-    value = parse_number(text)
+    value = lora.parse_number(text)
     if value is not None and value == int(value) >= 0 and not set(text) & {".", "e"}:
         return int(value)
     if value is None or not 0 <= value <= 1:
@@ -170,7 +172,7 @@ def _switch(sigmas: Sigmas, boundary: float | int) -> tuple[int, float]:
 
 def _above(sigmas: Sigmas, step: int) -> float:
     """Return a noise level just above that of a step; 0 for the end of the list."""
-    return sigmas[step] * (1 + SIGMA_TOLERANCE) if step < len(sigmas) - 1 else 0.0
+    return sigmas[step] * (1 + lora.SIGMA_TOLERANCE) if step < len(sigmas) - 1 else 0.0
 
 
 def _shifted_steps(

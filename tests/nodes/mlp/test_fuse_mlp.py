@@ -82,9 +82,9 @@ def block_of(path=YAK, dtype=torch.float32, operations=None):
 @pytest.fixture
 def kernel(comfyui):
     """A spy on the kernel's calls."""
-    from fast_video_vae.nodes.mlp import nodes
+    from fast_video_vae import kernels
 
-    with patch.object(nodes, "silu_mul_by_kernel", wraps=nodes.silu_mul_by_kernel) as spy:
+    with patch.object(kernels, "silu_mul_by_kernel", wraps=kernels.silu_mul_by_kernel) as spy:
         yield spy
 
 
