@@ -49,13 +49,11 @@ def recording(*modules):
 
 
 def video(count, frames, dtype, height=360, width=640):
-    """Return memory `[1, count, frames, height, width]`, channels-last."""
     shape = (1, frames, height, width, count)
     return torch.empty(shape, dtype=dtype, device="meta").movedim(-1, 1)
 
 
 def launches(_, dtype, channels):
-    """Return the launches of the ops."""
     started = recording(rows, norms, layout)
     x, numbers = video(channels, 4, dtype), torch.empty(channels, dtype=dtype, device="meta")
     flat = x.movedim(1, -1).flatten(0, 3)
@@ -149,7 +147,6 @@ def compiled(kernel, args, constants, options, chip):
 
 
 def stack_bytes(result):
-    """Return the bytes of stack and spills per thread."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"

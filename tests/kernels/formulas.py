@@ -23,7 +23,6 @@ def unit(dtype):
 
 
 def check(actual, value, error, where=""):
-    """Compare a result with `value` in float64, within a rounding and the `error` before it."""
     assert actual.shape == value.shape, where
     info, rounded = torch.finfo(actual.dtype), value.to(actual.dtype)
     special = ~rounded.isfinite()
@@ -52,7 +51,6 @@ def holds(op, *args, into=None, **options):
 
 
 def compare(result, value, error, where=""):
-    """Compare a result with its formula; one without an error is exact."""
     if error is None:
         assert torch.equal(result, value), where
     else:

@@ -78,7 +78,6 @@ def playing(monkeypatch, tmp_path, chip=CHIP, table=None):
 
 @pytest.fixture
 def gpu(monkeypatch, tmp_path):
-    """Play a chip of the table; returns the device and its kernels."""
     with playing(monkeypatch, tmp_path) as both:
         yield both
 

@@ -4,7 +4,6 @@ import json
 import logging
 import threading
 import time
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from fast_video_vae.kernels.ready import background, facts, selfcheck, serving
 from fast_video_vae.tests.kernels.own_kernels import Network, OwnKernels, bits, gpu, restart
 from fast_video_vae.tests.vae.families import STATES, latent_for, random_frames, relative_error
 from fast_video_vae.vae.checkpoint import load_vae
-from fast_video_vae.vae.streaming.prepared import preparation
 
 __all__ = ["gpu"]
 
@@ -248,14 +246,3 @@ def test_the_sources_and_switches_decide_what_is_known(gpu, monkeypatch):
     monkeypatch.setattr(facts, "sources", facts.sources.__wrapped__)
     facts.of_kernels.cache_clear()
     assert facts.of_kernels(device.device).get("right: x") is None
-
-
-def test_the_kernels_of_int8_are_prepared_in_the_dtype_of_its_decodes(gpu, monkeypatch):
-    # A decode of a VAE without a chosen dtype computes in float16 next to int8.
-    names = defaultdict(frozenset, {torch.float16: frozenset("a")})
-    vae = load_vae(STATES["wan2.1"](), device="cuda")
-    monkeypatch.setattr(vae, "planned_codes", lambda dtype, _: names[dtype])
-    vae.prepare()
-    works = {(work.dtype, work.encodes, work.coded) for _, work in preparation._prepared}
-    assert {(torch.float16, False, frozenset("a")), (torch.bfloat16, False, frozenset())} <= works
-    assert not any(work.coded for _, work in preparation._prepared if work.encodes)
