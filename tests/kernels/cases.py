@@ -142,10 +142,7 @@ def inputs(op, dtype):
         "average_down": lambda: ((video(1, 24, 3, 6, 4, dtype=dtype), 12), {"times": 2, "size": 2}),
         "bias_residual": lambda: ((x, numbers[0], x.flip(2), numbers[1]), {}),
         "frames_to_images": lambda: ((x,), {"patch": 2, "order": "ctwh"}),
-        "group_norm_silu": lambda: (
-            (x, numbers[0], numbers[1], 4),
-            {"tail": tail},
-        ),
+        "group_norm_silu": lambda: ((x, numbers[0], numbers[1], 4), {"tail": tail}),
         "group_norm_statistics": lambda: ((x, 4), {}),
         "interleave_time": lambda: ((x, 2), {}),
         "merge_phases": lambda: (

@@ -25,7 +25,6 @@ WRONG = {
         kernels.rms_norm_silu, (v(*X), ONES), {"tail": v(*X), "out": v(*X)},
         r"out is .*; expected \[2, 8, 6, 4, 6\]",
     ),
-    "groups": (kernels.group_norm_silu, (v(*X), ONES, ONES, 3), {}, "groups: 3 does not divide 8"),
     "no groups": (kernels.group_norm_silu, (v(*X), ONES, ONES, 0), {}, "groups: 0"),
     "narrow statistics": (
         kernels.group_norm_silu, (v(*X, dtype=torch.float16), ONES, ONES, 2),
@@ -34,10 +33,6 @@ WRONG = {
     "no dimension": (kernels.silu_mul, (torch.tensor(1.0), ONES), {}, "x.ndim is 0"),
     "a negative border": (
         kernels.rms_norm_silu, (v(*X), ONES), {"border": -1}, "border is -1; expected 0 or more",
-    ),
-    "out without the border": (
-        kernels.group_norm_silu, (v(*X), ONES, ONES, 2), {"border": 1, "out": v(*X)},
-        r"out is .*; expected \[2, 8, 3, 6, 8\]",
     ),
     "phases": (kernels.interleave_time, (v(*X), 3), {}, "phases: 3 does not divide 8"),
     "grid": (kernels.merge_phases, (v(2, 6, 1, 4, 4),), {}, "4 phases: 4 does not divide 6"),
@@ -49,7 +44,6 @@ WRONG = {
         kernels.merge_phases, (v(*X), v(2, 3, 3, 3, 5)), {}, "source: 3 does not divide 8",
     ),
     "times": (kernels.merge_phases, (v(*X), None, 0), {}, "times is 0"),
-    "size": (kernels.pixel_shuffle_3d, (v(*X), (1, 3, 1)), {}, "size: 3 does not divide 8"),
     "size 0": (kernels.pixel_shuffle_3d, (v(*X), (1, 0, 1)), {}, "expected 3 numbers from 1"),
     "order": (kernels.pixel_shuffle_3d, (v(*X), (1, 2, 2), "chw"), {}, "order is 'chw'"),
     "blocks": (kernels.average_down, (v(*X), 8), {"times": 1, "size": 4}, "size: 4 does not"),
@@ -66,10 +60,6 @@ WRONG = {
     "sums in floats": (
         kernels.int8_conv3d, (v(*X).char(), v(4, 8, 1, 1, 1).char(), None), {},
         "dtype is float32; expected int32",
-    ),
-    "images out": (
-        kernels.frames_to_images, (v(*X),), {"out": torch.ones(3, 4, 6, 8)},
-        r"expected \[6, 4, 6, 8\]",
     ),
 }  # fmt: skip
 
@@ -138,19 +128,6 @@ def test_all_tensors_must_fit_the_first(op, wrong):
         if f"{op} {name}" not in ALLOWED.get(wrong, []):
             with pytest.raises(ValueError, match=f"^{name} {message}"):
                 getattr(kernels, op)(**call | {name: change(call[name])})
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_ops_run_on_the_meta_device(op):
-    """Networks are built on it before their weights are loaded."""
-    args, keywords = inputs(op, torch.bfloat16)
-    shape = getattr(kernels, op)(*args, **keywords).shape
-
-    def moved(value):
-        return value.to(META) if isinstance(value, torch.Tensor) else value
-
-    meta = {name: moved(value) for name, value in keywords.items()}
-    assert getattr(kernels, op)(*map(moved, args), **meta).shape == shape
 
 
 def test_calls_within_a_stream_are_not_checked_again(monkeypatch):

@@ -5,7 +5,7 @@ value is between two codes within the error of float32. Results are written into
 or -83 inside a longer buffer.
 """
 
-from itertools import pairwise, product, starmap
+from itertools import product
 from random import Random
 
 import pytest
@@ -15,14 +15,7 @@ import torch.nn.functional as F
 from fast_video_vae import kernels
 from fast_video_vae.kernels import BackendError
 from fast_video_vae.tests.kernels import formulas
-from fast_video_vae.tests.kernels.cases import (
-    DTYPES,
-    PLAYED,
-    Poisoned,
-    random,
-    video,
-    window,
-)
+from fast_video_vae.tests.kernels.cases import DTYPES, PLAYED, Poisoned, random, video, window
 
 OPS = ("rms_norm_silu", "group_norm_silu")
 ZERO = 17
@@ -201,41 +194,6 @@ def test_two_threads_write_the_codes_and_counts_of_one(backend, op):
     assert y.dtype == kernels.code_dtype(x.device) == torch.uint8
     assert min(found[0][2] - counters()) > 0
     assert all(map(torch.equal, *found))
-
-
-@each_op
-@pytest.mark.parametrize(
-    ("channels", "width", "border", "silu"),
-    [(16, 4, 1, True), (33, 5, 0, False)],
-)
-def test_a_border_and_bands_do_not_change_the_frames(backend, op, channels, width, border, silu):
-    """Bit for bit: frames, tails and counts; every band has its own border.
-
-    The rows are whole vectors, because PyTorch's `exp` differs between these and their remainder.
-    """
-    args, options = arguments(op, channels)
-    run, more = getattr(kernels, op), {"silu": silu}
-    x = video(1, channels, 3, 6, width, dtype=torch.bfloat16).mul_(3).add_(5)
-    if op == OPS[1]:  # with statistics, their eps counts
-        more["statistics"] = kernels.group_norm_statistics(x, args[-1], options["eps"])
-        more["eps"] = 7.0
-    for form in FORMS[backend]:
-        tails = [torch.zeros(1, 2, 6, width, channels, dtype=form or x.dtype) for _ in "ab"]
-        tails = [each.movedim(-1, 1) for each in tails]
-        counted = [coded(channels) if form else {} for _ in tails]
-        out = torch.empty(1, 5, 6, width, channels, dtype=form or x.dtype).movedim(-1, 1)
-        whole = run(x, *args, **options, silu=silu, tail=tails[0], out=out, **counted[0])
-        for rows in starmap(slice, pairwise((0, 1, 3, 6))):
-            zero = ZERO - LIFTED[form] if form else 0
-            expected = F.pad(whole[..., rows, :], (border,) * 4, value=zero)
-            out = torch.empty_like(expected, memory_format=torch.channels_last_3d)
-            run(
-                x[..., rows, :], *args, **(options | more), tail=tails[1][..., rows, :], out=out,
-                border=border, **counted[1],
-            )  # fmt: skip
-            assert torch.equal(out, expected)
-        assert torch.equal(*tails)
-        assert not form or torch.equal(*(each["saturated"] for each in counted))
 
 
 def refusals(backend, x):

@@ -43,13 +43,9 @@ def test_a_line_keeps_the_beginning_and_the_end_of_a_long_reason():
     assert line("vae.pth", "no tensors") == "vae.pth: no tensors"
 
 
-RAISED = [
-    KeyError("x"), NotImplementedError("Could not run\nwith arguments"), RuntimeError("x" * 14_000),
-    AssertionError(), UnicodeDecodeError("utf-8", b"\xff", 0, 1, "x"), ValueError("it is\nodd"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("error", RAISED, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    "error", [KeyError("x"), RuntimeError("x" * 14_000), AssertionError(), ValueError("it is\nodd")]
+)
 def test_any_error_becomes_one_line(error):
     with pytest.raises(ValueError, match=r"vae\.pth(:| is)") as caught, guarded("/models/vae.pth"):
         raise error
