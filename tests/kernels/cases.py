@@ -94,7 +94,6 @@ def video(*shape, dtype=torch.float32, seed=0):
 
 
 def poison(dtype):
-    """Return a value that no op writes for the inputs of the tests."""
     if dtype.is_floating_point:
         return math.nan
     return -83 if dtype == torch.int8 else 173
@@ -132,7 +131,6 @@ def window(batch, channels, frames, height, width, *, dtype, offset=64):
 
 
 def inputs(op, dtype):
-    """Return the arguments and keywords of a typical call of `op`."""
     channels, shape = 24, (1, 24, 3, 6, 5)
     x, numbers = video(*shape, dtype=dtype), random(2, channels, seed=1)
     tail = video(1, channels, 2, 6, 5, dtype=dtype, seed=2)

@@ -81,8 +81,6 @@ def taps_of(outputs, inputs, *kernel, dtype=torch.float32, seed=1):
 
 
 class Placed:
-    """A video between NaN, `[B, C, T, H, W]`, with its expected values."""
-
     def __init__(self, shape, dtype, pick, seed):
         batch, channels, frames, height, width = shape
         spare, offset = pick((0, 1)), pick((64, 1))

@@ -55,7 +55,6 @@ def test_a_built_library_loads_without_build_tools():
 
 
 def play(monkeypatch, system, machine, name):
-    """Let this process seem to run on another platform."""
     monkeypatch.setattr(sys, "platform", system)
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(sysconfig, "get_platform", lambda: name)

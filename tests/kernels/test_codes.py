@@ -44,7 +44,6 @@ SIZES = (
 
 
 def arguments(op, channels):
-    """Return the arguments after `x`, and the options."""
     weight, bias = random(2, channels, seed=1)
     groups = next(n for n in (4, 5, 3, 1) if channels % n == 0)
     if op == OPS[0]:
@@ -53,12 +52,10 @@ def arguments(op, channels):
 
 
 def counters():
-    """Return counters that are not 0: a call adds to them."""
     return torch.tensor([1000, 100], dtype=torch.int64)
 
 
 def coded(channels, factor=30.0):
-    """Return the options of codes."""
     codes = random(channels, seed=4).abs().add_(0.1).mul_(factor)
     return {"codes": codes, "saturated": counters()}
 
@@ -197,7 +194,6 @@ def test_two_threads_write_the_codes_and_counts_of_one(backend, op):
 
 
 def refusals(backend, x):
-    """Return options that a backend refuses, and its reason."""
     out = torch.zeros(x.shape, dtype=torch.int8).to(memory_format=torch.channels_last_3d)
     given = coded(x.shape[1])
     # The same address and strides, but another size of a number.

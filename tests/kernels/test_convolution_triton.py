@@ -21,7 +21,6 @@ pytestmark = pytest.mark.usefixtures("on_triton")
 
 
 def activations(*shape, dtype):
-    """Return what a norm and SiLU make of normal numbers."""
     return F.silu(video(*shape)).to(dtype)
 
 
@@ -36,7 +35,6 @@ def test_calls_of_all_kinds_equal_the_formula(kernel):
 
 
 def check_tile(variant, tile, inputs, outputs, kind, size):
-    """Compare a tile with the formula."""
     x, weight = activations(1, inputs, 2, *size, dtype=kind), taps_of(outputs, inputs, 2, 1, 2)
     weight, tail = weight.to(kind), activations(1, inputs, 1, *size, dtype=kind)
     with use_backend("triton"):

@@ -22,10 +22,10 @@ def test_a_key_is_printable_and_short(text, expected):
 
 
 @pytest.mark.parametrize("path", ["vae.pth", "/x/" + "n" * 251 + ".pth", "/x/\n\u202e.pth"])
-@pytest.mark.parametrize("text", ["it is empty", "x" * 14_000, "a\nb " * 200])
+@pytest.mark.parametrize("text", ["x" * 14_000, "a\nb " * 200])
 def test_a_line_is_short_and_holds_the_name(path, text):
-    for message_text in (text, f"{path} is this: {text}"):
-        message = line(path, message_text)
+    for begun in ("", f"{path} is this: "):
+        message = line(path, begun + text)
         assert len(message) <= LINE
         assert message.isprintable()
         assert shown(path.rpartition("/")[2], 60) in message

@@ -1,7 +1,6 @@
 """Is a kernel right: the rule next to planted errors, and the check of all ops of a backend."""
 
 import functools
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -169,12 +168,10 @@ def test_one_wrong_row_of_an_op_is_found(op, changed):
     assert not selfcheck.checked(["triton"], op, given)
 
 
-@pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
-def test_a_kernel_that_fails_is_not_used(error, changed):
+def test_a_lack_of_memory_does_not_show_that_a_kernel_is_wrong(changed):
     def fails(*_):
-        raise error("no kernel image is available")
+        raise torch.OutOfMemoryError
 
     changed(fails)
-    out_of_memory = error is torch.OutOfMemoryError
-    with pytest.raises(error) if out_of_memory else nullcontext():
-        assert not selfcheck.checked(NAMES, "silu_mul", sample("silu_mul", torch.bfloat16))
+    with pytest.raises(torch.OutOfMemoryError):
+        selfcheck.checked(NAMES, "silu_mul", sample("silu_mul", torch.bfloat16))

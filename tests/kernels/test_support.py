@@ -33,7 +33,6 @@ def test_the_matrix_has_every_op_backend_and_dtype_once():
     ]
 
 
-# The refusals of Triton by the matrix, and by an op, come without an import of it.
 CALL = """
 import runpy, sys; runpy.run_path(sys.argv[1]); import einops, torch
 x = torch.ones(2, 8)

@@ -122,7 +122,6 @@ def emulated():
 
 
 def tensor_map(of):
-    """Return `Map` of hopper.h for `Boxes`."""
     assert min(of.sizes)
     ones = [1] * (5 - len(of.sizes))
     steps = 2, *of.steps, *ones
