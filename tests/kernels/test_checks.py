@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fast_video_vae import kernels
-from fast_video_vae.kernels import BackendError, Snapshot, checks, seeing
+from fast_video_vae.kernels import BackendError, ConvWeight, Snapshot, checks, seeing
 from fast_video_vae.kernels.backends import SIGNATURES
 from fast_video_vae.tests.kernels.cases import OPS, inputs, video
 
@@ -19,8 +19,24 @@ def v(*shape, dtype=torch.float32, device="cpu"):
 
 X = (2, 8, 3, 4, 6)
 ONES = torch.ones(8)
+WEIGHT = v(4, 8, 3, 3, 3)
+TAPS = WEIGHT[:, :, 0]
 
 WRONG = {
+    "an integer x": (kernels.conv3d, (v(*X).int(), WEIGHT), {}, "x is int32; expected float32"),
+    "stride in time of frames": (
+        kernels.conv3d, (v(*X), TAPS), {"stride": (2, 1, 1)}, "stride in time and tail are for a",
+    ),
+    "a tail before frames": (
+        kernels.conv3d, (v(*X), TAPS), {"tail": v(*X)}, "stride in time and tail are for a weight",
+    ),
+    "other channels": (
+        kernels.conv3d, (v(*X), WEIGHT[:, 1:]), {}, r"weight is \[4, 7, 3, 3, 3\]; expected",
+    ),
+    "no outputs": (kernels.conv3d, (v(*X), WEIGHT[:0]), {}, "expected 5 numbers from 1 on"),
+    "no rows": (
+        kernels.conv3d, (v(*X)[..., :0, :], WEIGHT), {"padding": (1, 1)}, "more with its padding",
+    ),
     "out without the tail": (
         kernels.rms_norm_silu, (v(*X), ONES), {"tail": v(*X), "out": v(*X)},
         r"out is .*; expected \[2, 8, 6, 4, 6\]",
@@ -65,8 +81,11 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_an_unsuitable_argument_is_an_error(name):
+def test_an_unsuitable_argument_is_an_error_before_any_work(name):
     op, args, keywords, message = WRONG[name]
+    if op is kernels.conv3d:  # no weight is derived
+        kind = args[1].shape, args[1].dtype, args[1].device
+        args = args[0], ConvWeight(*kind, lambda: pytest.fail("the weight was derived"))
     with pytest.raises(ValueError, match=message) as caught:
         op(*args, **keywords)
     assert "\n" not in str(caught.value)

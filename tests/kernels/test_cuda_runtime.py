@@ -212,19 +212,16 @@ def test_kernels_run_on_the_device_and_the_current_stream_of_the_tensors(monkeyp
 
     @contextmanager
     def entered(device):
-        before, current[0] = current[0], device.index
+        current[0] = device.index
         yield
-        current[0] = before
+        current[0] = 0
 
-    def load(*_):
-        return SimpleNamespace(launch=lambda *given: launched.append((current[0], given[-1])))
-
+    module = SimpleNamespace(launch=lambda *given: launched.append((current[0], given[-1])))
+    stream_of = lambda device: SimpleNamespace(cuda_stream=70 + device.index)  # noqa: E731
     monkeypatch.setattr(torch.cuda, "device", entered)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
-    monkeypatch.setattr(
-        torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=70 + device.index)
-    )
-    monkeypatch.setattr(runtime, "loaded", load)
+    monkeypatch.setattr(torch.cuda, "current_stream", stream_of)
+    monkeypatch.setattr(runtime, "loaded", lambda *_: module)
     for index in (0, 1, 0):
         like = SimpleNamespace(device=torch.device("cuda", index), dtype=torch.float32)
         runtime.launch("silu_mul", "gate_rows", like, 1, (256, 1), b"", PACK=4)
