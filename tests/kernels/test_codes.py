@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from fast_video_vae import kernels
 from fast_video_vae.kernels import BackendError
+from fast_video_vae.kernels.backends import ORDER
 from fast_video_vae.tests.kernels import formulas
 from fast_video_vae.tests.kernels.cases import DTYPES, PLAYED, Poisoned, random, video, window
 
@@ -24,12 +25,7 @@ LIFTED = {torch.uint8: 0, torch.int8: 128}
 each_op = pytest.mark.parametrize("op", OPS)
 
 # Dtypes of codes; None: the norm writes numbers. A CUDA kernel has those of GPUs.
-FORMS = {
-    "reference": (None, torch.uint8, torch.int8),
-    "native": (None, torch.uint8, torch.int8),
-    "triton": (None, torch.uint8, torch.int8),
-    "cuda": (None, torch.int8),
-}
+FORMS = dict.fromkeys(ORDER, (None, torch.uint8, torch.int8)) | {"cuda": (None, torch.int8)}
 
 SIZES = (
     (1, 1, 2, 3, 5),

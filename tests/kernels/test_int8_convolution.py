@@ -46,12 +46,6 @@ def candidate(request):
         yield request.param
 
 
-@pytest.fixture
-def triton(on_triton):
-    with use_backend("triton"):
-        yield
-
-
 def codes_of(*shape, kind=torch.int8, seed=0):
     """Return every value of `kind`, `[B, C, T, H, W]` in channels-last memory."""
     batch, channels, *pixels = shape
@@ -173,7 +167,8 @@ def test_onednn_sums_exactly_and_adds_the_residual_after_a_rounding():
     assert torch.equal(out, plain + residual)
 
 
-def test_calls_that_the_kernel_cannot_run_are_refused(triton):
+@pytest.mark.parametrize("candidate", ["triton"], indirect=True)
+def test_calls_that_the_kernel_cannot_run_are_refused(candidate):
     x, weight = codes_of(1, 16, 2, 4, 4), taps_of(16, 16, 1, 1, 1)
     with pytest.raises(BackendError, match="there is no kernel for uint8"):
         int8_conv3d(codes_of(1, 16, 2, 4, 4, kind=torch.uint8), weight, None, dtype=torch.int32)
