@@ -64,7 +64,12 @@ def conv3d(x: Tensor, weight: ConvWeight, *terms: Any) -> Tensor:  # noqa: ANN40
     same = all(each is None or each.dtype == x.dtype for each in vectors)
     dtype = x.dtype if same else torch.float32
     vectors = [None if each is None else each.to(dtype) for each in vectors]
-    _refuse_memory(x, tail, residual, out, [taps, *vectors])
+    tensors = [each for each in (x, tail, residual, out, taps, *vectors) if each is not None]
+    for each in tensors:
+        refuse_subclass(each)
+    packs = pack_of(x.dtype, outputs, video(out), video(residual))
+    if packs == 1 or any(each.data_ptr() % _PACK for each in tensors):
+        raise Refusal(UNDESCRIBED)
     batch, _, times, height, width = out.shape
     parts = outputs // tile.width, times, blocks(width, TILE), blocks(height, TILE)
     tiles, known = math.prod(parts) * batch, 0 if tail is None else tail.shape[2]
@@ -125,15 +130,3 @@ def _maps(tile: HopperTile, x: Tensor, tail: Tensor | None, taps: Tensor) -> lis
     sizes, steps = (taps[0].numel(), taps.shape[0]), (taps[0].nbytes,)
     boxes.append(Boxes(taps.data_ptr(), kind, sizes, steps, (slab, tile.width), swizzle, device))
     return [("128s", (tensor_map(each),)) for each in boxes]
-
-
-def _refuse_memory(
-    x: Tensor, tail: Tensor | None, residual: Tensor | None, out: Tensor, others: list[Any]
-) -> None:
-    """Refuse memory that the kernel cannot read; `others` are the weight and vectors, or None."""
-    known = [each for each in (x, tail, residual, out, *others) if each is not None]
-    for each in known:
-        refuse_subclass(each)
-    packs = pack_of(x.dtype, out.shape[1], video(out), video(residual))
-    if packs == 1 or any(each.data_ptr() % _PACK for each in known):
-        raise Refusal(UNDESCRIBED)
