@@ -69,22 +69,13 @@ def _first(names: Sequence[str], built: bool, op: str, args: tuple[Any, ...]) ->
     raise BackendError(op, reasons)
 
 
-def convolve(
-    route: Route,
-    x: Tensor,
-    weight: ConvWeight,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    residual_bias: Tensor | None,
-    gamma: Tensor | None,
-    tail: Tensor | None,
-    out: Tensor | None,
-    padding: tuple[int, int],
-) -> Tensor:
+def convolve(route: Route, x: Tensor, weight: ConvWeight, *given: Any) -> Tensor:  # noqa: ANN401
     """Run `conv3d` on the first candidate of a route that supports the call.
 
-    A candidate gets the terms that it adds; others are added in passes over its result.
+    A candidate gets the terms that it adds; others are added in passes over its result. `given` are
+    the arguments in `SIGNATURES` from the bias to `out`, and the padding.
     """
+    bias, residual, residual_bias, gamma, tail, out, padding = given
     refuse_gradients("conv3d", (x, weight, bias, residual, residual_bias, gamma, tail, out))
     proofs = None if route.proves is None else current_proofs()
     if route.proves is not None and proofs is not None:

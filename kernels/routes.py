@@ -93,11 +93,7 @@ _proofs: dict[ProofKey, tuple[int, Proof]] = {}
 
 
 def conv_route(
-    weight: ConvWeight,
-    stride: tuple[int, int, int],
-    *,
-    video: bool,
-    form: WeightForm | None = None,
+    weight: ConvWeight, stride: tuple[int, int, int], *, video: bool, form: WeightForm | None = None
 ) -> Route:
     """Return what runs the convolutions of a layer in a video (or a picture), and what it fuses.
 

@@ -142,10 +142,7 @@ def convolved(
 
 
 def convolved_size(
-    shape: Sequence[int],
-    weight_shape: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
+    shape: Sequence[int], weight_shape: Sequence[int], stride: Sequence[int], padding: Sequence[int]
 ) -> Shape:
     """Return the shape of a result for an input, weight, stride and padding of as many axes."""
     axes = zip(shape[2:], weight_shape[2:], stride, padding, strict=True)

@@ -52,7 +52,8 @@ def convolve(
     contiguous: bool = False,
 ) -> Tensor:
     """Convolve a video `[B, C, T, H, W]` after its `tail` without terms, in new memory."""
-    taps = weight.laid_out("sliced", _joined_slices)
+    # `[C_out, C, kt, kh, kw]` as `[C_out, kt * C, kh, kw]`.
+    taps = weight.laid_out("sliced", lambda plain: channels_last(plain.movedim(2, 1).flatten(1, 2)))
     result = shapes.new_video(x, shapes.convolved(x, weight.shape, stride, padding, tail))
     frames = [*(() if tail is None else tail.unbind(2)), *x.unbind(2)]
     batch, channels, _, height, width = x.shape
@@ -73,8 +74,3 @@ def convolve(
         y = cudnn.convolve(rows, taps, None, stride[1:], padding)
         result[:, :, start : start + count] = y.unflatten(0, (batch, count)).transpose(1, 2)
     return result
-
-
-def _joined_slices(plain: Tensor) -> Tensor:
-    """Return `[C_out, C, kt, kh, kw]` as `[C_out, kt * C, kh, kw]`, channels-last."""
-    return channels_last(plain.movedim(2, 1).flatten(1, 2))

@@ -50,28 +50,26 @@ def launches() -> Mapping[str, Launch]:
     return {"conv3d": conv3d}
 
 
-def conv3d(
-    x: Tensor,
-    weight: ConvWeight,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    residual_bias: Tensor | None,
-    gamma: Tensor | None,
-    tail: Tensor | None,
-    out: Tensor | None,
-    stride: tuple[int, int, int],
-    padding: tuple[int, int],
-    variant: int,
-) -> Tensor:
-    """Convolve a video, or each of its frames."""
+def conv3d(x: Tensor, weight: ConvWeight, *terms: Any) -> Tensor:  # noqa: ANN401
+    """Convolve a video, or each of its frames, by one of the variants."""
+    bias, residual, residual_bias, gamma, tail, out, stride, padding, variant = terms
     if any(step != 1 for step in stride) or variant not in (0, 1):
         raise Refusal(f"it has variants 0 and 1 at stride 1, not {variant} at {list(stride)}")
     outputs, inputs, *_ = weight.shape
     copies, norm, taps = not variant, gamma is not None, weight.plain()
     tile = tile_of(weight.kernel, inputs, outputs, copies=copies, norm=norm)
     out = result_of(x, weight, tail, out, stride, padding)
-    vectors = _of_one_dtype(x, bias, residual_bias, gamma)
-    _refuse_memory(x, tail, residual, out, [taps, *vectors])
+    vectors = bias, residual_bias, gamma
+    # All in the dtype of `x`, or all in float32.
+    same = all(each is None or each.dtype == x.dtype for each in vectors)
+    dtype = x.dtype if same else torch.float32
+    vectors = [None if each is None else each.to(dtype) for each in vectors]
+    tensors = [each for each in (x, tail, residual, out, taps, *vectors) if each is not None]
+    for each in tensors:
+        refuse_subclass(each)
+    packs = pack_of(x.dtype, outputs, video(out), video(residual))
+    if packs == 1 or any(each.data_ptr() % _PACK for each in tensors):
+        raise Refusal(UNDESCRIBED)
     batch, _, times, height, width = out.shape
     parts = outputs // tile.width, times, blocks(width, TILE), blocks(height, TILE)
     tiles, known = math.prod(parts) * batch, 0 if tail is None else tail.shape[2]
@@ -82,7 +80,6 @@ def conv3d(
         ("iiiiiii", (height, width, outputs, inputs, known, *padding)),
         ("f", (math.sqrt(outputs),)),
     )  # fmt: skip
-    dtype = next((each.dtype for each in vectors if each is not None), x.dtype)
     try:
         runtime.launch(
             "hopper_conv", "convolve_boxes", x, min(tiles, multiprocessors(x.device)), (THREADS, 1),
@@ -133,22 +130,3 @@ def _maps(tile: HopperTile, x: Tensor, tail: Tensor | None, taps: Tensor) -> lis
     sizes, steps = (taps[0].numel(), taps.shape[0]), (taps[0].nbytes,)
     boxes.append(Boxes(taps.data_ptr(), kind, sizes, steps, (slab, tile.width), swizzle, device))
     return [("128s", (tensor_map(each),)) for each in boxes]
-
-
-def _refuse_memory(
-    x: Tensor, tail: Tensor | None, residual: Tensor | None, out: Tensor, others: list[Any]
-) -> None:
-    """Refuse memory that the kernel cannot read; `others` are the weight and vectors, or None."""
-    known = [each for each in (x, tail, residual, out, *others) if each is not None]
-    for each in known:
-        refuse_subclass(each)
-    packs = pack_of(x.dtype, out.shape[1], video(out), video(residual))
-    if packs == 1 or any(each.data_ptr() % _PACK for each in known):
-        raise Refusal(UNDESCRIBED)
-
-
-def _of_one_dtype(x: Tensor, *vectors: Tensor | None) -> list[Tensor | None]:
-    """Return vectors `[C]` all in the dtype of `x` or all in float32."""
-    same = all(each is None or each.dtype == x.dtype for each in vectors)
-    dtype = x.dtype if same else torch.float32
-    return [None if each is None else each.to(dtype) for each in vectors]

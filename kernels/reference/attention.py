@@ -40,12 +40,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     wide = q.device.type == "cuda" and q.shape[2] > FLASH_HEAD and q.shape[1] >= _MANY_PIXELS
     plain = fallback().reference or (wide and multiplies_mixed(q))
     if not plain and _fused_attention_takes(q, k, v):
-        return _fused(q, k, v)
+        return F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0]
     return in_blocks(q, k, v)
-
-
-def _fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0]
 
 
 def _weights(scores: Tensor, dtype: torch.dtype) -> Tensor:

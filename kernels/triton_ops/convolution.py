@@ -32,19 +32,15 @@ def conv3d(x: Tensor, weight: ConvWeight, *terms: Any) -> Tensor:  # noqa: ANN40
     tile, taps = tile_of(x, weight, number), weight.plain()
     out = result_of(x, weight, tail, out, stride, padding)
     source, added = x if tail is None else tail, out if residual is None else residual
-    bias_, residual_bias_, gamma_ = (
-        out if each is None else each for each in (bias, residual_bias, gamma)
-    )
-    in_unit, out_unit = (
-        unit_of(_LOAD, x.shape[1], x, source),
-        unit_of(_LOAD, out.shape[1], out, added),
-    )
+    vectors = [out if each is None else each for each in (bias, residual_bias, gamma)]
+    in_unit = unit_of(_LOAD, x.shape[1], x, source)
+    out_unit = unit_of(_LOAD, out.shape[1], out, added)
     # With as many stages as iterations, the compiler unrolls the loop, and registers spill.
     stages = max(2, blocks(x.shape[1] * math.prod(kernel), tile.depth) - 1)
     launch(
         convolve,
         grid_of(tile, x, out, kernel, stride),
-        *(x, source, taps, bias_, added, residual_bias_, gamma_, out),
+        *(x, source, taps, vectors[0], added, *vectors[1:], out),
         *(out.shape[2], 0 if tail is None else tail.shape[2], *x.shape[3:], out.shape[4]),
         *(math.prod(out.shape[3:]), given(bias, residual, residual_bias)),
         *(step // in_unit for each in (x, tail) for step in strides(each)),

@@ -63,7 +63,8 @@ def int8_conv3d(x: Tensor, weight: ConvWeight, scale: Tensor | None, *terms: Any
     out = new_sums(x, weight, dtype) if out is None else out
     if summed > _MOST:
         raise Refusal(f"the tensor cores saturate sums of more than {_MOST} products")
-    kernel, taps, sums = weight.shape[2:], weight.plain(), weight.laid_out(("sums",), _sums)
+    kernel, taps = weight.shape[2:], weight.plain()
+    sums = weight.laid_out("sums", lambda each: each.sum((1, 2, 3, 4), dtype=torch.int32))
     vectors = [out if each is None else each for each in (scale, bias, residual_bias)]
     added = out if residual is None else residual
     in_unit = unit_of(_CODES, x.shape[1], x)
@@ -99,22 +100,13 @@ def tile_of(chip: Chip, outputs: int, inputs: int, summed: int) -> ConvTile:
         depth = 64 if summed >= _MANY else 32
     # More stages than iterations would only take memory.
     stages = min(tile.stages, max(2, blocks(summed, depth) - 1))
-    return replace(tile, depth=depth, stages=stages, outputs=_split(width))
-
-
-def _split(width: int) -> tuple[int, int]:
-    """Return `width` channels as two blocks, each a power of two."""
-    # A loop with one product keeps parts of it in registers, and Triton 3.9 takes these apart into
-    # bytes: 181 `PRMT` instead of 8 for 32 products. With two products it does not.
+    # Two blocks of channels, because a loop with one product keeps parts of it in registers, and
+    # Triton 3.9 takes these apart into bytes: 181 `PRMT` instead of 8 for 32 products.
     small, large = split_of(width, large_first=False)
-    return (small, large) if large else (width // 2, width // 2)
+    halves = (small, large) if large else (width // 2, width // 2)
+    return replace(tile, depth=depth, stages=stages, outputs=halves)
 
 
 def has_tiles(device: torch.device) -> bool:
     """Return whether there are tiles for `device`: not for a chip that multiplies int8 slowly."""
     return chip_of(device) in _TILES
-
-
-def _sums(weight: Tensor) -> Tensor:
-    """Return the sums of `weight` `[C_out, C, kt, kh, kw]` for each output, int32 `[C_out]`."""
-    return weight.sum((1, 2, 3, 4), dtype=torch.int32)

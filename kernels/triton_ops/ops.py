@@ -32,10 +32,8 @@ def launches() -> Mapping[str, Launch]:
         modules = [importlib.import_module(f".{file}", __package__) for file in _FILES]
     except Exception as error:  # whatever a broken installation raises
         if isinstance(error, ModuleNotFoundError) and error.name == "triton":
-            reason, advice = (
-                "triton is not installed",
-                "pip install triton; on Windows: triton-windows",
-            )
+            reason = "triton is not installed"
+            advice = "pip install triton; on Windows: triton-windows"
         else:
             reason = f"triton does not load ({type(error).__name__}: {first_line(error)})"
             advice = "install a Triton that matches PyTorch"

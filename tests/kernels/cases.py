@@ -4,7 +4,6 @@ import functools
 import math
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import product
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -32,24 +31,15 @@ SERVED = {
 
 
 def arguments(op, **given):
-    """Return the arguments of the launches of an op, None where none is given."""
     defaults = {"stride": (1, 1, 1), "padding": (0, 0), "tile": 0} if op == "conv3d" else {}
     return [(defaults | given).get(name) for name in SIGNATURES[op]]
 
 
-def launched(op, *args, **keywords):
-    """Return the arguments of the launches in a call of an op."""
-    with mock.patch.object(kernels, "run", lambda _, *given: given):
-        return getattr(kernels, op)(*args, **keywords)
-
-
 def has(backend, op):
-    """Return whether a backend has an op."""
     return (backend, op, torch.float32) in SERVED
 
 
 def serving(*ops):
-    """Return the backends that have all of `ops`."""
     return [name for name in ORDER if all(has(name, op) for op in ops)]
 
 
@@ -87,13 +77,11 @@ def some(backend, examples, count=6):
     examples = list(examples)
     if backend not in PLAYED:
         return examples
-    return examples[
-        :: len(examples) // count | 1
-    ]  # odd: alternating values alternate in the choice too
+    step = len(examples) // count | 1  # odd: alternating values alternate in the choice too
+    return examples[::step]
 
 
 def random(*shape, dtype=torch.float32, seed=0):
-    """Return normal numbers."""
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.randn(shape, generator=generator, device="cpu")
     return numbers.to(torch.get_default_device(), dtype)
@@ -106,7 +94,6 @@ def video(*shape, dtype=torch.float32, seed=0):
 
 
 def poison(dtype):
-    """Return a value that no op writes for the inputs of the tests."""
     if dtype.is_floating_point:
         return math.nan
     return -83 if dtype == torch.int8 else 173
@@ -144,7 +131,6 @@ def window(batch, channels, frames, height, width, *, dtype, offset=64):
 
 
 def inputs(op, dtype):
-    """Return the arguments and keywords of a typical call of `op`."""
     channels, shape = 24, (1, 24, 3, 6, 5)
     x, numbers = video(*shape, dtype=dtype), random(2, channels, seed=1)
     tail = video(1, channels, 2, 6, 5, dtype=dtype, seed=2)
@@ -154,10 +140,7 @@ def inputs(op, dtype):
         "average_down": lambda: ((video(1, 24, 3, 6, 4, dtype=dtype), 12), {"times": 2, "size": 2}),
         "bias_residual": lambda: ((x, numbers[0], x.flip(2), numbers[1]), {}),
         "frames_to_images": lambda: ((x,), {"patch": 2, "order": "ctwh"}),
-        "group_norm_silu": lambda: (
-            (x, numbers[0], numbers[1], 4),
-            {"tail": tail},
-        ),
+        "group_norm_silu": lambda: ((x, numbers[0], numbers[1], 4), {"tail": tail}),
         "group_norm_statistics": lambda: ((x, 4), {}),
         "interleave_time": lambda: ((x, 2), {}),
         "merge_phases": lambda: (

@@ -51,7 +51,6 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(params=ORDER)
 def backend(request):
-    """Run the test with each backend; skip the backends that this machine cannot run."""
     with use_backend(request.param):
         yield from _placed(request.param)
 
@@ -90,11 +89,9 @@ def _placed(backend):
 
 @pytest.fixture
 def on_triton():
-    """Create tensors on a GPU, or on the CPU for Triton's interpreter."""
     yield from _placed("triton")
 
 
 @pytest.fixture
 def on_cuda():
-    """Create tensors on a GPU, or on the CPU for the emulator of the CUDA kernels."""
     yield from _placed("cuda")

@@ -55,12 +55,10 @@ CALLS = tuple(
 
 
 def using(candidate):
-    """Run convolutions on one candidate, or on any."""
     return nullcontext() if candidate == "any" else use_backend(candidate)
 
 
 def refuses(candidate, taps):
-    """Return whether a candidate has no convolution with these taps."""
     return candidate == "sliced" and len(taps) == 2
 
 
@@ -83,8 +81,6 @@ def taps_of(outputs, inputs, *kernel, dtype=torch.float32, seed=1):
 
 
 class Placed:
-    """A video between NaN, `[B, C, T, H, W]`, with its expected values."""
-
     def __init__(self, shape, dtype, pick, seed):
         batch, channels, frames, height, width = shape
         spare, offset = pick((0, 1)), pick((64, 1))
@@ -96,7 +92,6 @@ class Placed:
         self.before = self.view.clone()
 
     def take(self):
-        """Return the values; fail if anything around them was written."""
         return self._buffer.take(self.view)
 
 
@@ -134,7 +129,6 @@ class Example:
         return result
 
     def check(self, result):
-        """Compare a result with the formula."""
         inputs = {name: placed.before for name, placed in self.inputs.items()}
         value, error = formulas.conv3d(weight=self.weight, **inputs, **self.options)
         if result.dtype == torch.float64:
@@ -172,7 +166,6 @@ def build(
 
 
 def example(kernel, terms, target, seed):
-    """Draw a call with these taps, terms and target."""
     draw = Random(f"{kernel} {sorted(terms)} {target} {seed}")
     taps, stride = KERNELS[kernel]
     flat, pick, dtype = len(taps) == 2, draw.choice, draw.choice(DTYPES)

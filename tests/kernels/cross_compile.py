@@ -17,13 +17,10 @@ from pathlib import Path
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime import driver
 
 _PACKAGE = "fast_video_vae.kernels.triton_ops"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_NAMES |= {torch.uint8: "u8", torch.uint16: "u16", torch.int8: "i8"}
-_NAMES |= {torch.int32: "i32", torch.int64: "i64"}
 
 _FILES = "rows", "norms", "layout", "convolution", "int8_convolution", "convolution_tiles"
 rows, norms, layout, convolution, int8_convolution, tiles = (
@@ -34,14 +31,23 @@ rows, norms, layout, convolution, int8_convolution, tiles = (
 of_weight = convolution.ConvWeight.of
 
 
+class Driver:
+    """A driver whose only GPU has the compute capability `chip`, and cannot run anything."""
+
+    def __init__(self, chip):
+        self.get_current_target = lambda: GPUTarget("cuda", chip, 32)
+        self.get_current_device = lambda: 0
+        self.get_current_stream = lambda device: 0
+
+
 def recording(*modules):
-    """Let modules of the backend describe their launches instead; return the list of these."""
+    """Let modules of the backend compile their launches instead; return the list of these."""
     started = []
 
-    def launch(kernel, grid, *args, warps=4, num_stages=None, **constants):
-        del grid
-        options = {"num_warps": warps} | ({"num_stages": num_stages} if num_stages else {})
-        started.append((kernel, args, constants, options))
+    def launch(kernel, grid, *args, warps=4, **constants):
+        options = constants | {"num_warps": warps, "enable_fp_fusion": True}
+        result = kernel.warmup(*args, grid=grid, **options)
+        started.append((kernel.__name__, result, str(constants)))
 
     for module in modules:
         module.launch = launch
@@ -49,13 +55,11 @@ def recording(*modules):
 
 
 def video(count, frames, dtype, height=360, width=640):
-    """Return memory `[1, count, frames, height, width]`, channels-last."""
     shape = (1, frames, height, width, count)
     return torch.empty(shape, dtype=dtype, device="meta").movedim(-1, 1)
 
 
 def launches(_, dtype, channels):
-    """Return the launches of the ops."""
     started = recording(rows, norms, layout)
     x, numbers = video(channels, 4, dtype), torch.empty(channels, dtype=dtype, device="meta")
     flat = x.movedim(1, -1).flatten(0, 3)
@@ -121,35 +125,7 @@ def codes(chip, dtype, inputs, outputs):
     return started
 
 
-def compiled(kernel, args, constants, options, chip):
-    """Compile a launch with the specialisation that Triton chooses for aligned memory."""
-    signature, known, sixteens = {}, dict(constants), []
-    names = kernel.arg_names
-    given = dict(zip(names, args, strict=False))
-    for at, name in enumerate(names):
-        value = given.get(name)
-        plain = name in kernel.do_not_specialize
-        if name in constants or value is None or (type(value) is int and value == 1 and not plain):
-            signature[name] = "constexpr"
-            known.setdefault(name, value)
-        elif isinstance(value, torch.Tensor):
-            signature[name] = "*" + _NAMES[value.dtype]
-            sixteens.append(at)
-        elif isinstance(value, float):
-            signature[name] = "fp32"
-        else:
-            signature[name] = "i32" if value < 2**31 else "i64"
-            if value % 16 == 0 and not plain:
-                sixteens.append(at)
-    return triton.compile(
-        ASTSource(kernel, signature, known, {(at,): [["tt.divisibility", 16]] for at in sixteens}),
-        target=GPUTarget("cuda", chip, 32),
-        options=options | {"enable_fp_fusion": True},
-    )
-
-
 def stack_bytes(result):
-    """Return the bytes of stack and spills per thread."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
@@ -164,13 +140,13 @@ STARTED = {"": launches, "conv": convolutions, "int8": codes}
 
 
 def main(chip, *cases):
+    driver.set_active(Driver(int(chip)))
     for case in cases:
         name, *sizes = case.split(",")
         kind, _, dtype = name.rpartition("-")
-        for kernel, *given in STARTED[kind](int(chip), DTYPES[dtype], *map(int, sizes)):
-            result = compiled(kernel, *given, int(chip))
-            line = {"kernel": kernel.__name__, "case": case, "stack": stack_bytes(result)}
-            line |= {"shared": result.metadata.shared, "tile": str(given[1:])}
+        for kernel, result, tile in STARTED[kind](int(chip), DTYPES[dtype], *map(int, sizes)):
+            line = {"kernel": kernel, "case": case, "stack": stack_bytes(result), "tile": tile}
+            line |= {"shared": result.metadata.shared}
             sys.stdout.write(json.dumps(line) + "\n")
 
 

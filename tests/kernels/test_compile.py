@@ -67,7 +67,6 @@ _USED = {
 
 @functools.cache
 def compiler():
-    """Return NVRTC, or None if it is not installed."""
     library = opened(["libnvrtc.so.13", "libnvrtc.so.12"])
     return library and Compiler(library)
 
@@ -86,7 +85,6 @@ def variants(pack):
 
 
 def compiled(source, constants, chip, *more):
-    """Compile a source for a chip, such as 89, with `more` options."""
     text = (SOURCES / f"{source}.cu").read_text(encoding="utf-8")
     given = [*options(constants, f"--gpu-architecture=sm_{chip}"), *more]
     return compiler().compile(text, headers(), given, f"{source}.cu")

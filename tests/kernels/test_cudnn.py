@@ -39,22 +39,15 @@ def test_cudnn_is_called_directly_for_some_versions(
     assert not cudnn._is_left_out(CUDA, torch.float32)
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """The switches of each direct call: benchmark, deterministic, TF32."""
-    seen = []
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_direct_call_gives_the_same_convolution(biased, monkeypatch):
+    calls = []  # with their switches: benchmark, deterministic, TF32
 
     def stand_in(x, weight, padding, stride, dilation, groups, *switches):
-        seen.append(switches)
-        convolve = F.conv2d if x.ndim == 4 else F.conv3d
-        return convolve(x, weight, None, stride, padding, dilation, groups)
+        calls.append(switches)
+        return F.conv3d(x, weight, None, stride, padding, dilation, groups)
 
     monkeypatch.setattr(torch, "cudnn_convolution", stand_in)
-    return seen
-
-
-@pytest.mark.parametrize("biased", [False, True])
-def test_a_direct_call_gives_the_same_convolution(biased, calls, monkeypatch):
     monkeypatch.setattr(cudnn, "_is_left_out", lambda *_: True)
     x, weight, bias = convolution((1, 3, 4, 6, 5), (2, 3, 3, 3, 3))
     bias = bias if biased else None
@@ -84,7 +77,6 @@ CASES = {
     "every second frame": ((1, 4, 9, 3, 3), (4, 4, 3, 1, 1), (2, 1, 1), (0, 0, 0)),
     "frames": ((5, 4, 6, 5), (6, 4, 3, 3), (1, 1), (1, 1)),
     "every second row, a pad": ((1, 4, 13, 6), (6, 4, 4, 4), (2, 2), (1, 1)),
-    "every third row, wide pads": ((1, 2, 17, 6), (3, 2, 7, 3), (3, 1), (3, 1)),
     "four columns at a time": ((1, 4, 3, 9, 8), (12, 4, 3, 3, 6), (1, 1, 4), (0, 1, 1)),
 }
 

@@ -49,14 +49,6 @@ def test_the_instructions_decide(cpu, features, answers, bfloat16, slow):
     assert (slow_on_cpu(BF16), slow_on_cpu(FP16)) == slow
 
 
-def test_without_onednn_both_are_slow(cpu, monkeypatch):
-    cpu({"sse2", "avx512_bf16", "avx512_fp16"})
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert slow_on_cpu(BF16)
-    assert slow_on_cpu(FP16)
-    assert not multiplies_bfloat16()
-
-
 @pytest.fixture
 def play(monkeypatch, tmp_path):
     """Return a function that plays a device of a kind until the test ends."""

@@ -80,15 +80,12 @@ def test_the_error_lists_every_reason_in_one_line(team):
         kernels.attention(X[None], X[None], X[None])
 
 
-def test_a_chosen_backend_never_falls_back(team):
+def test_a_chosen_backend_never_falls_back_and_the_choice_ends_with_its_block(team):
     with use_backend("native"), pytest.raises(BackendError, match="native: x is -2"):
         run(-2)
     with use_backend("reference"):
         assert run(2) == ("reference", 2)
     assert team == ["native", "reference"]
-
-
-def test_the_choice_ends_with_its_block(team):
     with use_backend("reference"):
         with pytest.raises(BackendError, match="native: x is -2"), use_backend("native"):
             run(-2)

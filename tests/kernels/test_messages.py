@@ -22,10 +22,10 @@ def test_a_key_is_printable_and_short(text, expected):
 
 
 @pytest.mark.parametrize("path", ["vae.pth", "/x/" + "n" * 251 + ".pth", "/x/\n\u202e.pth"])
-@pytest.mark.parametrize("text", ["it is empty", "x" * 14_000, "a\nb " * 200])
+@pytest.mark.parametrize("text", ["x" * 14_000, "a\nb " * 200])
 def test_a_line_is_short_and_holds_the_name(path, text):
-    for message_text in (text, f"{path} is this: {text}"):
-        message = line(path, message_text)
+    for begun in ("", f"{path} is this: "):
+        message = line(path, begun + text)
         assert len(message) <= LINE
         assert message.isprintable()
         assert shown(path.rpartition("/")[2], 60) in message
@@ -43,13 +43,9 @@ def test_a_line_keeps_the_beginning_and_the_end_of_a_long_reason():
     assert line("vae.pth", "no tensors") == "vae.pth: no tensors"
 
 
-RAISED = [
-    KeyError("x"), NotImplementedError("Could not run\nwith arguments"), RuntimeError("x" * 14_000),
-    AssertionError(), UnicodeDecodeError("utf-8", b"\xff", 0, 1, "x"), ValueError("it is\nodd"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("error", RAISED, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    "error", [KeyError("x"), RuntimeError("x" * 14_000), AssertionError(), ValueError("it is\nodd")]
+)
 def test_any_error_becomes_one_line(error):
     with pytest.raises(ValueError, match=r"vae\.pth(:| is)") as caught, guarded("/models/vae.pth"):
         raise error

@@ -1,7 +1,6 @@
 """Is a kernel right: the rule next to planted errors, and the check of all ops of a backend."""
 
 import functools
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -83,6 +82,10 @@ def test_the_steps_of_codes_hold_four_deviations(shift):
 @pytest.fixture
 def changed(monkeypatch):
     """Return a function that changes the results of `triton`, which runs in its interpreter."""
+    pytest.importorskip("triton", reason="the check runs Triton's kernels")
+    if torch.cuda.is_available():
+        pytest.skip("on a GPU the background thread checks them")
+    monkeypatch.setattr(sample_inputs, "_LARGE", (5, 24))
     change = []
 
     def asked(name, op, *args):
@@ -99,13 +102,13 @@ def changed(monkeypatch):
 NAMES = ("triton", "cuda")
 
 
-def sample(op, dtype, size=(2, 5, 5), **more):
+def sample(op, dtype, **more):
     """Return the sample of an op with all optional tensors."""
     given = {
         name: value.to(dtype) if isinstance(value, torch.Tensor) else value
         for name, value in sample_inputs._USUAL[op].items()
     }
-    size = (1, 1, 144) if op == "attention" else size
+    size = (1, 1, 144) if op == "attention" else (2, 5, 5)
     return functools.partial(sample_inputs.call, op, size, dtype, CPU, {**given, **more})
 
 
@@ -118,30 +121,22 @@ def convolution(dtype, taps, **options):
     return variants.samples_of("conv3d", args, variants.key_of("conv3d", args, CPU))
 
 
-@pytest.fixture
-def small(monkeypatch):
-    pytest.importorskip("triton", reason="the check runs Triton's kernels")
-    if torch.cuda.is_available():
-        pytest.skip("on a GPU the background thread checks them")
-    monkeypatch.setattr(sample_inputs, "_LARGE", (5, 24))
-
-
 @pytest.mark.parametrize("op", sample_inputs.OPS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_kernels_of_every_op_are_right(op, dtype, small, changed):
+def test_the_kernels_of_every_op_are_right(op, dtype, changed):
     found = selfcheck.checked(NAMES, op, sample(op, dtype))
     assert found == (() if op == "attention" else ("triton",))
 
 
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize(("taps", "norm"), [((96, 32, 3, 3, 3), True), ((48, 32, 3, 3), False)])
-def test_the_kernels_of_convolutions_are_right(taps, norm, dtype, small, changed):
+def test_the_kernels_of_convolutions_are_right(taps, norm, dtype, changed):
     more = {"gamma": torch.zeros(taps[0])} if norm else {}
     given = convolution(dtype, taps, **more)
     assert selfcheck.checked(["triton"], "conv3d", given) == ("triton",)
 
 
-def test_a_wrong_code_of_a_norm_is_found(small, changed):
+def test_a_wrong_code_of_a_norm_is_found(changed):
     codes = torch.zeros(96), torch.zeros(2, dtype=torch.int64)
     more = {"border": 1, "codes": codes[0], "saturated": codes[1]}
     more["out"] = torch.zeros(1, 96, 1, 1, 1, dtype=torch.int8)
@@ -160,7 +155,7 @@ def test_a_wrong_code_of_a_norm_is_found(small, changed):
 
 
 @pytest.mark.parametrize("op", ["conv3d", "frames_to_images", "bias_residual"])
-def test_one_wrong_row_of_an_op_is_found(op, small, changed, caplog):
+def test_one_wrong_row_of_an_op_is_found(op, changed):
     given = convolution(torch.float16, (96, 32, 3, 3, 3)) if op == "conv3d" else None
     given = given or sample(op, torch.bfloat16)
 
@@ -173,12 +168,10 @@ def test_one_wrong_row_of_an_op_is_found(op, small, changed, caplog):
     assert not selfcheck.checked(["triton"], op, given)
 
 
-@pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
-def test_a_kernel_that_fails_is_not_used(error, small, changed, caplog):
+def test_a_lack_of_memory_does_not_show_that_a_kernel_is_wrong(changed):
     def fails(*_):
-        raise error("no kernel image is available")
+        raise torch.OutOfMemoryError
 
     changed(fails)
-    out_of_memory = error is torch.OutOfMemoryError
-    with pytest.raises(error) if out_of_memory else nullcontext():
-        assert not selfcheck.checked(NAMES, "silu_mul", sample("silu_mul", torch.bfloat16))
+    with pytest.raises(torch.OutOfMemoryError):
+        selfcheck.checked(NAMES, "silu_mul", sample("silu_mul", torch.bfloat16))

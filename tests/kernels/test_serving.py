@@ -4,7 +4,6 @@ import json
 import logging
 import threading
 import time
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,9 @@ import torch
 from fast_video_vae import kernels
 from fast_video_vae.kernels import errors, modules
 from fast_video_vae.kernels.ready import background, facts, selfcheck, serving
-from fast_video_vae.tests.kernels.own_kernels import Network, OwnKernels, bits, gpu, restart
+from fast_video_vae.tests.kernels.own_kernels import Network, OwnKernels, gpu, restart
 from fast_video_vae.tests.vae.families import STATES, latent_for, random_frames, relative_error
 from fast_video_vae.vae.checkpoint import load_vae
-from fast_video_vae.vae.streaming.prepared import preparation
 
 __all__ = ["gpu"]
 
@@ -73,16 +71,13 @@ def test_the_next_process_checks_nothing_and_has_the_same_bits(gpu, monkeypatch)
     assert [again.video(), *expected] == [expected[0]] * 3
 
 
-@pytest.mark.parametrize("known", [None, "hopper"])
-def test_a_convolution_whose_kernel_the_table_no_longer_names_is_checked_again(
-    gpu, known, monkeypatch
-):
+def test_a_convolution_whose_kernel_the_table_no_longer_names_is_checked_again(gpu, monkeypatch):
     device, _ = gpu
     Network()
     device.build()
     kept = facts.of_kernels(device.device)
     (name,) = kept.named("right: conv")
-    kept.put(name, known)
+    kept.put(name, "hopper")
     restart(monkeypatch)
     Network()
     device.build()
@@ -124,20 +119,6 @@ def test_a_broken_kernel_is_replaced_by_the_library_in_one_line(
     assert sorted(kernels.checked_kernels(torch.device("cuda")).values()) == [False, True]
     assert len([m for m in caplog.messages if "rms_norm_silu" in m]) == 1
     assert len([m for m in caplog.messages if "not writable" in m]) == 1
-
-
-def test_a_call_that_was_not_foreseen_is_built_for_later_videos(gpu):
-    device, own = gpu
-    x, gate = (torch.randn(300, 64).to("cuda") for _ in range(2))
-    expected = kernels.silu_mul(x, gate)
-    kernels.silu_mul(x, gate)
-    kernels.silu_mul(x[:0], gate[:0])  # has nothing to build
-    assert not own.ran
-    assert len(device.jobs) == 1
-    device.build()
-    own.ran.clear()
-    assert bits(kernels.silu_mul(x, gate)) == bits(expected)
-    assert own.ran == {"silu_mul": 1}
 
 
 def test_the_first_of_our_backends_that_is_right_serves(gpu, monkeypatch):
@@ -248,14 +229,3 @@ def test_the_sources_and_switches_decide_what_is_known(gpu, monkeypatch):
     monkeypatch.setattr(facts, "sources", facts.sources.__wrapped__)
     facts.of_kernels.cache_clear()
     assert facts.of_kernels(device.device).get("right: x") is None
-
-
-def test_the_kernels_of_int8_are_prepared_in_the_dtype_of_its_decodes(gpu, monkeypatch):
-    # A decode of a VAE without a chosen dtype computes in float16 next to int8.
-    names = defaultdict(frozenset, {torch.float16: frozenset("a")})
-    vae = load_vae(STATES["wan2.1"](), device="cuda")
-    monkeypatch.setattr(vae, "planned_codes", lambda dtype, _: names[dtype])
-    vae.prepare()
-    works = {(work.dtype, work.encodes, work.coded) for _, work in preparation._prepared}
-    assert {(torch.float16, False, frozenset("a")), (torch.bfloat16, False, frozenset())} <= works
-    assert not any(work.coded for _, work in preparation._prepared if work.encodes)

@@ -12,25 +12,16 @@ import torch
 
 from fast_video_vae import kernels
 from fast_video_vae.kernels import SIGNATURES, backends
-from fast_video_vae.kernels import support as matrix
+from fast_video_vae.tests.kernels.cases import DTYPES
 
 
-@pytest.fixture(scope="module")
-def entries():
-    return matrix.backend_matrix()
-
-
-def test_the_matrix_has_every_op_backend_and_dtype_once(entries):
+def test_the_matrix_has_every_op_backend_and_dtype_once():
+    entries = kernels.backend_matrix()
     found = [(each.op, each.backend, each.dtype) for each in entries if each.device == "cpu"]
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
     lines = re.findall(r"^\| (`[^|]+`) \|", kernels.__doc__, flags=re.MULTILINE)
     ops = [op for line in lines for op in re.findall(r"`(\w+)`", line)]
-    defined = [
-        name
-        for name in vars(kernels)
-        if inspect.isfunction(getattr(kernels, name))
-        and getattr(kernels, name).__module__ == kernels.__name__
-    ]
+    functions = inspect.getmembers(kernels, inspect.isfunction)
+    defined = [name for name, each in functions if each.__module__ == kernels.__name__]
     assert sorted(ops) == sorted(defined)
     assert sorted(ops) == sorted(SIGNATURES)
     assert found == [
@@ -38,11 +29,10 @@ def test_the_matrix_has_every_op_backend_and_dtype_once(entries):
         for op in ops
         if op != "int8_conv3d"  # its input has none of these dtypes
         for name in (backends.CONVOLUTIONS if op.startswith("conv") else backends.ORDER)
-        for dtype in dtypes
+        for dtype in DTYPES
     ]
 
 
-# The refusals of Triton by the matrix, and by an op, come without an import of it.
 CALL = """
 import runpy, sys; runpy.run_path(sys.argv[1]); import einops, torch
 x = torch.ones(2, 8)

@@ -64,15 +64,15 @@ def lines(caplog, monkeypatch):
         yield lambda: caplog.messages
 
 
+NONE = ModuleNotFoundError("no", name="triton")
+BROKEN = OSError("bad\nDLL")
+
+
 @pytest.mark.parametrize(
     ("error", "reason", "advice"),
     [
-        (ModuleNotFoundError("no", name="triton"), "triton is not installed", "pip install triton"),
-        (
-            OSError("bad\nDLL"),
-            "triton does not load (OSError: bad)",
-            "install a Triton that matches",
-        ),
+        (NONE, "triton is not installed", "pip install triton"),
+        (BROKEN, "triton does not load (OSError: bad)", "install a Triton that matches"),
     ],
 )
 def test_a_triton_that_does_not_load_is_logged_once(error, reason, advice, monkeypatch, lines):
@@ -144,9 +144,7 @@ def test_a_load_has_as_many_values_as_all_memory_is_aligned_to():
     assert tiles.given(None, x, x) == 6
 
 
-def test_a_tile_holds_a_power_of_two_of_rows_and_channels(on_triton):
-    for channels, expected in ((1, (4096, 1, 4)), (96, (32, 128, 4)), (8192, (1, 8192, 8))):
-        assert tiles.tile(channels) == expected
+def test_more_channels_than_a_tile_holds_are_refused(on_triton):
     with use_backend("triton"), pytest.raises(BackendError, match="more than 8192 channels"):
         kernels.bias_residual(video(1, 8193, 1, 1, 1))
 

@@ -60,7 +60,6 @@ class Module:
 
 
 def compiler():
-    """Return the command of the C++ compiler."""
     return shlex.split(os.environ.get("CXX") or "c++")
 
 
@@ -123,7 +122,6 @@ def emulated():
 
 
 def tensor_map(of):
-    """Return `Map` of hopper.h for `Boxes`."""
     assert min(of.sizes)
     ones = [1] * (5 - len(of.sizes))
     steps = 2, *of.steps, *ones
@@ -131,7 +129,6 @@ def tensor_map(of):
 
 
 def in_blocks(product, q, k, v, **options):
-    """Compute attention in blocks with this `product`."""
     with (
         patch.object(blocks, "multiplies_mixed", lambda *_: True),
         patch.object(blocks, "_mixed_product", product),
