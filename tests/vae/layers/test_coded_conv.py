@@ -112,29 +112,6 @@ def test_a_block_is_its_definition(names, into, out, taps):
         torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_tails_and_windows_have_one_byte_for_each_value():
-    block, video = random_block(8, 16, dtype=torch.bfloat16), random_video(2, 8, 4, 6, 7)
-    cache = new_cache()
-    buffers = []
-    scratch = cache.workspace.scratch
-
-    def noted(shape, like):
-        buffers.append(scratch(shape, like))
-        return buffers[-1]
-
-    cache.scratch = noted
-    streamed(block, video.bfloat16(), [1, 1, 2], cache)
-    tails = cache.tails
-    assert {tuple(tail.shape) for tail in tails.values()} == {(2, 8, 2, 6, 7), (2, 16, 2, 6, 7)}
-    assert all(tail.nbytes == tail.numel() for tail in tails.values())
-    assert sum(tail.untyped_storage().nbytes() for tail in tails.values()) == 2 * 24 * 2 * 6 * 7
-    coded = [each for each in buffers if not each.is_floating_point()]
-    assert len(coded) == len(buffers) == 6
-    # A border of one pixel, and the tail in front of the new frames.
-    assert {tuple(each.shape[2:]) for each in coded} == {(1, 8, 9), (3, 8, 9), (4, 8, 9)}
-    assert cache.workspace._scratch.nbytes == max(each.numel() for each in coded)
-
-
 def test_values_out_of_range_are_judged_once():
     block, video = random_block(32, 32), random_video(1, 32, 1, 4, 4)
     cache = new_cache()

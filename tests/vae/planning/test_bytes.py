@@ -48,13 +48,3 @@ def test_our_own_convolution_saves_passes():
     )
     assert own.total <= OWN_SHARE * plain.total, own.by_op
     assert own.launches < plain.launches
-
-
-def test_less_memory_costs_little_traffic():
-    config = count_bytes.configs()["wan2.1"]
-
-    def passes(free_gib):
-        counter, _ = count_bytes.whole_video(config, "decode", (41, 720, 1280), free_gib << 30)
-        return counter.total - counter.by_op["convolution"]
-
-    assert passes(8) <= 1.2 * passes(22)

@@ -1,6 +1,5 @@
 """Several devices, or processes, give the result of one, each with a band of the frames."""
 
-import contextlib
 import re
 import threading
 
@@ -13,7 +12,6 @@ from fast_video_vae.tests.vae.families import STATES, joined, latent_for, random
 from fast_video_vae.tests.vae.streaming.processes import Processes, failing
 from fast_video_vae.tests.vae.test_any_way import SEEDS, check_both, same, vae_of
 from fast_video_vae.vae import StreamOptions, load_vae
-from fast_video_vae.vae.planning import plan, tiling
 from fast_video_vae.vae.streaming.bands.banded_executor import BandedExecutor
 from fast_video_vae.vae.streaming.tiled_executor import TiledExecutor
 
@@ -62,25 +60,6 @@ def processes():
     processes = Processes(3)
     yield processes
     processes.close()
-
-
-def among(processes):
-    """Let the devices of a case be those of processes."""
-
-    @contextlib.contextmanager
-    def share(case, vae):
-        made = vae_of, case.family, case.gain, "whole", "auto"
-        with processes.shared(vae, case.devices, case.shares, *made):
-            yield
-
-    return share
-
-
-@pytest.mark.slow
-@same(max_examples=5)
-@given(SEEDS)
-def test_ranks_give_the_same_video(processes, seed):
-    check_both(seed, among(processes), shared=True, fails=False)
 
 
 def test_ranks_give_the_bits_of_one_device(processes, wan):
@@ -137,25 +116,6 @@ def test_bands_give_the_bits_of_one_device(
     assert torch.equal(vae.encode(video, chunk), encoded)
     assert min(map(len, banded)) > 1
     assert not threads()
-
-
-def test_every_cut_and_axis_give_the_same_result(wan, banded, monkeypatch):
-    latent, video = inputs(wan, 2, 48, 48)
-    decoded, encoded = wan.decode(latent), wan.encode(video)
-    find, made = tiling.band_cuts, plan.divide
-    counts = [len(find(network)) for network in (wan.decoder, wan.encoder)]
-    assert min(counts) >= 3
-    wan.devices = ["cpu"] * 2
-    for index in range(max(counts)):
-        monkeypatch.setattr(
-            plan, "divide", lambda job, cut, _, *rest, i=index: made(job, cut, i % 2, *rest)
-        )
-        monkeypatch.setattr(
-            plan, "band_cuts", lambda each, i=index: find(each)[i : i + 1] or find(each)[:1]
-        )
-        assert torch.equal(wan.decode(latent), decoded)
-        assert torch.equal(wan.encode(video), encoded)
-    assert min(map(len, banded)) == 2
 
 
 def test_threads_end_with_the_stream(wan):

@@ -1,11 +1,9 @@
 """After a failure of a device the others go on; a stop ends the work of all."""
 
-import _thread
 import contextlib
 import functools
 import gc
 import re
-import signal
 import threading
 import time
 import weakref
@@ -249,22 +247,6 @@ def soon():
     yield
     assert time.perf_counter() - start < 5
     assert not threads()
-
-
-def test_a_signal_ends_the_threads_between_two_layers(vae, slow):
-    def interrupt():
-        slow[0].wait(10)
-        _thread.interrupt_main()
-
-    thread = threading.Thread(target=interrupt)
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job may ignore it
-    try:
-        thread.start()
-        with soon(), pytest.raises(KeyboardInterrupt):
-            run(vae, "decode")
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    thread.join()
 
 
 class StopError(BaseException):
