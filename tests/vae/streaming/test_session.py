@@ -1,4 +1,4 @@
-"""Equal chunks as CUDA graphs (`test_any_way.py` shows their frames), and `torch.compile` around a VAE."""
+"""CUDA graphs, whose frames `test_any_way.py` shows, and `torch.compile` around a VAE."""
 
 import importlib
 import logging
@@ -19,7 +19,7 @@ def vae():
 
 
 class StandIn:
-    """A recording without CUDA, for `test_any_way.py`. Like a capture, it does not change the state of the video.
+    """A recording without CUDA. Like a capture, it does not change the state of the video.
 
     A replay runs the code again on the input memory of the recording, and writes to the memory of
     its results, as a graph does.
