@@ -168,9 +168,7 @@ def test_unknown_devices_are_refused_in_one_line(wan, devices, message):
 @pytest.mark.parametrize("shares", [[1], [1, 0], [1, float("nan")], "1,2"])
 def test_unknown_shares_are_refused_in_one_line(wan, shares):
     wan.devices = ["cpu"] * 2
-    with pytest.raises(
-        ValueError, match="^shares are .*; expected 2 positive numbers or .memory.$"
-    ):
+    with pytest.raises(ValueError, match=r"^shares are .*; expected 2 positive numbers"):
         wan.shares = shares
     assert wan.shares is None
 
