@@ -67,7 +67,6 @@ def reports(caplog):
 SHOWN = {
     "conv3d: frames after the first are halved": "decoder of Wan 2.1|copy",
     "copies of bytes to the host": "images|copy|decoder of Wan 2.1",
-    "convolutions in bf16: the last 16 channels are dropped": "of Wan 2.1|192|copy",
 }
 
 
@@ -91,9 +90,8 @@ def test_a_fault_is_found_and_the_frames_are_right(name, shown, play, caplog, mo
     assert "\n" not in line
     assert len(line) < 400
     images = torch.zeros(1, 9, SIZE, SIZE, 3)
-    for _ in vae.decode_stream(latent, images=images):
-        pass
-    assert relative_error(images, expected) <= (1e-5 if fault.dtype == FP32 else 0.05)
+    list(vae.decode_stream(latent, images=images))
+    assert relative_error(images, expected) <= 1e-5
 
 
 @pytest.mark.nightly
