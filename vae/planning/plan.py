@@ -128,12 +128,7 @@ class Settings:
 
     def _groups(self) -> Iterator[list[_Setting]]:
         """Yield the settings in groups; of a later one, whatever fits takes longer."""
-        sizes, cuts, parked, (latents, parts) = (
-            self._sizes,
-            self._cuts,
-            self._job.parks,
-            self._steps(),
-        )
+        sizes, cuts, (latents, parts) = self._sizes, self._cuts, self._steps()
         whole, few = list[Tiles | None]([None]), list[Tiles | None]()
         if self._only_tiles:
             whole = [self._tiles(cut, sizes[0]) for cut in cuts]

@@ -97,15 +97,12 @@ def full_float32(device: torch.device) -> Iterator[None]:
 def eager(function: _Function) -> _Function:
     """Run `function` without `torch.compile`, like `torch.compiler.disable`.
 
-    A stream does not suit a compiler. Chunks are divided by the available memory, state is written
-    in place, and the first frame takes a separate path. TorchDynamo would break the graph at every
-    layer and recompile each one for every length and size, and what Inductor would fuse between the
-    convolutions is already fused. Qwen-Image's VAE became half as fast when compiled
-    (unslothai/unsloth#10889).
-
-    `torch.compiler.disable` imports TorchDynamo, which takes seconds. So it is only called after
-    other code has imported TorchDynamo, as every compilation does.
+    TorchDynamo would break the graph at every layer and recompile each one for every length and
+    size, and what Inductor would fuse is already fused. Qwen-Image's VAE became half as fast when
+    compiled (unslothai/unsloth#10889).
     """
+    # `torch.compiler.disable` imports TorchDynamo, which takes seconds, so it is only called after
+    # other code has imported it, as every compilation does.
     disabled: Callable[..., Any] | None = None
 
     @functools.wraps(function)
@@ -235,11 +232,7 @@ def _is_slow(dtype: torch.dtype) -> bool:
     """Return whether convolutions in `dtype` are slow on this CPU, and log it once."""
     if not slow_on_cpu(dtype):
         return False
-    name = str(dtype).removeprefix("torch.")
-    _logger.warning(
-        "Fast Video VAE: this CPU has no instructions for %s convolutions; computing in float32, "
-        "results stay %s",
-        name,
-        name,
-    )
+    name = dtype_name(dtype)
+    line = "this CPU has no instructions for %s convolutions; computing in float32, results stay %s"
+    _logger.warning("Fast Video VAE: " + line, name, name)
     return True

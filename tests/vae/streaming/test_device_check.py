@@ -19,7 +19,7 @@ from fast_video_vae.tests.vae.families import STATES, latent_for, relative_error
 from fast_video_vae.vae.checkpoint import load_vae
 from fast_video_vae.vae.demo import VAE_PATH
 from fast_video_vae.vae.streaming.bands.team import Team
-from fast_video_vae.vae.streaming.prepared import cases, device_check, prepared_vae, sketches
+from fast_video_vae.vae.streaming.prepared import cases, device_check, prepared_vae
 from fast_video_vae.vae.streaming.prepared.cases import Case
 from fast_video_vae.vae.streaming.settings import Setting
 from fast_video_vae.vae.streaming.upload import to_unit
@@ -179,9 +179,9 @@ def test_the_stored_results_are_those_of_diffusers():
         moments = peer._encode(clip)
         frames = peer.decode(known["latent"].double()).sample
     encoded, decoded = "encoder of the bundled VAE", "decoder of the bundled VAE"
-    assert sketches.difference(sketches.sketch(moments), known[encoded]) <= 1e-6
+    assert cases.difference(cases.sketch(moments), known[encoded]) <= 1e-6
     ours = runs[decoded](CPU, torch.float64, library_of(CPU))
-    assert sketches.difference(sketches.sketch(ours), known[decoded]) <= 1e-6
+    assert cases.difference(cases.sketch(ours), known[decoded]) <= 1e-6
     assert relative_error(ours.clamp(-1, 1), frames) <= 1e-6  # it upsamples in float32
 
 
@@ -236,7 +236,6 @@ def test_an_error_that_may_not_come_again_is_not_kept(checking, monkeypatch):
 
     monkeypatch.setattr(device_check, "queue", lambda job: job.run())
     monkeypatch.setattr(cases, "expected", lambda: {"it": torch.ones(1)})
-    monkeypatch.setattr(sketches, "difference", lambda *_: 0.0)
     monkeypatch.setattr(cases, "difference", lambda *_: 0.0)
     for times, instead, kept in ((1, Fallback(), True), (2, Fallback(reference=True), False)):
         calls.clear()

@@ -142,7 +142,6 @@ class BandedExecutor(Executor):
             member.stop()
 
     def _do(self, band: Band, task: Callable[[], None]) -> None:
-        """Run a task of a device."""
         with self._watched(band):
             task()
 
@@ -162,8 +161,7 @@ class BandedExecutor(Executor):
 
 def _use_cores(count: int | None) -> None:
     """Use `count` cores of the CPU in this thread; None: it has another device."""
-    # Without a number some ops of a new thread run on all cores of the machine. PyTorch sets the
-    # default of new threads with it.
+    # Without a number some ops of a new thread run on all cores of the machine.
     if count is not None:
         torch.get_num_threads()  # sets the default, which would replace the number later
         torch.set_num_threads(count)
