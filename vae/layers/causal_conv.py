@@ -207,7 +207,7 @@ class UpsampleConv2d(Conv):
     """Nearest 2x in space and a 3x3 convolution of every frame, folded into one convolution.
 
     Each of the four phases of the large picture is a 2x2 convolution of the small one, with the sum
-    of the taps that fall on one pixel: 16 products instead of 36, and no large intermediate picture.
+    of the taps that fall on one pixel: 16 products instead of 36, and no large picture between.
     """
 
     def __init__(self, in_channels: int, out_channels: int) -> None:

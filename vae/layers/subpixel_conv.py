@@ -29,7 +29,7 @@ _FIRST, _SECOND = "first frame", "after the first"
 
 
 def taps_of(phase: int) -> list[tuple[int, int]]:
-    """Return where the three taps of a phase fall in height or width: small pixel, and its phase."""
+    """Return where the three taps of a phase of height or width fall: small pixel, its phase."""
     return [((phase + tap - 1) // 2 + 1 - phase, (phase + tap - 1) % 2) for tap in range(3)]
 
 
@@ -185,7 +185,7 @@ def _places(form: WeightForm, times: int) -> list[tuple[int, int]]:
 
 
 def _line(border: Tensor, inner: Tensor, length: int) -> Tensor:
-    """Return `[C, length]`: `border` `[C, 4]`, whose middle two repeat, less the same of `inner`."""
+    """Return `[C, length]`: `border` `[C, 4]`, whose middle repeats, less the middle of `inner`."""
     first, middle, last = border.split((1, 2, 1), 1)
     line = torch.cat([first, middle.repeat(1, length // 2 - 1), last], 1)
     return line - inner[:, 1:3].flip(1).repeat(1, length // 2)

@@ -23,7 +23,7 @@ _ALIGNMENT = 256
 
 
 class HostMemory:
-    """Memory for some tensors, freed together: slabs of powers of two, to which PyTorch rounds up."""
+    """Memory for some tensors, in slabs of powers of two, to which PyTorch rounds pinned ones."""
 
     def __init__(self, *, pinned: bool) -> None:
         self.pinned = pinned  # All memory so far is pinned
@@ -94,7 +94,7 @@ class Parking:
 
     def park(self, cache: TemporalCache) -> None:
         """Start to copy the tails of `cache` to the host after the queued work."""
-        # That work waited for the tails to arrive, so their memory on the host is not read any more.
+        # That work waited for the tails to arrive, so their memory on the host is free.
         if self._outward is not None:
             self._outward.wait_stream(torch.cuda.current_stream(self._device))
         places, tails = self._places, cache.tails.items()

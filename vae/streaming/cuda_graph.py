@@ -17,7 +17,8 @@ class Recording:
 
     def __init__(self, steps: Callable[[Tensor], Iterable[Tensor]], x: Tensor) -> None:
         self._input, self._graph = x.clone(), torch.cuda.CUDAGraph()
-        # PyTorch does not leave the stream of a capture that fails, so the stream is restored here.
+        # Work of other threads must not fail this capture. PyTorch does not leave the stream of one
+        # that fails, so the stream is restored here.
         try:
             with (
                 preparing("graph capture", "VAE"),
