@@ -18,23 +18,12 @@ _PIXELS, _TOKENS = 1 << 16, 4096
 
 
 class Fault(NamedTuple):
-    """A fault, and what serves in its place.
-
-    Attributes:
-        names: The functions.
-        change: Makes the wrong result.
-        instead: Names of the fallback that is found.
-        dtype: Dtype of the layers.
-    """
+    """A fault of some functions, and what serves in its place."""
 
     names: tuple[str, ...]
-    change: object
-    instead: tuple[str, ...]
-    dtype: torch.dtype = FP32
-
-
-def _joined(*parts):
-    return torch.cat(parts, 2)
+    change: object  # makes the wrong result
+    instead: tuple[str, ...]  # names of the fallback that is found
+    dtype: torch.dtype = FP32  # of the layers
 
 
 def _beyond(_, args, y):
@@ -63,15 +52,11 @@ def _only(dtype, change):
     return lambda name, args, y: change(name, args, y) if y.dtype == dtype else None
 
 
-def _frames(y):
-    return y.is_floating_point() and y.ndim == 5 and y.shape[0] == 1
-
-
 FAULTS = {
     "conv3d: frames after the first are halved": Fault(
-        ("conv3d",), lambda _, __, y: _joined(y[:, :, :1], y[:, :, 1:] / 2), ("sliced",)),
+        ("conv3d",), lambda _, __, y: torch.cat([y[:, :, :1], y[:, :, 1:] / 2], 2), ("sliced",)),
     "conv3d: frames after the eighth": Fault(
-        ("conv3d",), lambda _, __, y: _joined(y[:, :, :8], y[:, :, 8:] / 2)
+        ("conv3d",), lambda _, __, y: torch.cat([y[:, :, :8], y[:, :, 8:] / 2], 2)
         if y.shape[2] > 8 else None, ("sliced",)),
     "conv3d: the second video": Fault(
         ("conv3d",), lambda _, __, y: torch.cat([y[:1], 0 * y[1:]]) if y.shape[0] > 1 else None,
@@ -96,12 +81,10 @@ FAULTS = {
         ("cpu",)),
     "silu: large values": Fault(("silu",), lambda _, __, y: y.clamp_(max=1), ("cpu",)),
     "copies to the host are late": Fault(
-        COPY, lambda _, __, y: y.mul_(0.9) if _frames(y) else None, ("cpu",), BF16),
+        COPY, lambda _, __, y: y.mul_(0.9) if y.is_floating_point() and y.ndim == 5 else None,
+        ("cpu",), BF16),
     "copies of bytes to the host": Fault(
         COPY, lambda _, __, y: y.zero_() if y.dtype == torch.uint8 else None, ("cpu",)),
-    "copies to the host end early": Fault(
-        COPY, lambda _, __, y: y if _frames(y) and y[..., -1:, :].zero_() is not None else None,
-        ("cpu",)),
 }  # fmt: skip
 
 
