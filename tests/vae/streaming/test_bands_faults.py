@@ -40,7 +40,6 @@ def vae():
 
 
 def stream_of(vae, task):
-    """The stream of a task, by its name."""
     latent, length = latent_for(vae, LATENTS, HEIGHT, WIDTH), vae.config.frames(LATENTS)
     if task == "out":
         return vae.decode_stream(latent, STEP, out=torch.zeros(1, 3, length, HEIGHT, WIDTH))

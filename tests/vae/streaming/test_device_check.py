@@ -31,7 +31,7 @@ REPORT = "please report this line"
 
 @pytest.fixture
 def checking(monkeypatch, tmp_path):
-    """Check devices as the product does, with an empty store and an empty log."""
+    """Check devices with an empty store and an empty log."""
     monkeypatch.setenv("FAST_VIDEO_VAE_CACHE", str(tmp_path))
     monkeypatch.setattr(prepared_vae, "check_once", device_check.check_once)
     restart(monkeypatch)
