@@ -23,9 +23,8 @@ from .tiling import Tiles, band_cuts, can_cut, places
 # Sizes of parts on a GPU. The first one fills it, and below the last one a part is a frame.
 _PARTS = (1 << 30, 1 << 28)
 
-# On a CPU an activation of this size stays in the last-level cache, and in memory that malloc
-# reuses: glibc maps every block over 32 MB from the system, which takes about as long as the
-# convolution that fills it.
+# On a CPU an activation of this size stays in the last-level cache, and below the 32 MB from which
+# on glibc maps every block anew, which takes about as long as the convolution that fills it.
 _CPU_PARTS = (24 << 20,)
 
 # Parts for when memory is short; a larger single frame is not divided.

@@ -75,11 +75,9 @@ def decode_dtype(
 @contextlib.contextmanager
 def full_float32(device: torch.device) -> Iterator[None]:
     """Compute float32 convolutions and products in full float32 on `device` within the block."""
-    # PyTorch's switches (TF32 on CUDA, bf16 or TF32 in oneDNN) are global. The first thread that
-    # enters saves and sets them, and the last one that leaves restores those of all devices,
-    # because CUDA and the CPU share some. PyTorch 2.9 added switches by operation, and raises where
-    # the older ones are read and disagree with them. Other code may read either at any time, so
-    # both are set, and agree in the block.
+    # PyTorch's switches are global. The first thread that enters saves and sets them, and the last
+    # one that leaves restores all, because CUDA and the CPU share some. PyTorch 2.9
+    # raises where older switches are read and disagree with those by operation, so both are set.
     with _lock:
         if device.type not in _saved:
             _saved[device.type] = _switch_off(device.type)
