@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from fast_video_vae.kernels import Fallback, library_of, native_library, padded
 from fast_video_vae.vae.demo import CLIP_PATH
 from fast_video_vae.vae.media import read_video
-from fast_video_vae.vae.streaming.prepared import cases, device_check, sketches
+from fast_video_vae.vae.streaming.prepared import cases, device_check
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -43,7 +43,7 @@ def make():
             result = case.run(CPU, torch.float64, seen)
         if case.name == "encoder of the bundled VAE":
             stored["latent"] = result[:, :16].to(torch.bfloat16).float().contiguous()
-        stored[case.name] = sketches.sketch(result).float()
+        stored[case.name] = cases.sketch(result).float()
     save_file(stored, cases.EXPECTED)
 
 

@@ -47,14 +47,14 @@ def near(actual, expected, share=1e-5):
     assert relative_error(actual.cpu(), expected) <= share
 
 
-CASES = [
-    ("nvidia", "wan2.1", 9, (32, 16)),
-    ("amd", "qwen-image-2.1", 1, None),
-    ("apple", "seedvr2", 5, None),
-]
-
-
-@pytest.mark.parametrize(("kind", "family", "frames", "tile"), CASES)
+@pytest.mark.parametrize(
+    ("kind", "family", "frames", "tile"),
+    [
+        ("nvidia", "wan2.1", 9, (32, 16)),
+        ("amd", "qwen-image-2.1", 1, None),
+        ("apple", "seedvr2", 5, None),
+    ],
+)
 def test_frames_and_latents_are_those_of_the_cpu(kind, family, frames, tile, play):
     options, plain = StreamOptions(chunk=2, tile=tile), loaded(family)
     pixels = pixels_for(plain, frames)
@@ -104,31 +104,24 @@ def test_a_device_without_float64_takes_and_gives_it(play):
     device = play("apple")
     vae, out = loaded(device="mps"), torch.zeros(1, 3, 5, SIZE, SIZE, dtype=torch.float64)
     near(vae.encode(pixels), latents)
-    for _ in vae.decode_stream(latent, out=out):
-        pass
+    list(vae.decode_stream(latent, out=out))
     assert relative_error(out, video.double()) <= 1e-5
     assert not device.faults
 
 
-@pytest.mark.parametrize(
-    ("kind", "numbers"),
-    [("amd", torch.uint8), ("apple", torch.uint16)],
-)
+@pytest.mark.parametrize(("kind", "numbers"), [("amd", torch.uint8), ("apple", torch.uint16)])
 def test_numbers_of_pictures_are_converted_on_the_device(kind, numbers, play):
     """Of an encode's frames, and of a decode's images, which arrive on the host."""
     plain, white = loaded(), torch.iinfo(numbers).max
     frames = ((pixels_for(plain, 5) + 1) / 2 * white).int().to(numbers)
     latent = plain.encode(frames.float() / white * 2 - 1)
     expected, actual = (torch.zeros(1, 5, SIZE, SIZE, 3, dtype=numbers) for _ in range(2))
-    for _ in plain.decode_stream(latent, images=expected):
-        pass
+    list(plain.decode_stream(latent, images=expected))
     device = play(kind)
     vae = loaded(device=TYPES[kind])
     near(vae.encode(frames), latent)
-    for _ in vae.decode_stream(latent, images=actual):
-        pass
-    most = {torch.uint8: 1, torch.uint16: 2}[numbers]
-    assert (actual.double() - expected.double()).abs().max() <= most
+    list(vae.decode_stream(latent, images=actual))
+    assert (actual.double() - expected.double()).abs().max() <= (1 if white == 255 else 2)
     assert expected.double().max() > 0.5 * white
     assert not device.faults
 
@@ -184,15 +177,7 @@ def test_a_device_without_any_memory_leaves_the_rest_to_the_cpu(play, caplog):
     ]
 
 
-@pytest.mark.parametrize(
-    ("family", "encodes"),
-    [
-        ("wan2.1", False),
-        ("wan2.1", True),
-        pytest.param("wan2.2", True, marks=pytest.mark.nightly),
-        pytest.param("seedvr2", False, marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.parametrize(("family", "encodes"), [("wan2.1", True), ("seedvr2", False)])
 def test_a_layer_has_one_shape_in_all_steady_steps_on_amd(family, encodes, play):
     """After the first frame, the weight of a layer meets one shape in videos of all lengths."""
     device, found = play("amd"), defaultdict(set)
@@ -223,8 +208,7 @@ def test_tensors_that_a_device_cannot_hold_are_cut_or_refused(play, monkeypatch)
     monkeypatch.setattr(plan, "_PARTS", (1 << 18,))  # a quarter of the limit, as on a real one
     monkeypatch.setattr(plan, "_SMALL_PARTS", ())
     vae, out = loaded(device="mps"), torch.empty(video.shape)
-    for _ in vae.decode_stream(latent, out=out):
-        pass
+    list(vae.decode_stream(latent, out=out))
     assert relative_error(out, video) <= 1e-5
     assert not device.faults
     with pytest.raises(ValueError, match="too many for a tensor on mps"):

@@ -19,11 +19,10 @@ from .temporal_cache import TemporalCache
 class CausalConv3d(Conv, CausalLayer):
     """A 3D convolution that sees the current frame and earlier frames only.
 
-    `CausalConv3d` of Wan 2.1, wan/modules/vae.py, pads the video with zero frames in front. Here
-    the padding is the tail of the previous chunk: the convolution reads it where it is, or it is
-    written once together with the new frames. The spatial padding stays in the convolution, except
-    for codes, which get a border. The first frame of a video only meets the last temporal tap, so
-    it runs as a 2D convolution.
+    Wan 2.1 (`CausalConv3d`, wan/modules/vae.py) pads the video with zero frames in front. Here the
+    tail of the previous chunk is read where it is, or written once together with the new frames.
+    The spatial padding stays in the convolution, except for codes, which get a border. The first
+    frame of a video only meets the last temporal tap, so it runs as a 2D convolution.
 
     With `replicate` the video is padded with copies of its first frame, as in SeedVR2
     (models/video_vae_v3/modules/causal_inflation_lib.py): the first frame runs as a 2D convolution
@@ -207,10 +206,8 @@ class CausalConv3d(Conv, CausalLayer):
 class UpsampleConv2d(Conv):
     """Nearest 2x in space and a 3x3 convolution of every frame, folded into one convolution.
 
-    The rows `2 i` and `2 i + 1` of the large picture only see the rows `i - 1`, `i` and `i + 1` of
-    the small one. So each of its four phases is a 2x2 convolution of the small picture, with the
-    sum of the taps that fall on one pixel: 16 products instead of 36, and no large intermediate
-    picture. Zero padding of the large picture equals zero padding of the small one.
+    Each of the four phases of the large picture is a 2x2 convolution of the small one, with the sum
+    of the taps that fall on one pixel: 16 products instead of 36, and no large picture between.
     """
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
@@ -231,9 +228,8 @@ class UpsampleConv2d(Conv):
 class StridedConv2d(Conv):
     """A 3x3 convolution of every frame with stride 2, zero-padded at the right and bottom only.
 
-    PyTorch pads both sides equally. With a fourth row and column of zero taps in front, a padding
-    of one on each side reads the same pixels as Wan's `ZeroPad2d((0, 1, 0, 1))` with padding 0,
-    without a padded copy. The extra products are 1-2 % of an encode.
+    A fourth row and column of zero taps in front replaces the padded copy of Wan's
+    `ZeroPad2d((0, 1, 0, 1))`, as PyTorch pads both sides: 1-2 % more products of an encode.
     """
 
     def __init__(self, in_channels: int, out_channels: int) -> None:

@@ -29,11 +29,7 @@ _FIRST, _SECOND = "first frame", "after the first"
 
 
 def taps_of(phase: int) -> list[tuple[int, int]]:
-    """Return where the three taps of a phase fall in height or width: small pixel, and its phase.
-
-    The two small pixels of phase 0 are the previous and its own pixel; those of phase 1 are its own
-    and the next one.
-    """
+    """Return where the three taps of a phase of height or width fall: small pixel, its phase."""
     return [((phase + tap - 1) // 2 + 1 - phase, (phase + tap - 1) % 2) for tap in range(3)]
 
 
@@ -189,10 +185,7 @@ def _places(form: WeightForm, times: int) -> list[tuple[int, int]]:
 
 
 def _line(border: Tensor, inner: Tensor, length: int) -> Tensor:
-    """Return `[C, length]`: the line `border` `[C, 4]`, less `inner` without its two ends.
-
-    The middle two of the four values repeat.
-    """
+    """Return `[C, length]`: `border` `[C, 4]`, whose middle repeats, less the middle of `inner`."""
     first, middle, last = border.split((1, 2, 1), 1)
     line = torch.cat([first, middle.repeat(1, length // 2 - 1), last], 1)
     return line - inner[:, 1:3].flip(1).repeat(1, length // 2)

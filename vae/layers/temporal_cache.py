@@ -86,11 +86,8 @@ class Settling:
         return max(0, min(self.fresh, self.frames))
 
     def behind(self, taps: int, stride: int) -> "Settling":
-        """Return the run after a causal convolution with `taps` and `stride`.
-
-        Result `j` sees `taps` frames up to `j * stride + stride - 1`. It is static once the first
-        of these is.
-        """
+        """Return the run after a causal convolution with `taps` and `stride`."""
+        # Result `j` sees `taps` frames up to `j * stride + stride - 1`: static if the first one is.
         first = -(-(self.fresh - 1 + taps - stride) // stride)
         return Settling(self.frames // stride, first + 1)
 

@@ -15,8 +15,7 @@ _UNKNOWN_BYTES = 8 << 30
 
 def free_bytes(device: torch.device) -> int:
     """Return the free memory of `device`, or 8 GiB if it is unknown."""
-    # Blocks that PyTorch keeps for reuse are free. Otherwise a second decode would find the blocks
-    # of the first one taken, and run in smaller steps.
+    # Blocks that PyTorch keeps for reuse are free, so that a second decode has the same steps.
     return _UNKNOWN_BYTES if (found := _known_bytes(device)) is None else found[0]
 
 

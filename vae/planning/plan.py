@@ -23,9 +23,8 @@ from .tiling import Tiles, band_cuts, can_cut, places
 # Sizes of parts on a GPU. The first one fills it, and below the last one a part is a frame.
 _PARTS = (1 << 30, 1 << 28)
 
-# On a CPU an activation of this size stays in the last-level cache, and in memory that malloc
-# reuses: glibc maps every block over 32 MB from the system, which takes about as long as the
-# convolution that fills it.
+# On a CPU an activation of this size stays in the last-level cache, and below the 32 MB from which
+# on glibc maps every block anew, which takes about as long as the convolution that fills it.
 _CPU_PARTS = (24 << 20,)
 
 # Parts for when memory is short; a larger single frame is not divided.
@@ -128,12 +127,7 @@ class Settings:
 
     def _groups(self) -> Iterator[list[_Setting]]:
         """Yield the settings in groups; of a later one, whatever fits takes longer."""
-        sizes, cuts, parked, (latents, parts) = (
-            self._sizes,
-            self._cuts,
-            self._job.parks,
-            self._steps(),
-        )
+        sizes, cuts, (latents, parts) = self._sizes, self._cuts, self._steps()
         whole, few = list[Tiles | None]([None]), list[Tiles | None]()
         if self._only_tiles:
             whole = [self._tiles(cut, sizes[0]) for cut in cuts]

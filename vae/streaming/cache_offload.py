@@ -23,11 +23,7 @@ _ALIGNMENT = 256
 
 
 class HostMemory:
-    """Memory for some tensors, which is freed together.
-
-    PyTorch rounds each pinned allocation up to a power of two, which can double it. So slabs of
-    such sizes are allocated, and tensors are placed in them.
-    """
+    """Memory for some tensors, in slabs of powers of two, to which PyTorch rounds pinned ones."""
 
     def __init__(self, *, pinned: bool) -> None:
         self.pinned = pinned  # All memory so far is pinned
@@ -98,8 +94,7 @@ class Parking:
 
     def park(self, cache: TemporalCache) -> None:
         """Start to copy the tails of `cache` to the host after the queued work."""
-        # That work waited for the tails to arrive, so their memory on the host is not read any
-        # more.
+        # That work waited for the tails to arrive, so their memory on the host is free.
         if self._outward is not None:
             self._outward.wait_stream(torch.cuda.current_stream(self._device))
         places, tails = self._places, cache.tails.items()

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from ...kernels import is_out_of_memory, log_once, preparing
+from ...kernels import first_line, is_out_of_memory, log_once, preparing
 
 
 class Recording:
@@ -17,8 +17,8 @@ class Recording:
 
     def __init__(self, steps: Callable[[Tensor], Iterable[Tensor]], x: Tensor) -> None:
         self._input, self._graph = x.clone(), torch.cuda.CUDAGraph()
-        # Work of other threads on the device must not fail this capture. PyTorch does not leave the
-        # stream of a capture that fails, so the stream is restored here.
+        # Work of other threads must not fail this capture. PyTorch does not leave the stream of one
+        # that fails, so the stream is restored here.
         try:
             with (
                 preparing("graph capture", "VAE"),
@@ -50,7 +50,6 @@ def takes(device: torch.device) -> bool:
 
 def complain(error: RuntimeError) -> None:
     """Log once why chunks run without a graph: `error`."""
-    reason = str(error).strip().partition("\n")[0]
-    if is_out_of_memory(error):
-        reason = "memory is short"  # without the sizes, which differ
+    # Without the sizes, which differ.
+    reason = "memory is short" if is_out_of_memory(error) else first_line(error)
     log_once(f"no CUDA graph of the VAE; its kernels are launched one by one ({reason})")

@@ -75,11 +75,9 @@ def decode_dtype(
 @contextlib.contextmanager
 def full_float32(device: torch.device) -> Iterator[None]:
     """Compute float32 convolutions and products in full float32 on `device` within the block."""
-    # PyTorch's switches (TF32 on CUDA, bf16 or TF32 in oneDNN) are global. The first thread that
-    # enters saves and sets them, and the last one that leaves restores those of all devices,
-    # because CUDA and the CPU share some. PyTorch 2.9 added switches by operation, and raises where
-    # the older ones are read and disagree with them. Other code may read either at any time, so
-    # both are set, and agree in the block.
+    # PyTorch's switches are global. The first thread that enters saves and sets them, and the last
+    # one that leaves restores all, because CUDA and the CPU share some. PyTorch 2.9
+    # raises where older switches are read and disagree with those by operation, so both are set.
     with _lock:
         if device.type not in _saved:
             _saved[device.type] = _switch_off(device.type)
@@ -97,15 +95,12 @@ def full_float32(device: torch.device) -> Iterator[None]:
 def eager(function: _Function) -> _Function:
     """Run `function` without `torch.compile`, like `torch.compiler.disable`.
 
-    A stream does not suit a compiler. Chunks are divided by the available memory, state is written
-    in place, and the first frame takes a separate path. TorchDynamo would break the graph at every
-    layer and recompile each one for every length and size, and what Inductor would fuse between the
-    convolutions is already fused. Qwen-Image's VAE became half as fast when compiled
-    (unslothai/unsloth#10889).
-
-    `torch.compiler.disable` imports TorchDynamo, which takes seconds. So it is only called after
-    other code has imported TorchDynamo, as every compilation does.
+    TorchDynamo would break the graph at every layer and recompile each one for every length and
+    size, and what Inductor would fuse is already fused. Qwen-Image's VAE became half as fast when
+    compiled (unslothai/unsloth#10889).
     """
+    # `torch.compiler.disable` imports TorchDynamo, which takes seconds, so it is only called after
+    # other code has imported it, as every compilation does.
     disabled: Callable[..., Any] | None = None
 
     @functools.wraps(function)
@@ -235,11 +230,7 @@ def _is_slow(dtype: torch.dtype) -> bool:
     """Return whether convolutions in `dtype` are slow on this CPU, and log it once."""
     if not slow_on_cpu(dtype):
         return False
-    name = str(dtype).removeprefix("torch.")
-    _logger.warning(
-        "Fast Video VAE: this CPU has no instructions for %s convolutions; computing in float32, "
-        "results stay %s",
-        name,
-        name,
-    )
+    name = dtype_name(dtype)
+    line = "this CPU has no instructions for %s convolutions; computing in float32, results stay %s"
+    _logger.warning("Fast Video VAE: " + line, name, name)
     return True

@@ -41,9 +41,8 @@ def resumed(
 ) -> Generator[_Result, None, None]:
     """Yield the results of a run, and after a failure those of a run with the next setting.
 
-    That is requested when what the failed run held is freed. `run` begins with the first result
-    that was not yielded yet, and `failed` says whether another setting may help. Without one the
-    error is raised, about memory in a `task` such as "a decode" as an `ExhaustedError`.
+    `run` begins with the first result that was not yielded yet, and `failed` says whether another
+    setting may help. Without one the error is raised; for memory in a `task`, `ExhaustedError`.
     """
     first: Exception | None = None
     for setting in settings:
@@ -98,9 +97,6 @@ class Pieces(Iterator[Tensor]):
 
 class Video:
     """One encode or decode, of which each result is delivered once.
-
-    A failure drops a run: a lack of memory, an overflow in a narrow dtype, a device that is lost.
-    The next one begins a receptive field before the first result that is missing.
 
     `vae` remembers an overflow. `sink` makes the destination of a run, with `wanted`, `writer` and
     `watch` of `Output`, for frames in the caller's `target` or in new tensors; `axis` is that of
@@ -186,11 +182,8 @@ class Video:
             self._part.check_end(self._at)
 
     def _ahead(self, device: torch.device, *, writes: bool, watches: bool) -> float:
-        """Return how many pieces are computed before the first of them is delivered.
-
-        A piece is complete when it arrives. Where that takes a wait for the device, it computes
-        the next piece meanwhile. A whole video is looked at in the end.
-        """
+        """Return how many pieces are computed before the first of them is delivered."""
+        # Where a piece takes a wait for the device, it computes the next one meanwhile.
         if device.type != "cpu" and self._job.options.whole:
             return math.inf
         waits = writes or (watches and device.type != "cpu")

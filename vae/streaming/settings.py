@@ -95,11 +95,9 @@ class Setting:
     def smaller(
         self, job: StreamJob | None, plan: Plan | None, *, delivered: bool
     ) -> "Setting | None":
-        """Return the setting after memory ran out under `plan`; None: there is none.
-
-        A smaller plan follows; where there is none, the same one, which may succeed now; at last
-        the CPU. A run that `delivered` something may do so again.
-        """
+        """Return the setting after memory ran out under `plan`; None: there is none."""
+        # Without a smaller plan the same one may succeed now; at last there is the CPU. A run that
+        # `delivered` something may do so again.
         smaller = job and plan and smaller_plan(job, plan)
         if smaller:
             return replace(self, plan=smaller)

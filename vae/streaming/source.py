@@ -46,7 +46,6 @@ class Source:
 
     The pieces of an iterator are copied to the host in their dtype while a result needs them: the
     caller may reuse their memory when the next one is requested, and a device has no room for them.
-    Wan 2.1 needs 38 latents for a decode, and 112 frames for an encode.
 
     `check` raises a `ValueError`: for a tensor now, for a piece when it is reached, with the frame
     that it begins `at`.

@@ -48,12 +48,19 @@ class TiledExecutor(Executor):
 
     def fill(self, runs: Iterable[Tensor], target: Target) -> None:
         """Push the runs `[B, C, T, H, W]` of one chunk through each tile, into a target."""
-        for tile, part in self.in_turn():
+        following = [part.cache for _, part in self.tiles[1:]]
+        for index, (tile, part) in enumerate(self.tiles):
+            if self.parking is not None:
+                self.parking.wait(part.cache)
+                for cache in following[index : index + 1]:
+                    self.parking.fetch(cache)
             done = 0
             for run in runs:
                 for frames in part.advance(run):
                     target.put(frames, done, tile.rows, tile.columns, part.cache.coding)
                     done += frames.shape[2]
+            if self.parking is not None:
+                self.parking.park(part.cache)
 
     def advance(self, x: Tensor) -> Iterator[Tensor]:
         """Push one chunk `x` `[B, C, T, H, W]` through; yield runs of its results."""
@@ -75,18 +82,6 @@ class TiledExecutor(Executor):
     def caches(self) -> list[TemporalCache]:
         """The cache of the whole frames, then those of the tiles."""
         return [self.cache, *(part.cache for _, part in self.tiles)]
-
-    def in_turn(self) -> Iterator[tuple[FrameTile, Executor]]:
-        """Yield the tiles in order, each with its tails on the device."""
-        following = [part.cache for _, part in self.tiles[1:]]
-        for index, (tile, part) in enumerate(self.tiles):
-            if self.parking is not None:
-                self.parking.wait(part.cache)
-                for cache in following[index : index + 1]:
-                    self.parking.fetch(cache)
-            yield tile, part
-            if self.parking is not None:
-                self.parking.park(part.cache)
 
 
 class TiledDecode(TiledExecutor):

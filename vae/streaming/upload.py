@@ -85,11 +85,7 @@ class Upload:
 
 
 def uint16_as_int16(frames: Tensor) -> Tensor:
-    """Return frames in a dtype that every device has.
-
-    PyTorch copies, compares and computes int16 on every device, but uint16 on few: Apple GPUs have
-    none before PyTorch 2.9.
-    """
+    """Return frames in a dtype that every device has; Apple GPUs lack uint16 before PyTorch 2.9."""
     return frames.view(torch.int16) if frames.dtype == torch.uint16 else frames
 
 

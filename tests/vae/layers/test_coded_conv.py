@@ -112,29 +112,6 @@ def test_a_block_is_its_definition(names, into, out, taps):
         torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_tails_and_windows_have_one_byte_for_each_value():
-    block, video = random_block(8, 16, dtype=torch.bfloat16), random_video(2, 8, 4, 6, 7)
-    cache = new_cache()
-    buffers = []
-    scratch = cache.workspace.scratch
-
-    def noted(shape, like):
-        buffers.append(scratch(shape, like))
-        return buffers[-1]
-
-    cache.scratch = noted
-    streamed(block, video.bfloat16(), [1, 1, 2], cache)
-    tails = cache.tails
-    assert {tuple(tail.shape) for tail in tails.values()} == {(2, 8, 2, 6, 7), (2, 16, 2, 6, 7)}
-    assert all(tail.nbytes == tail.numel() for tail in tails.values())
-    assert sum(tail.untyped_storage().nbytes() for tail in tails.values()) == 2 * 24 * 2 * 6 * 7
-    coded = [each for each in buffers if not each.is_floating_point()]
-    assert len(coded) == len(buffers) == 6
-    # A border of one pixel, and the tail in front of the new frames.
-    assert {tuple(each.shape[2:]) for each in coded} == {(1, 8, 9), (3, 8, 9), (4, 8, 9)}
-    assert cache.workspace._scratch.nbytes == max(each.numel() for each in coded)
-
-
 def test_values_out_of_range_are_judged_once():
     block, video = random_block(32, 32), random_video(1, 32, 1, 4, 4)
     cache = new_cache()
@@ -151,37 +128,20 @@ def test_values_out_of_range_are_judged_once():
     assert cache.coding.verdict() == torch.inf
 
 
-def random_weight(*shape, kind="normal", seed=0):
-    generator = torch.Generator().manual_seed(seed)
-
-    weight = torch.randn(shape, generator=generator)
-    return weight**3 if kind == "heavy tails" else weight
+def random_steps(channels):
+    return torch.rand(channels, generator=torch.Generator().manual_seed(1)) * 0.05 + 1e-3
 
 
-def exact_codes(weight, steps, scales):
-    """The weights in codes before they are rounded, in float64."""
-    wide = weight.double() * steps.double().view(1, -1, *[1] * (weight.ndim - 2))
-    return wide / scales.double().view(-1, *[1] * (weight.ndim - 1))
-
-
-def random_steps(channels, seed=1):
-    return torch.rand(channels, generator=torch.Generator().manual_seed(seed)) * 0.05 + 1e-3
-
-
-@pytest.mark.parametrize(
-    ("kind", "taps"),
-    [("heavy tails", (3, 3, 3)), ("normal", (3, 3)), ("normal", (1, 1, 1))],
-)
-def test_a_weight_moves_by_one_step_at_most_and_the_sum_of_its_taps_by_a_half(kind, taps):
-    weight, steps = random_weight(24, 16, *taps, kind=kind), random_steps(16)
+@pytest.mark.parametrize("taps", [(3, 3, 3), (3, 3), (1, 1, 1)])
+def test_a_weight_moves_by_one_step_at_most_and_the_sum_of_its_taps_by_a_half(taps):
+    weight, steps = random_video(24, 16, *taps) ** 3, random_steps(16)  # of heavy tails
     before = weight.clone()
     codes, scales = coded_weight(weight, steps)
     assert torch.equal(weight, before)
-    assert codes.dtype == torch.int8
-    assert scales.dtype == torch.float32
-    assert codes.shape == weight.shape
-    assert scales.shape == (24,)
-    exact = exact_codes(weight, steps, scales)
+    assert (codes.dtype, codes.shape) == (torch.int8, weight.shape)
+    assert (scales.dtype, scales.shape) == (torch.float32, (24,))
+    exact = weight.double() * steps.double().view(1, -1, *[1] * len(taps))
+    exact = exact / scales.double().view(-1, *[1] * (weight.ndim - 1))
     slack = 1e-4  # of float32: 127 eps of a division, for the sum of 27 taps
     error = (exact - codes).flatten(2)
     moved = codes.flatten(2) != exact.flatten(2).round()
@@ -194,22 +154,9 @@ def test_a_weight_moves_by_one_step_at_most_and_the_sum_of_its_taps_by_a_half(ki
 
 
 def test_output_channels_of_zeros_stay_zeros():
-    weight = random_weight(4, 8, 3, 3, 3)
+    weight = random_video(4, 8, 3, 3, 3)
     weight[2] = 0
     codes, scales = coded_weight(weight, random_steps(8))
     assert not codes[2].any()
     assert scales.isfinite().all()
-    assert bool((scales > 0).all())
-    assert not (codes[2].float() * scales[2]).any()
-
-
-@pytest.mark.parametrize("size", [1e-30, 1e36])
-def test_extreme_weights_keep_their_codes(size):
-    weight, steps = random_weight(8, 8, 3, 3, 3), random_steps(8)
-    codes, scales = coded_weight(weight * size, steps)
-    assert codes.abs().max() == 127
-    assert scales.isfinite().all()
-    plain, _ = coded_weight(weight, steps)
-    # The products with the scale are rounded in other places.
-    assert (codes.int() - plain.int()).abs().max() <= 1
-    assert (codes != plain).double().mean() < 1e-3
+    assert (scales > 0).all()

@@ -26,12 +26,7 @@ from fast_video_vae.vae.streaming import session
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the live storages that ops create while it is active.
-
-    Attributes:
-        live: Current bytes.
-        peak: Largest value of `live` so far.
-    """
+    """Counts the bytes of the live storages that ops create: now (`live`), and at most (`peak`)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +94,13 @@ def live_peak(case: Case, fused: Fused | None = None) -> tuple[int, int]:
             stack.enter_context(mock.patch.object(backends, "CONVOLUTION_ORDER", order))
         # Routes of other calls are kept with the layers.
         stack.enter_context(mock.patch.object(base, "route_conditions", return_value=fused))
-        stack.enter_context(without_values())
+        # What needs values: checks, and autocast.
+        for target, name, value in (
+            (validation, "check_finite", lambda *_: None),
+            (session, "drop_stale_forms", lambda *_: None),
+            (torch, "autocast", lambda *_, **__: contextlib.nullcontext()),
+        ):
+            stack.enter_context(mock.patch.object(target, name, value))
         # The first stream derives weights, which count as weights.
         small = replace(case, size=(64, 64), tile=None, limit_bytes=1 << 40)
         bench_memory.stream(vae, small, bench_memory.input_of(vae, small))
@@ -112,19 +113,6 @@ def live_peak(case: Case, fused: Fused | None = None) -> tuple[int, int]:
         with counter, count_bytes.FusedAttention():
             bench_memory.stream(vae, case, given)
         return counter.peak, estimate
-
-
-@contextlib.contextmanager
-def without_values():
-    """Leave out what needs values: checks, and caches on the host."""
-    with contextlib.ExitStack() as stack:
-        for target, name, value in (
-            (validation, "check_finite", lambda *_: None),
-            (session, "drop_stale_forms", lambda *_: None),
-            (torch, "autocast", lambda *_, **__: contextlib.nullcontext()),
-        ):
-            stack.enter_context(mock.patch.object(target, name, value))
-        yield
 
 
 @functools.cache

@@ -65,16 +65,13 @@ def test_bands_cover_the_frames_once(vaes, name, encode, size, shares):
         assert tiles.sum() == stop - start > 0
 
 
-# Speed-ups that are asked for, and those of a cut after the attention, by the number of devices.
-@pytest.mark.parametrize(
-    ("count", "least", "after_attention"),
-    [(2, 1.85, 1.91), (8, 5.0, 5.90)],
-)
-def test_the_predicted_speed_of_a_large_video(count, least, after_attention):
+# Speed-ups that are asked for by the number of devices, those of a cut after the attention.
+@pytest.mark.parametrize(("count", "least"), [(2, 1.90), (8, 5.89)])
+def test_the_predicted_speed_of_a_large_video(count, least):
     job = published_decode()
     found = bands_of(job, [1] * count)
     one, several = times(job, found, [1] * count)
-    assert least < after_attention - 0.01 <= one / several < count
+    assert least <= one / several < count
     assert found.members[0].tiles.cut == min(band_cuts(job.network))
 
 

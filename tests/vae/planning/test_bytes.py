@@ -14,11 +14,6 @@ LIMIT_BYTES = 16 << 30
 LAUNCHES = 110
 
 
-# Most traffic of a step with our own convolution, next to that with the library's, which runs those
-# to more than 192 channels: nearly all of Wan 2.2.
-OWN_SHARE = 0.75
-
-
 @pytest.fixture(autouse=True)
 def _fused():
     try:
@@ -37,24 +32,3 @@ def test_the_traffic_of_a_step_is_near_the_minimum(family, direction):
     assert gigabytes <= 1.25 * count_bytes.NEEDED_GB[family, direction], counter.by_op
     counter, latents = count_bytes.steady_step(*step, 4)
     assert counter.launches / latents <= LAUNCHES, counter.by_op
-
-
-def test_our_own_convolution_saves_passes():
-    """It reads tails where they are, and adds and norms while it writes."""
-    config = count_bytes.configs()["wan2.1"]
-    (plain, _), (own, _) = (
-        count_bytes.steady_step(config, "decode", 720, 1280, LIMIT_BYTES, own=own)
-        for own in (False, True)
-    )
-    assert own.total <= OWN_SHARE * plain.total, own.by_op
-    assert own.launches < plain.launches
-
-
-def test_less_memory_costs_little_traffic():
-    config = count_bytes.configs()["wan2.1"]
-
-    def passes(free_gib):
-        counter, _ = count_bytes.whole_video(config, "decode", (41, 720, 1280), free_gib << 30)
-        return counter.total - counter.by_op["convolution"]
-
-    assert passes(8) <= 1.2 * passes(22)

@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from fast_video_vae.kernels import Fused
-from fast_video_vae.tests.benchmarks import bench_memory
 from fast_video_vae.tests.benchmarks.bench_memory import Case
 from fast_video_vae.tests.builders import random_state_dict
-from fast_video_vae.tests.vae.families import STATES
 from fast_video_vae.tests.vae.planning.live_bytes import live_peak
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.layers import conv, conv_weights
@@ -23,12 +21,7 @@ from fast_video_vae.vae.planning.plan import Plan, make_plan, smaller_plan
 from fast_video_vae.vae.planning.tiling import Tiles
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-# The estimate next to allocated tensors, and its relative error next to the memory of a process.
-LEAST, MOST, TOLERANCE = 0.99, 1.05, 0.1
-
-measured = pytest.mark.skipif(
-    not bench_memory.can_measure(), reason="the system does not report the peak memory of a process"
-)
+LEAST, MOST = 0.99, 1.05  # the estimate next to allocated tensors
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +36,6 @@ def work_of(network, height=90, width=160, device=CUDA, single_frame=False):
 # Videos in all ways: whole, in steps, in tiles, in the smallest steps, in a batch, of one frame.
 CASES = [
     Case("wan2.1", False, chunk=1, size=(128, 192)),
-    Case("wan2.1", True, latents=5, chunk=2, size=(128, 192)),
     Case("wan2.1", False, latents=5, limit_bytes=1),
     Case("wan2.1", False, chunk=1, size=(128, 192), tile=(64, 96), cut=0),
     Case("wan2.1", True, latents=5, size=(256, 384), dtype="bfloat16", chunk=4, tile=(128, 128)),
@@ -64,7 +56,7 @@ def test_the_estimate_matches_the_allocations_of_a_stream(case):
     ("case", "fused"),
     [
         (CASES[0], Fused(tail=True, sums=True, norm=True, bias=True)),  # our own kernel
-        (CASES[6], Fused(tail=True)),  # slices
+        (CASES[5], Fused(tail=True)),  # slices
     ],
 )
 def test_the_estimate_is_enough_for_each_candidate(case, fused):
@@ -85,28 +77,6 @@ def test_a_stream_keeps_its_memory_limit(case, share):
     assert peak <= limit / LEAST
 
 
-def differing(cases):
-    """Measure cases; return the results of those whose memory differs from the estimate."""
-    results = zip(cases, bench_memory.run(*cases), strict=True)
-    return {
-        case: result
-        for case, result in results
-        if abs(result["estimate_mib"] / result["peak_mib"] - 1) > TOLERANCE
-    }
-
-
-@measured
-@pytest.mark.slow
-def test_the_estimate_matches_the_memory_of_a_process():
-    """On a CPU the process also has weights in oneDNN's layout and memory for reuse.
-
-    A case that differs is measured again in another process, because a library sometimes touches
-    more memory in one of them.
-    """
-    wrong = differing([CASES[0], CASES[5]])
-    assert not wrong or not differing(wrong)
-
-
 def test_copies_of_large_weights_are_counted(monkeypatch):
     monkeypatch.setattr(conv_weights, "_KEPT_ELEMENTS", 1)
     found = []
@@ -118,18 +88,9 @@ def test_copies_of_large_weights_are_counted(monkeypatch):
     assert all(copies <= each < 1.1 * copies for each in found)  # one frame of taps, in two orders
 
 
-@pytest.mark.parametrize(
-    ("family", "encode", "size", "device", "single_frame"),
-    [
-        ("wan2.1", False, (90, 160), CUDA, False),
-        ("wan2.2", True, (30, 52), CPU, True),
-    ],
-)
-def test_a_smaller_limit_never_needs_more_memory(family, encode, size, device, single_frame):
+def test_a_smaller_limit_never_needs_more_memory(wan):
     """Every limit that is not below the smallest plan is kept."""
-    vae = load_vae(STATES[family](), dtype=torch.float32)
-    network = vae.encoder if encode else vae.decoder
-    work = work_of(network, *size, device, single_frame)
+    work = work_of(wan.decoder)
     before = most = make_plan(work, 1 << 50).peak_bytes
     least = make_plan(work, 1).peak_bytes
     for step in range(13):
@@ -219,12 +180,10 @@ class Allocator:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         free = lambda _: (total - self.reserved - self.other, total)  # noqa: E731
         monkeypatch.setattr(torch.cuda, "mem_get_info", free)
-        monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: self.stats())
-        monkeypatch.setattr(
-            torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0, raising=False
-        )
+        monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: self._stats())
+        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
 
-    def stats(self):
+    def _stats(self):
         return {
             "reserved_bytes.all.current": self.reserved,
             "active_bytes.all.current": self.active,

@@ -3,12 +3,9 @@
 import pytest
 import torch
 
-from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.seedvr2 import random_seedvr2
 from fast_video_vae.tests.vae.families import STATES, WAN, close, joined, latent_for
-from fast_video_vae.tests.wan22 import random_wan22
 from fast_video_vae.vae import StreamOptions, load_vae
-from fast_video_vae.vae.models.receptive_field import frame_sizes
 from fast_video_vae.vae.planning import tiling
 
 
@@ -25,20 +22,6 @@ def test_layers_that_see_whole_frames_are_not_tiled(vae):
     latent = torch.randn(1, 16, 2, 8, 8)
     tiled = joined(seedvr2.decode_stream(latent, StreamOptions(tile=(32, 32))))
     assert torch.equal(tiled, seedvr2.decode(latent))
-
-
-def test_the_halo_of_wan_is_the_reach_of_its_layers():
-    """20 pixels of the output from the last temporal upsampling on: 40 of a frame of Wan 2.2."""
-    for state, layers in ((random_state_dict(8), 8), (random_wan22(8, 8), 3)):
-        network = load_vae(state, dtype=torch.float32).decoder
-        tail = network.layers()[-layers:]
-        size = frame_sizes(network.layers(), (64, 64))[-layers - 1]
-        end = frame_sizes(tail, size)[-1]
-        middle = (end[0] // 2 - 8, end[0] // 2 + 8)
-        tile = tiling.make_tile([tail], size, middle, middle)
-        scale = end[0] // size[0]
-        rows = tile.chains[0][0].rows
-        assert (middle[0] - scale * rows.start, scale * rows.stop - middle[1]) == (20, 20)
 
 
 def test_a_late_range_skips_latents_outside_its_reach(vae):

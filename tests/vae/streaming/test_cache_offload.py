@@ -29,9 +29,11 @@ def cache_of(*shapes):
     return cache
 
 
-def rounds(gpu, parking, caches, count=3):
-    """Run chunks as `TiledExecutor` does: each tile adds 1 to its tails."""
-    for _ in range(count):
+def test_no_copy_overtakes_another_use_of_its_memory(gpu):
+    caches = [cache_of((1, 4, 2, 3, 5), (1, 8, 2, 3, 5)) for _ in range(3)]
+    before = [dict(cache.tails) for cache in caches]
+    parking = Parking(CUDA)
+    for _ in range(3):  # chunks as in `TiledExecutor`: each tile adds 1 to its tails
         for cache, following in zip(caches, [*caches[1:], None], strict=True):
             parking.wait(cache)
             if following is not None:
@@ -39,31 +41,11 @@ def rounds(gpu, parking, caches, count=3):
             for tail in cache.tails.values():
                 gpu.use("compute", tail.add_(1))
             parking.park(cache)
-
-
-def test_no_copy_overtakes_another_use_of_its_memory(gpu):
-    caches = [cache_of((1, 4, 2, 3, 5), (1, 8, 2, 3, 5)) for _ in range(3)]
-    before = [dict(cache.tails) for cache in caches]
-    parking = Parking(CUDA)
-    rounds(gpu, parking, caches)
     assert not gpu.races
     assert gpu.blocking == {False}
     for cache, tails in zip(caches, before, strict=True):
         for conv, tail in cache.tails.items():
             torch.testing.assert_close(tail, tails[conv] + 3)
-
-
-def test_the_copies_of_both_directions_run_at_once(gpu):
-    """Fetching one tile does not wait for the copy of another one to the host."""
-    caches = [cache_of((1, 4, 2, 3, 5)) for _ in range(2)]
-    parking = Parking(CUDA)
-    rounds(gpu, parking, caches, count=1)
-    parking.fetch(caches[0])
-    fetched = parking._inward.done
-    with gpu._on(parking._outward):
-        parked = gpu.done
-    assert parked - fetched
-    assert fetched - parked
 
 
 def test_tails_of_gigabytes_need_little_more_pinned_memory(gpu):

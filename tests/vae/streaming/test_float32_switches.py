@@ -24,30 +24,22 @@ def precision(value, *owners):
     return lambda: [setattr(owner, "fp32_precision", value) for owner in owners]
 
 
-def products(value):
-    return lambda: torch.set_float32_matmul_precision(value)
-
-
 # What users and other nodes set before.
 SETTINGS = {
     "cudnn.allow_tf32 = True": tf32(BACKENDS.cudnn, True),
     "cudnn.allow_tf32 = False": tf32(BACKENDS.cudnn, False),
     "matmul.allow_tf32 = True": tf32(BACKENDS.cuda.matmul, True),
-    "matmul.allow_tf32 = False": tf32(BACKENDS.cuda.matmul, False),
-    "high": products("high"),
-    "medium": products("medium"),
+    "medium": lambda: torch.set_float32_matmul_precision("medium"),
 }
 if NEW:
     by_op = BACKENDS.cudnn.conv, BACKENDS.cudnn.rnn, BACKENDS.cuda.matmul
     onednn = BACKENDS.mkldnn.conv, BACKENDS.mkldnn.matmul
     SETTINGS |= {
         "by operation, tf32": precision("tf32", *by_op),
-        "by operation, ieee": precision("ieee", *by_op),
         "conv.fp32_precision = ieee": precision("ieee", BACKENDS.cudnn.conv),
         "matmul.fp32_precision = tf32": precision("tf32", BACKENDS.cuda.matmul),
         "cudnn.fp32_precision = tf32": precision("tf32", BACKENDS.cudnn),
         "backends.fp32_precision = tf32": precision("tf32", BACKENDS),
-        "backends.fp32_precision = ieee": precision("ieee", BACKENDS),
         "oneDNN, bf16": precision("bf16", *onednn),
     }
 SEQUENCES = [
@@ -56,21 +48,21 @@ SEQUENCES = [
 ]
 
 
-def reset():
-    """Set the values of a new process."""
-    if NEW:
-        precision("none", BACKENDS, BACKENDS.cudnn, *by_op, *onednn)()
-    products("highest")()
-    tf32(BACKENDS.cudnn, True)()
-    if NEW:
-        precision("none", BACKENDS.cuda.matmul, *onednn)()
-
-
 @pytest.fixture(autouse=True)
 def switches():
     reset()
     yield
     reset()
+
+
+def reset():
+    """Set the values of a new process."""
+    if NEW:
+        precision("none", BACKENDS, BACKENDS.cudnn, *by_op, *onednn)()
+    torch.set_float32_matmul_precision("highest")
+    tf32(BACKENDS.cudnn, True)()
+    if NEW:
+        precision("none", BACKENDS.cuda.matmul, *onednn)()
 
 
 def read():
@@ -92,11 +84,7 @@ def read():
 
 
 def later(names, device=None):
-    """Set `names`, enter and leave the block for `device`, and return what other code sees then.
-
-    Some switches inherit from others, so a later change of those shows which value a switch has
-    itself.
-    """
+    """Set `names`, enter and leave the block for `device`, and return what other code sees then."""
     reset()
     for name in names:
         SETTINGS[name]()
@@ -104,6 +92,7 @@ def later(names, device=None):
         with full_float32(device):
             pass
     seen = [read()]
+    # A later change of those from which others inherit shows which value a switch has itself.
     for value in ("tf32", "ieee", "none") if NEW else ():
         for owner in (BACKENDS, BACKENDS.cudnn):
             owner.fp32_precision = value

@@ -44,14 +44,17 @@ def no_thread_is_left():
     assert "fast-video-vae-writer" not in {thread.name for thread in threading.enumerate()}
 
 
-def target_of(vae, latent, *, images):
-    batch, channels, frames, height, width = vae.config.decoded_shape(latent.shape)
-    if images:
-        return torch.full((batch, frames, height, width, channels), 77.0)
-    return torch.full((batch, channels, frames, height, width), 77.0)
+@pytest.fixture
+def latent(wan):
+    return latent_for(wan, 4, 32, 32)
 
 
-def test_a_piece_is_complete_when_it_arrives(wan, writers, monkeypatch):
+@pytest.fixture
+def images():
+    return torch.full((1, 13, 32, 32, 3), 77.0)
+
+
+def test_a_piece_is_complete_when_it_arrives(wan, writers, latent, images, monkeypatch):
     """The next piece was computed meanwhile."""
     fill = output._fill
 
@@ -60,15 +63,12 @@ def test_a_piece_is_complete_when_it_arrives(wan, writers, monkeypatch):
         fill(frames, target)
 
     monkeypatch.setattr(output, "_fill", slow)
-    latent = latent_for(wan, 4, 32, 32)
-    images = target_of(wan, latent, images=True)
     for index, piece in enumerate(wan.decode_stream(latent, StreamOptions(1), images=images)):
         assert (piece <= 1).all()
         assert writers[0].queued > min(index + 1, 3) or index == 3
 
 
-def test_nothing_behind_the_wanted_frames_is_decoded(wan, writers):
-    latent = latent_for(wan, 4, 32, 32)
+def test_nothing_behind_the_wanted_frames_is_decoded(wan, writers, latent):
     images = torch.full((1, 4, 32, 32, 3), 77.0)
     parts = iter(latent.split(1, dim=2))
     stream = wan.decode_stream(parts, StreamOptions(1), images=images, frames=range(1, 5))
@@ -79,9 +79,7 @@ def test_nothing_behind_the_wanted_frames_is_decoded(wan, writers):
     assert (images <= 1).all()
 
 
-def test_an_abandoned_stream_ends_its_thread(wan, writers):
-    latent = latent_for(wan, 4, 32, 32)
-    images = target_of(wan, latent, images=True)
+def test_an_abandoned_stream_ends_its_thread(wan, writers, latent, images):
     stream = wan.decode_stream(latent, StreamOptions(1), images=images)
     next(stream)
     stream.close()
@@ -91,7 +89,9 @@ def test_an_abandoned_stream_ends_its_thread(wan, writers):
 
 
 @pytest.mark.parametrize("devices", [1, 3])
-def test_an_error_of_the_thread_is_raised_in_the_stream(wan, writers, monkeypatch, devices):
+def test_an_error_of_the_thread_is_raised_in_the_stream(
+    wan, writers, latent, images, monkeypatch, devices
+):
     """It is not that of a device."""
 
     def full(frames, target):
@@ -99,16 +99,15 @@ def test_an_error_of_the_thread_is_raised_in_the_stream(wan, writers, monkeypatc
 
     monkeypatch.setattr(output, "_fill", full)
     wan.devices = ["cpu"] * devices * (devices > 1)
-    latent = latent_for(wan, 4, 32, 32)
-    images = target_of(wan, latent, images=True)
     with pytest.raises(OSError, match="No space left"):
         list(wan.decode_stream(latent, StreamOptions(1), images=images))
     assert devices == 1 or len(wan.team.members(wan.device)) == 3
 
 
-def test_frames_on_their_way_arrive_before_a_video_restarts(wan, writers, monkeypatch):
-    latent = latent_for(wan, 4, 32, 32)
-    images, expected = (target_of(wan, latent, images=True) for _ in range(2))
+def test_frames_on_their_way_arrive_before_a_video_restarts(
+    wan, writers, latent, images, monkeypatch
+):
+    expected = images.clone()
     for _ in wan.decode_stream(latent, images=expected):
         pass
     put, latents = BackgroundWriter.put, []

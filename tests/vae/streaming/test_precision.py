@@ -19,13 +19,6 @@ from fast_video_vae.vae.streaming.precision import compute_dtype
 
 HALF = torch.float16
 
-# One VAE for each output of a decoder: frames, 2x frames, and never tiled.
-FAMILIES = {
-    "wan2.1": STATES["wan2.1"],
-    "seedvr2": STATES["seedvr2"],
-    "2x": lambda: random_state_dict(8, out_channels=12),
-}
-
 
 @pytest.fixture
 def slow_half(monkeypatch):
@@ -35,24 +28,22 @@ def slow_half(monkeypatch):
 
 def pair(family="wan2.1"):
     """Return a VAE in float16, and one in float32 with the same weights."""
-    state = FAMILIES[family]()
+    state = STATES[family]()
     return load_vae(state, dtype=HALF), load_vae(state, dtype=torch.float32, weights_dtype=HALF)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["wan2.1", "seedvr2"])
 def test_results_are_float32_results_rounded_to_float16(slow_half, family):
     half, full = pair(family)
-    cast = load_vae(FAMILIES[family](), dtype=torch.float32).half()
+    cast = load_vae(STATES[family](), dtype=torch.float32).half()
     assert cast.dtype == cast.encode_dtype == HALF
     latent = random_frames(1, full.config.latent_channels, 2, 4, 4)
     frames = full.decode(latent)
     pieces = joined(half.decode_stream(latent, StreamOptions(1)))
     for found in (half.decode(latent), cast.decode(latent), pieces):
         assert torch.equal(found, frames.half())
-    if full.config.output_scale == 1:
-        size = 4 * full.config.spatial_compression
-        clip = random_frames(1, full.config.image_channels, 5, size, size)
-        assert torch.equal(half.encode(clip), full.encode(clip).half())
+    clip = random_frames(1, 3, 5, 32, 32)
+    assert torch.equal(half.encode(clip), full.encode(clip).half())
     assert torch.equal(cast.float().decode(latent), frames)
 
 

@@ -24,9 +24,9 @@ from fast_video_vae.tests.vae.families import (
     random_frames,
 )
 from fast_video_vae.tests.vae.streaming.failing_memory import FailingMemory
-from fast_video_vae.vae import Rereadable, StreamOptions, load_vae
+from fast_video_vae.vae import Rereadable, StreamOptions, VideoVAE, load_vae
 from fast_video_vae.vae.cli.main import main
-from fast_video_vae.vae.media import read_video, save_latent
+from fast_video_vae.vae.media import save_latent
 from fast_video_vae.vae.models.receptive_field import frames_before, latents_before
 from fast_video_vae.vae.streaming.source import Source
 
@@ -44,10 +44,10 @@ def wan(vaes):
 
 
 class Fault:
-    """The n-th call of a layer of a network raises; the frames that reach its first layer."""
+    """Calls of a layer raise, by number; counts the frames that reach the first one."""
 
     def __init__(self, network, at, error=None, layer=4):
-        self.calls, self.frames, self.at = 0, 0, {at} if isinstance(at, int) else set(at)
+        self.calls, self.frames, self.at = 0, 0, at
         self.error = error or torch.OutOfMemoryError("no memory")
         layers = network.layers()
         self.handles = [
@@ -91,10 +91,6 @@ def given_as(kind, video):
     }[kind]
 
 
-def reach_of(vae, decode):
-    return latents_before(vae.decoder) if decode else frames_before(vae.encoder.layers())
-
-
 @pytest.mark.parametrize(
     ("family", "decode", "given", "at", "layer"),
     [
@@ -110,12 +106,10 @@ def test_a_step_that_fails_is_repeated_from_the_next_frame(
     vae = vaes[family]
     stream, network, video = task_of(vae, decode, 9)
     expected = joined(stream(video, STEP))
-    with caplog.at_level(logging.DEBUG), Fault(network, at, layer=layer) as fault:
+    with caplog.at_level(logging.DEBUG), Fault(network, (at,), layer=layer) as fault:
         pieces = list(stream(given_as(given, video), STEP))
     assert fault.calls > at
     close(torch.cat(pieces, dim=2), expected)
-    done = sum(piece.shape[2] for piece in pieces)
-    assert done == expected.shape[2]
     (line,) = [each.getMessage() for each in caplog.records if "memory" in each.getMessage()]
     assert "memory ran out in " in line
     assert " at frame " in line
@@ -125,27 +119,26 @@ def test_a_step_that_fails_is_repeated_from_the_next_frame(
 @pytest.mark.parametrize("decode", [True, False])
 def test_a_failure_costs_the_receptive_field_and_the_step(wan, decode):
     stream, network, video = task_of(wan, decode, 45, side=1)
-    expected, reach = joined(stream(video, STEP)), reach_of(wan, decode)
+    expected = joined(stream(video, STEP))
+    reach = latents_before(network) if decode else frames_before(network.layers())
     assert reach == (38 if decode else 112)
-    with Fault(network, 43) as fault:
+    with Fault(network, (43,)) as fault:
         close(joined(stream(given_as("iterator", video), STEP)), expected)
     assert 0 < fault.frames - video.shape[2] <= reach + (1 if decode else 4)
     if decode:  # a part of the video
-        with Fault(network, 43) as fault:
+        with Fault(network, (43,)) as fault:
             close(joined(stream(video, STEP, frames=range(150, 177))), expected[:, :, 150:])
         assert fault.frames <= 45 + reach + 1
 
 
 def test_failures_that_follow_each_other_lead_to_smaller_plans(wan, caplog):
-    count = 3
     stream, network, latent = task_of(wan, True, 3, side=24)
     expected = joined(stream(latent))
-    with caplog.at_level(logging.DEBUG), Fault(network, range(1, count + 1), layer=0):
+    with caplog.at_level(logging.DEBUG), Fault(network, (1, 2, 3), layer=0):
         pieces = list(stream(latent))
     close(torch.cat(pieces, dim=2), expected)
     lines = [each for each in caplog.records if "memory" in each.getMessage()]
-    assert len(lines) == count
-    assert [each.levelno for each in lines] == [logging.WARNING] + [logging.DEBUG] * (count - 1)
+    assert [each.levelno for each in lines] == [logging.WARNING, logging.DEBUG, logging.DEBUG]
     sizes = [int(line.getMessage().split("about ")[1].split()[0]) for line in lines]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[-1] < sizes[0]
@@ -155,7 +148,7 @@ def test_a_setting_that_delivers_is_tried_again(wan, caplog):
     """Another program takes the memory from time to time: a long video goes on nevertheless."""
     stream, network, latent = task_of(wan, True, 13)
     expected = joined(stream(latent, STEP))
-    with caplog.at_level(logging.INFO), Fault(network, {3, 9, 17, 27}) as fault:
+    with caplog.at_level(logging.INFO), Fault(network, (3, 9, 17, 27)) as fault:
         close(joined(stream(latent, STEP)), expected)
     assert fault.calls > 27
     assert len([each for each in caplog.records if each.levelno >= logging.WARNING]) == 1
@@ -174,7 +167,7 @@ def test_what_a_failed_run_held_is_free_before_the_next_one_begins(wan):
         handle = network.layers()[2].register_forward_hook(
             lambda layer, inputs, result: held.append(weakref.ref(result))
         )
-        with Fault(network, 3):
+        with Fault(network, (3,)):
             joined(stream(latent, StreamOptions(1, release=release)))
         handle.remove()
     finally:
@@ -211,7 +204,7 @@ def test_what_a_video_held_is_free_when_its_error_is_dropped(wan, decode, place)
 
 def test_another_error_is_raised_at_once(wan):
     stream, network, latent = task_of(wan, True, 5)
-    with Fault(network, 2, RuntimeError("a fault")) as fault:
+    with Fault(network, (2,), RuntimeError("a fault")) as fault:
         with pytest.raises(RuntimeError, match="a fault"):
             joined(stream(latent, STEP))
         assert fault.calls == 2
@@ -262,26 +255,18 @@ def test_memory_that_stays_short_raises_one_line(wan, caplog):
     assert len(caplog.records) <= 1
 
 
-def test_the_command_line_writes_every_frame_or_one_line(tmp_path, capsys):
+def test_the_command_line_ends_with_one_line(tmp_path, capsys, monkeypatch):
     latents, path, out = (tmp_path / name for name in ("l.safetensors", "v.safetensors", "x.mkv"))
-    latent = torch.randn(1, 16, 2, 2, 2, generator=torch.Generator().manual_seed(0))
-    save_latent(latents, latent, family="wan2.1", fps=Fraction(16), frames=5)
+    save_latent(latents, torch.randn(1, 16, 2, 2, 2), family="wan2.1", fps=Fraction(16), frames=5)
     save_file(STATES["wan2.1"](), path)
-    command = ["decode", str(latents), "--vae", str(path), "-o", str(out), "--quiet", "--overwrite"]
-    with FailingMemory() as loading:
-        load_vae(path)
-    with FailingMemory() as whole:
-        assert main(command) == 0
-    expected = torch.stack(list(read_video(out).frames())).int()
-    out.unlink()
-    decoding = (loading.seen + whole.seen) // 2
-    with FailingMemory(decoding, 1 << 40, error="linux"):
-        assert main(command) == 1
+
+    def fails(*_, **__):
+        raise torch.OutOfMemoryError("no\nmemory")
+
+    monkeypatch.setattr(VideoVAE, "decode_stream", fails)
+    command = ["decode", str(latents), "--vae", str(path), "-o", str(out), "--quiet"]
+    assert main(command) == 1
     printed = capsys.readouterr().err
     assert printed.startswith("fast-video-vae: error: memory ran out in ")
     assert printed.count("\n") == 1
     assert {each.name for each in tmp_path.iterdir()} == {latents.name, path.name}
-    with FailingMemory(decoding, error="windows") as memory:
-        assert main(command) == 0
-    assert memory.failed == 1
-    assert (torch.stack(list(read_video(out).frames())).int() - expected).abs().max() <= 1

@@ -5,9 +5,8 @@ An error of any device ends the work of all, as a `DeviceError`.
 
 import contextlib
 import contextvars
-import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 
 import torch
@@ -96,7 +95,7 @@ class BandedExecutor(Executor):
         """Push one chunk `x` `[B, C, T, H, W]` through, on all devices; yield its results."""
         target, announced, self._announced = self._own.target(x), self._announced, None
         for band, member, pool in self._members:
-            task = functools.partial(self._do, band, member.task(x, target, announced))
+            task = self._watched(band)(member.task(x, target, announced))
             self._futures.append(pool.submit(contextvars.copy_context().run, task))
         errors = self._errors()
         if errors:
@@ -141,11 +140,6 @@ class BandedExecutor(Executor):
         for _, member, _ in self._members:
             member.stop()
 
-    def _do(self, band: Band, task: Callable[[], None]) -> None:
-        """Run a task of a device."""
-        with self._watched(band):
-            task()
-
     @contextlib.contextmanager
     def _watched(self, band: Band) -> Iterator[None]:
         """Let an error of a device in the block end the work of the others, too."""
@@ -162,8 +156,7 @@ class BandedExecutor(Executor):
 
 def _use_cores(count: int | None) -> None:
     """Use `count` cores of the CPU in this thread; None: it has another device."""
-    # Without a number some ops of a new thread run on all cores of the machine. PyTorch sets the
-    # default of new threads with it.
+    # Without a number some ops of a new thread run on all cores of the machine.
     if count is not None:
         torch.get_num_threads()  # sets the default, which would replace the number later
         torch.set_num_threads(count)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ....kernels import Snapshot, is_out_of_memory, new_video
+from ....kernels import Snapshot, first_line, is_out_of_memory, new_video
 from ...layers.inputs.coding import Coding
 from ...layers.temporal_cache import canonical
 from ...models.base import Network
@@ -109,9 +109,8 @@ class Rank:
             self._is_broken = True
             if not isinstance(error, Exception):
                 raise
-            how = (
-                "has a message without memory" if is_out_of_memory(error) else "ended unexpectedly"
-            )
+            is_short = is_out_of_memory(error)
+            how = "has a message without memory" if is_short else "ended unexpectedly"
             raise RankError(f"{self.name} {how}") from None
 
     def free_bytes(self) -> int:
@@ -140,7 +139,7 @@ class Ranks:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if self.number and not isinstance(error, Exception):
             return
-        text = "" if error is None else (str(error).splitlines() or [type(error).__name__])[0]
+        text = "" if error is None else first_line(error) or type(error).__name__
         if error is not None and not isinstance(error, RankError):
             how = f"stopped: {text}" if isinstance(error, Exception) else "was interrupted"
             text = f"rank {self.number} of {self.size} {how}"

@@ -28,7 +28,6 @@ class Team:
     """The devices that share the videos of a VAE, by their number in its list, and their copies.
 
     A running video keeps its team when others are chosen. A copied VAE starts without any device.
-    One that is named twice is two devices that share it.
     """
 
     def __init__(

@@ -5,7 +5,8 @@ numbers are exact in every dtype. Large frames have more than 65,536 pixels, and
 4,096, because libraries were wrong from there on (ComfyUI#16433, #15793).
 
 `expected.safetensors` has the sketches of the results, which the reference computed in float64 on a
-CPU (`tests/tools/expected.py`).
+CPU (`tests/tools/expected.py`). A sketch has the sum of each 256 values with random signs, which
+errors change as their root mean square does: a projection as of Johnson and Lindenstrauss.
 """
 
 import contextlib
@@ -41,7 +42,6 @@ from ...models.wan_blocks import AttentionBlock, Downsample, Head, ResidualBlock
 from ..output import Output, background_writer
 from ..precision import layer_modes
 from ..upload import Upload, to_unit
-from .sketches import difference, formula, sketch
 
 # Results, and the latent and the clip of the bundled VAE.
 EXPECTED = Path(__file__).with_name("expected.safetensors")
@@ -53,6 +53,12 @@ _BLOCK = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 0.01, torch.b
 
 # Of images in 256 levels.
 _LEVELS = 0.01
+
+# Values of a result per sum of its sketch.
+_VALUES = 256
+
+# A prime number of random values, so that no power of two divides their period.
+_PERIOD = 65537
 
 _WIDTHS = (16,) * 5
 _SEEDVR2 = (64, 32, 32, 32, 32)
@@ -258,3 +264,43 @@ def _weight(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     inputs = math.prod(shape[1:])
     size = 2.0 ** round(math.log2(1.7 / math.sqrt(inputs)))
     return numbers * size * (2 if re.search("to_(qkv|q|k)[.]", name) else 1)
+
+
+def sketch(x: Tensor) -> Tensor:
+    """Return the sketch of `x` `[B, C, T, H, W]`, which depends on the place of each value."""
+    values = x.movedim(1, -1).flatten().to(torch.float64, copy=True)
+    whole = values.numel() // _PERIOD * _PERIOD
+    values[:whole].view(-1, _PERIOD).mul_(_signs())
+    values[whole:].mul_(_signs()[: values.numel() - whole])
+    whole = values.numel() // _VALUES * _VALUES
+    sums, rest = values[:whole].view(-1, _VALUES).sum(1), values[whole:]
+    return torch.cat([sums, rest.sum()[None]]) if rest.numel() else sums
+
+
+def difference(actual: Tensor, right: Tensor) -> float:
+    """Return the most of the difference over the root mean square of `right`; infinite with NaN."""
+    right = right.double()
+    share = (actual - right).abs().max() / right.square().mean().sqrt()
+    return float(share) if share.isfinite() else math.inf
+
+
+def formula(shape: tuple[int, ...], seed: int = 0) -> Tensor:
+    """Return odd multiples of 1 / 128 in (-1, 1), float32, alike on every machine and exact."""
+    count = math.prod(shape)
+    repeats = -(-count // _PERIOD)
+    return _period().roll(-4099 * seed).repeat(repeats)[:count].view(shape)
+
+
+@functools.cache
+def _signs() -> Tensor:
+    return _period().sign().double()
+
+
+@functools.cache
+def _period() -> Tensor:
+    """Return a period of the numbers: a multiplicative hash, splitmix64's, of their places."""
+    with torch.inference_mode(False):
+        x = torch.arange(1, _PERIOD + 1) * -7046029254386353131
+        for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+            x = (x ^ (x >> shift)) * factor
+        return (((x >> 33) & 127) * 2 - 127).float() / 128

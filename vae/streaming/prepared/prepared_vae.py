@@ -47,10 +47,9 @@ class PreparedVAE(Int8VAE):
     def wait_until_prepared(
         self, timeout_s: float | None = None, device: torch.device | None = None
     ) -> bool:
-        """Wait until the next videos are served by what `prepare` builds.
+        """Wait until what `prepare` builds serves the next videos; return whether it is built.
 
-        Nothing else waits for that: benchmarks, the command line and runs of hours do. At most
-        `timeout_s` seconds are waited; None: until it is built. Return whether it is built.
+        At most `timeout_s` seconds are waited; None: until it is built.
         """
         end = math.inf if timeout_s is None else time.monotonic() + timeout_s
 
