@@ -14,16 +14,11 @@ import torch
 from safetensors.torch import load_file
 
 from fast_video_vae.tests.builders import refused
-from fast_video_vae.tests.videos import (
-    WEIGHTS,
-    av,
-    moving_clip,
-    pieces_of,
-    write_planes,
-    write_with,
-)
+from fast_video_vae.tests.videos import av, moving_clip, pieces_of, write_planes, write_with
 from fast_video_vae.vae.media import read_video, video_reader
 
+# Matrix numbers of ISO/IEC 23091-2 and their weights of red and blue.
+WEIGHTS = {1: (0.2126, 0.0722), 2: (0.299, 0.114), 6: (0.299, 0.114), 9: (0.2627, 0.0593)}
 HEIGHT, WIDTH = 32, 48
 # The error of YUV in levels of 10 bits: half a level of rounding, and a little for swscale.
 YUV_ERROR = 0.6

@@ -4,33 +4,20 @@ import errno
 import json
 from contextlib import nullcontext
 
-import numpy as np
 import pytest
 import torch
 
 from fast_video_vae.tests.builders import refused
-from fast_video_vae.tests.videos import (
-    CODEC_ERROR,
-    COLOR_ERROR,
-    av,
-    moving_clip,
-    stacked,
-    write,
-    yuv,
-)
+from fast_video_vae.tests.videos import av, moving_clip, stacked, write
 from fast_video_vae.vae.media import BackgroundWriter, VideoWriter, pictures_of
 
 
-@pytest.mark.parametrize("color", [(0, 0, 0), (20, 60, 180), (250, 3, 99)])
-def test_written_colors_are_bt709(tmp_path, color):
-    clip = torch.tensor(color, dtype=torch.uint8).expand(2, 32, 48, 3)
-    path = write(tmp_path / "a.mp4", clip, quality=100)
-    with av.open(str(path)) as container:
-        planes = next(container.decode(video=0)).to_ndarray()
-    got = planes[5, 7], planes[32].reshape(2, 24)[0, 5], planes[40].reshape(2, 24)[0, 5]
-    assert np.abs(np.subtract(got, yuv(color, 1), dtype=float)).max() <= 0.5 + CODEC_ERROR
-    back = stacked(path)[0].float().mean(dim=(0, 1))
-    assert (back - torch.tensor(color)).abs().max() <= COLOR_ERROR
+def test_written_colors_are_those_of_their_tags(tmp_path):
+    """By the reader, which `test_deep_video.py` compares with the formula of BT.709."""
+    colors = torch.tensor([[0, 0, 0], [20, 60, 180], [250, 3, 99]], dtype=torch.uint8)
+    path = write(tmp_path / "a.mp4", colors[:, None, None].expand(3, 32, 48, 3), quality=100)
+    # Half a level of rounding and one of x264 at crf 1, in Y, Cb and Cr, times the matrix.
+    assert (stacked(path).float().mean((1, 2)) - colors).abs().max() <= 3
 
 
 @pytest.mark.parametrize(
