@@ -142,14 +142,8 @@ def load_bank(
 ) -> Bank:
     """Read a stack of LoRA files, or return the bank of the same files if it is in use.
 
-    Args:
-        paths: Different files.
-        targets: The parameters of the model.
-        dtype: Dtype of the pairs, which are not cast again: use that of the computation.
-        others: As in `LoraFile`.
-
-    Raises:
-        ValueError: A file cannot be used; nothing that was read is kept.
+    The paths differ. The pairs get `dtype` and are not cast again: use that of the computation.
+    `others` is that of `LoraFile`. A ValueError: a file cannot be used, and nothing is kept.
     """
     with _lock:
         key = tuple(identity(path) for path in paths), dtype, targets.fingerprint
@@ -203,11 +197,7 @@ class StackEntry:
 
 
 class Amounts:
-    """The factors of all rows of a bank, for the current strengths of a stack.
-
-    Args:
-        bank: A bank with the files of all entries.
-        stack: The entries.
+    """The factors of all rows of a bank of the files of a stack, for its current strengths.
 
     Attributes:
         flat: `[rows]` in float32: alpha / rank, times strength, times the factor of the block.

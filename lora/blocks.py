@@ -66,9 +66,8 @@ class Blocks:
 def parse_blocks(text: str) -> Blocks:
     """Parse a filter; the syntax is in the module's docstring, spaces around parts are ignored.
 
-    Raises:
-        ValueError: An item is empty, is neither numbers nor a name, runs backwards, or has a factor
-            that is not finite or belongs to an exclusion.
+    A ValueError: an item is empty, is neither numbers nor a name, runs backwards, or has a factor
+    that is not finite or belongs to an exclusion.
     """
     numbers: list[_Numbers] = []
     names: list[_Names] = []

@@ -35,17 +35,13 @@ _WEIGHT_PASSES = 4
 class WeightFunction:
     """A change of a weight, computed in float32 and rounded once; the weight is never written.
 
-    Attributes:
-        tensors: The tensors of the change.
-        function: Called with a copy of the weight that it may overwrite, `[out, in, ...]` in
-            float32 or float64, `tensors` on its device, and the strength; returns the new weight.
-        adds: It adds the same to any weight, so what it makes of zeros can also be added to the
-            output of a layer.
+    `function` gets a copy of the weight that it may overwrite, `[out, in, ...]` in float32 or
+    float64, `tensors` on its device, and the strength; it returns the new weight.
     """
 
     tensors: tuple[Tensor, ...]
     function: Callable[[Tensor, tuple[Tensor, ...], float], Tensor]
-    adds: bool = False
+    adds: bool = False  # the same to any weight, so it can be added to the output of a layer
 
     def apply(self, weight: Tensor, strength: float) -> Tensor:
         """Return the changed weight in new memory, with the dtype of `weight` `[out, in, ...]`."""
@@ -55,9 +51,8 @@ class WeightFunction:
 
     def on(self, device: torch.device) -> tuple[Tensor, ...]:
         """Return the tensors `[...]` on `device`; copies from pinned memory do not wait."""
-        return tuple(
-            tensor.to(device, non_blocking=device.type == "cuda") for tensor in self.tensors
-        )
+        on_gpu = device.type == "cuda"
+        return tuple(tensor.to(device, non_blocking=on_gpu) for tensor in self.tensors)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> "WeightFunction":
         """Return the same change with other `tensors` `[...]`, in the order of its own."""

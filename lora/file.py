@@ -102,19 +102,10 @@ class KeyReport:
 
 
 class LoraFile:
-    """One LoRA file for a model.
+    """One LoRA file for a model: its `entries` that fit the parameters, and its key `report`.
 
-    Args:
-        path: The file.
-        targets: The parameters of the model.
-        others: Makes the kinds that are not made here; None: they are reported as not fitting.
-
-    Attributes:
-        entries: Entries that fit the model.
-        report: The key report.
-
-    Raises:
-        ValueError: It is not a complete safetensors file, or nothing in it fits this model.
+    `others` makes the kinds that are not made here; None: they are reported as not fitting. A
+    ValueError: it is not a complete safetensors file, or nothing in it fits this model.
     """
 
     def __init__(
@@ -135,13 +126,9 @@ class LoraFile:
         self.report.notes += self._notes()
 
     def read(self, entry: FileEntry) -> WeightFunction | None:
-        """Read what the file does to one parameter, one of `entries`.
+        """Read what one of `entries` does to its weight; None: it does not fit, as reported then.
 
-        Returns:
-            The function of the weight; None: it does not fit, which the report has then.
-
-        Raises:
-            ValueError: It is not valid, or the file was replaced meanwhile.
+        A ValueError: it is not valid, or the file was replaced meanwhile.
         """
         with _one_line(self.path):
             parts = {part: self._tensor(key) for part, key in entry.keys.items()}

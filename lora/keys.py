@@ -157,11 +157,9 @@ def is_of_text_encoder(key: str) -> bool:
 
 
 class Targets:
-    """The parameters of a model by all names that files use for them.
+    """The parameters of a model, shapes by key, by all names that files use for them.
 
-    Args:
-        parameters: Shapes by key, as in the state dict.
-        more: Further names of weights, without ".weight".
+    `more` are further names of weights, without ".weight".
     """
 
     def __init__(
@@ -212,10 +210,8 @@ class Targets:
 
     def examples(self, count: int) -> list[str]:
         """Return up to `count` names of modules that files could use."""
-        names = [
-            key.removesuffix(".weight") for key, shape in self.shapes.items() if len(shape) > 1
-        ]
-        return names[:count]
+        names = [key for key, shape in self.shapes.items() if len(shape) > 1][:count]
+        return [name.removesuffix(".weight") for name in names]
 
     def _learn(self, name: str, target: Target, *, first: bool = False) -> None:
         for table, known in ((self._exact, name), (self._flat, name.replace(".", "_"))):

@@ -57,16 +57,10 @@ class Window:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Strengths over a run, from `parse_schedule`; `str` returns the text.
+    """Strengths over a run, from `parse_schedule`; `str` returns the text."""
 
-    Attributes:
-        phases: Values of each phase, one to three phases of one or more values. A single value
-            holds for the whole run.
-        window: Outside it every strength is 0. None: the whole run.
-    """
-
-    phases: tuple[tuple[float, ...], ...]
-    window: Window | None = None
+    phases: tuple[tuple[float, ...], ...]  # one to three, of one or more values each
+    window: Window | None = None  # outside it every strength is 0
 
     def strength(
         self,
@@ -107,8 +101,7 @@ class Schedule:
     def values(self, phase: int | None = None) -> tuple[float, ...]:
         """Return the different strengths of a phase, or (None) of all, in the order of the text.
 
-        With a window, 0 is added at the end if it is missing. A `ValueError`: the schedule has
-        phases, but not this one.
+        With a window also 0. A `ValueError`: the schedule has phases, but not this one.
         """
         lists = self.phases if phase is None else (self._of_phase(phase, 1),)
         outside = () if self.window is None else (0.0,)
@@ -136,10 +129,8 @@ def parse_schedule(text: str | float) -> Schedule:
     """Parse a schedule; the syntax is in the module's docstring.
 
     Any finite strength is allowed, also negative and large ones. Spaces around parts are ignored.
-
-    Raises:
-        ValueError: A value is empty or not finite, there are more than three phases, or the window
-            is not valid: fractions outside 0-1, or a start that is not before its end.
+    A ValueError: a value is empty or not finite, there are more than three phases, or the window is
+    not valid: fractions outside 0-1, or a start that is not before its end.
     """
     text = str(text)
     body, mark, window = text.partition("@")

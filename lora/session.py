@@ -25,20 +25,11 @@ _models: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, nn.Module], dict[s
 
 
 class Session:
-    """Applies a bank during the calls of models.
+    """Applies a bank during the calls of models, which are unchanged between calls.
 
-    A model is unchanged between calls. A session can be used with several copies of a model, one
-    after the other, and a model with several sessions. If the bank is not on the device of the
-    computation, a layer's pairs are copied there when it needs them: they are about a hundredth of
-    a model.
-
-    Args:
-        bank: The bank.
-        amounts: The strengths.
-        mode: How deltas are applied.
-
-    Attributes:
-        counts: The applied deltas so far.
+    It serves copies of a model, one after the other, and a model can have several sessions. If the
+    bank is not on the device of the computation, a layer's pairs are copied there when it needs
+    them: they are about a hundredth of a model. `counts` has the deltas that were applied so far.
     """
 
     def __init__(self, bank: Bank, amounts: Amounts, mode: ApplyMode = "auto") -> None:
@@ -55,12 +46,7 @@ class Session:
 
     @contextmanager
     def call(self, model: nn.Module, device: torch.device) -> Iterator[None]:
-        """Apply the bank to every call of a model within the block.
-
-        Args:
-            model: A model with the parameter names that the bank was made for.
-            device: Device of its computation.
-        """
+        """Apply the bank to every call of a model, on its `device`, within the block."""
         self._prepare(device)
         modules, hooks = _known(model, anew=self._is_new)
         self._is_new = False

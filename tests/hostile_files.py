@@ -50,8 +50,9 @@ def mapping(**entries):
     return b"}(" + b"".join(text(key) + value for key, value in entries.items()) + b"u"
 
 
-def storage(key="0", count=4, kind="FloatStorage"):
-    return row(text("storage"), name("torch", kind), text(key), text("cpu"), number(count)) + b"Q"
+def storage(count=4):
+    kind = name("torch", "FloatStorage")
+    return row(text("storage"), kind, text("0"), text("cpu"), number(count)) + b"Q"
 
 
 def tensor(shape, stride, stored=None, offset=0, subclass=False):
@@ -61,10 +62,6 @@ def tensor(shape, stride, stored=None, offset=0, subclass=False):
     if subclass:
         return call(FROM_TYPE, REBUILD, name("torch", "Tensor"), row(*parts), b"N")
     return call(REBUILD, *parts)
-
-
-def rebuild(what, *arguments):
-    return call(name("torch._utils", f"_rebuild_{what}"), *arguments)
 
 
 def program(value):
@@ -84,12 +81,12 @@ def archive(value, storages=None, kind=zipfile.ZIP_STORED, more=()):
     return buffer.getvalue()
 
 
-def legacy(value, keys=("0",), count=4):
+def legacy(value, keys=("0",)):
     """A file as PyTorch wrote it before 1.6."""
     names = b"](" + b"".join(map(text, keys)) + b"e"
     described = value.replace(b"tQ", b"NtQ")  # None: the storage is no view of another one
     parts = (number(0x1950A86A20F9469CFC6C), number(1001), b"}", described, names)
-    return b"".join(map(program, parts)) + struct.pack("<q", count) + bytes(16)
+    return b"".join(map(program, parts)) + struct.pack("<q", 4) + bytes(16)
 
 
 def header(entries, length=None):
@@ -119,9 +116,9 @@ def flipped(data, seed):
     return bytes(data)
 
 
-def patched(data, mark, offset, value):
-    """A zip archive with a number of 4 bytes in a record of its directory replaced."""
-    at = data.index(mark) + offset
+def patched(data, offset, value):
+    """A zip archive with a number of 4 bytes in the first record of its directory replaced."""
+    at = data.index(b"PK\x01\x02") + offset
     return data[:at] + struct.pack("<I", value) + data[at + 4 :]
 
 
@@ -137,12 +134,9 @@ BYTES = name("builtins", "bytearray")
 TOUCH = text(f"touch {CANARY}")
 FROM_TYPE = name("torch._tensor", "_rebuild_from_type_v2")
 REBUILD = name("torch._utils", "_rebuild_tensor_v2")
+SPARSE = name("torch._utils", "_rebuild_sparse_tensor")
 TOO_FEW = "its tensors need 20 bytes; the file has 16"
 GOOD = mapping(a=tensor((2, 2), (2, 1)))
-DIRECTORY, END = b"PK\x01\x02", b"PK\x05\x06"
-LAUGHS = b"]q\0" + b"".join(
-    b"](" + (b"h" + bytes([i])) * 10 + b"eq" + bytes([i + 1]) for i in range(60)
-)
 
 # For every reader.
 MISTAKEN = {
@@ -181,9 +175,7 @@ STATES = {
     "instance": (b"(S'a'\nios\nsystem\n", "more than tensors: os.system"),
     "bytearray": (call(BYTES, number(10**9)), "more than tensors: builtins.bytearray"),
     "hidden bytearray": (call(FROM_TYPE, BYTES, b"N", row(number(10**9)), b"N"), "bytearray"),
-    "state": (GOOD + b"q\0" + mapping(a=b"N") + b"b", "is damaged"),
     "deep": (b")" + b"\x85" * 200_000, "holds a tuple|PyTorch cannot read it"),
-    "laughs": (LAUGHS, "holds a list|PyTorch cannot read it"),
     "long text": (b"X" + struct.pack("<I", 1 << 31) + b"a", "is damaged"),
     "many": (b"N" * 400_000, "more than 300000 instructions"),
     "tensor": (tensor((4,), (1,)), "holds a Tensor; expected a state dict"),
@@ -191,8 +183,7 @@ STATES = {
     "beyond": (mapping(a=tensor((4,), (1,), offset=1)), "PyTorch cannot read it"),
     "subclass": (mapping(a=tensor((5,), (0,), subclass=True)), TOO_FEW),
     "large storage": (mapping(a=tensor((4,), (1,), storage(count=1 << 45))), "storages|cannot"),
-    "other storage": (mapping(a=tensor((4,), (1,), storage("../0"))), "PyTorch cannot read it"),
-    "sparse": (mapping(a=rebuild("sparse_tensor", b"N", b")")), "tensors: .*sparse_tensor"),
+    "sparse": (mapping(a=call(SPARSE, b"N", b")")), "tensors: .*sparse_tensor"),
     "nasty key": (mapping(**{"a\n\u202e\x1b": tensor((2,), (1,))}), "not a "),
 }  # fmt: skip
 LEGACY = ("system", "bytearray", "many", "stride 0", "large storage")
@@ -206,24 +197,21 @@ CHECKPOINTS = {
         "is compressed or encrypted",
     ),
     "large pickle": (lambda: archive(text("a" * (20 << 20))), "is damaged or too large"),
-    "no data": (archive(GOOD, {}), "PyTorch cannot read it"),
     "short data": (archive(GOOD, {"0": bytes(8)}), "its storages need 16 bytes; the file has 8"),
     "document": (archive(GOOD).replace(b"data.pkl", b"word.xml"), "without a PyTorch state dict"),
     "program": (archive(GOOD, more=["archive/constants.pkl"]), "TorchScript"),
     "twins": (archive(GOOD, more=["archive/DATA.pkl"]), "have one name"),
     "cut": (archive(GOOD)[:-1], "a truncated zip archive"),
-    "directory": (patched(archive(GOOD), END, 16, 7), "archive|PyTorch cannot read it"),
-    "member size": (patched(archive(GOOD), DIRECTORY, 24, 1 << 30), "is compressed"),
-    "member place": (patched(archive(GOOD), DIRECTORY, 42, 1 << 30), "archive|or incomplete"),
+    "member size": (patched(archive(GOOD), 24, 1 << 30), "is compressed"),
+    "member place": (patched(archive(GOOD), 42, 1 << 30), "archive|or incomplete"),
     "shared": (archive(VIEWS, {"0": bytes(4 << 20)}), "its tensors need 2097152000 bytes"),
     "other pickle": (pickle.dumps({"a": 1}), "a pickle, but not of PyTorch"),
     "keys": (legacy(GOOD, keys=("1",)), "PyTorch cannot read it"),
-    "count": (legacy(GOOD, count=1 << 60), "PyTorch cannot read it"),
     "cut legacy": (SAVED["legacy"][:-9], "PyTorch cannot read it"),
     **{
         f"flipped {kind} {seed}": (flipped(data, seed), None)
         for kind, data in SAVED.items()
-        for seed in range(4)
+        for seed in range(2)
     },
     **{f"{what} zip": (archive(value), words) for what, (value, words) in STATES.items()},
     **{f"{what} legacy": (legacy(STATES[what][0]), STATES[what][1]) for what in LEGACY},

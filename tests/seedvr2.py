@@ -16,17 +16,11 @@ WIDTHS = (128, 256, 512, 512)
 NARROW = (32, 64, 96, 96)
 
 
-def seedvr2_shapes(
-    widths: Sequence[int] = WIDTHS,
-    decoder_widths: Sequence[int] | None = None,
-    *,
-    latents: int = 16,
-    channels: int = 3,
-) -> dict[str, tuple[int, ...]]:
+def seedvr2_shapes(widths: Sequence[int] = WIDTHS) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor, as in `ema_vae_fp16.safetensors`.
 
     Written from models/video_vae_v3/s8_c16_t4_inflation_sd3.yaml and attn_video_vae.py of SeedVR.
-    Widths are those of the stages, full size first; `decoder_widths` None: the same.
+    Widths are those of the stages, full size first.
     """
     shapes = Shapes()
     conv = shapes.conv
@@ -51,7 +45,7 @@ def seedvr2_shapes(
 
     last = len(widths) - 1
     before = widths[0]
-    conv("encoder.conv_in", before, channels, 3, 3, 3)
+    conv("encoder.conv_in", before, 3, 3, 3, 3)
     for stage, width in enumerate(widths):
         for index in range(2):
             name = f"encoder.down_blocks.{stage}.resnets.{index}"
@@ -62,13 +56,11 @@ def seedvr2_shapes(
         before = width
     middle("encoder.mid_block", before)
     norm("encoder.conv_norm_out", before)
-    conv("encoder.conv_out", 2 * latents, before, 3, 3, 3)
+    conv("encoder.conv_out", 32, before, 3, 3, 3)
 
-    widths = (widths if decoder_widths is None else decoder_widths)[::-1]
-    before = widths[0]
-    conv("decoder.conv_in", before, latents, 3, 3, 3)
+    conv("decoder.conv_in", before, 16, 3, 3, 3)
     middle("decoder.mid_block", before)
-    for stage, width in enumerate(widths):
+    for stage, width in enumerate(widths[::-1]):
         for index in range(3):
             name = f"decoder.up_blocks.{stage}.resnets.{index}"
             residual(name, width if index else before, width)
@@ -79,17 +71,12 @@ def seedvr2_shapes(
             conv(f"{name}.conv", width, width, 3, 3, 3)
         before = width
     norm("decoder.conv_norm_out", before)
-    conv("decoder.conv_out", channels, before, 3, 3, 3)
+    conv("decoder.conv_out", 3, before, 3, 3, 3)
     return shapes
 
 
 def random_seedvr2(
-    widths: Sequence[int] = NARROW,
-    decoder_widths: Sequence[int] | None = None,
-    *,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    **shape: int,
+    widths: Sequence[int] = NARROW, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
     """Random weights under the original names, well-behaved as `random_state_dict`'s."""
-    return spread(seedvr2_shapes(widths, decoder_widths, **shape), seed, dtype)
+    return spread(seedvr2_shapes(widths), dtype=dtype)

@@ -12,25 +12,17 @@ from fast_video_vae.tests.builders import diffusers_name, spread, wan_shapes
 
 
 def random_wan22(
-    encoder: int = 8, decoder: int = 8, *, seed: int = 0, dtype: torch.dtype = torch.float32
+    encoder: int = 8, decoder: int = 8, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
     """Random weights of Wan 2.2 under the original names, well-behaved as `random_state_dict`'s."""
     shapes = wan_shapes(encoder, decoder, latents=48, channels=12, out_channels=12)
-    return spread(shapes, seed, dtype)
+    return spread(shapes, dtype=dtype)
 
 
-def random_qwen21(encoder: int = 8, decoder: int = 8, *, seed: int = 0) -> dict[str, Tensor]:
+def random_qwen21(width: int = 8) -> dict[str, Tensor]:
     """Random weights of Qwen-Image 2.1 in its ComfyUI file's names."""
-    shapes = wan_shapes(
-        encoder,
-        decoder,
-        latents=64,
-        channels=4,
-        out_channels=4,
-        multiples=(1, 2, 4, 8, 8),
-        taps=1,
-    )
-    return spread(shapes, seed)
+    given = {"channels": 4, "out_channels": 4, "multiples": (1, 2, 4, 8, 8), "taps": 1}
+    return spread(wan_shapes(width, width, latents=64, **given))
 
 
 def diffusers_wan22_name(name: str) -> str:

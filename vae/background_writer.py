@@ -34,13 +34,9 @@ class BackgroundWriter:
         self,
         write: Callable[..., None],
         depth: int = 2,
-        dtype: torch.dtype | None = torch.uint8,
-        cancel: Callable[[], None] = lambda: None,
+        dtype: torch.dtype | None = torch.uint8,  # of all pieces; None: any
+        cancel: Callable[[], None] = lambda: None,  # ends a `write` that takes long
     ) -> None:
-        """Prepare for pieces of `dtype` (None: any); the thread starts with the first one.
-
-        If the body raises, `cancel` is called to end a `write` that takes long.
-        """
         if depth < 1:
             raise ValueError(f"depth is {depth}; expected at least 1")
         self._write, self._dtype, self._cancel = write, dtype, cancel

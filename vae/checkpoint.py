@@ -72,9 +72,8 @@ def load_vae(
     place = torch.device(device)
     for name, wish in (("dtype", dtype), ("encode_dtype", encode_dtype)):
         if wish is not None and wish not in _DTYPES:
-            raise ValueError(
-                f"{name} is {wish}; expected torch.float32, bfloat16, float16 or float64"
-            )
+            expected = "torch.float32, bfloat16, float16 or float64"
+            raise ValueError(f"{name} is {wish}; expected {expected}")
         if wish is not None:
             check_computes(wish, place, name)
     if weights_dtype is not None and not weights_dtype.is_floating_point:
@@ -221,10 +220,8 @@ def _check_values(weights: Mapping[str, Tensor], name: str) -> None:
             raise ValueError(f"the weights {fault}: {_some('of them', keys)}; expected {expected}")
     # The convolutions next to the latent, which SeedVR2 has not.
     if "conv2.weight" in weights and not widened(weights["conv2.weight"]).any():
-        raise ValueError(
-            "conv2.weight (post_quant_conv) is all zeros: all latents decode to one flat color; "
-            "expected trained weights"
-        )
+        what = "conv2.weight (post_quant_conv) is all zeros: all latents decode to one flat color"
+        raise ValueError(f"{what}; expected trained weights")
     if "conv1.weight" in weights and not widened(weights["conv1.weight"]).any():
         text = "conv1.weight (quant_conv) is all zeros: all frames encode to the same latent"
         _logger.warning("Fast Video VAE: %s", line(name, text))

@@ -140,7 +140,9 @@ class VideoVAE(PreparedVAE, SharedDevices, VAEWeights):
         computed = compute_dtype(dtype, self.device)
         source = Source(pieces, self.check_frames)
         part = Part(encoder, self.config, source.tensor, None)
-        job = self._video_job(encoder, options, source, self._folded, to_range)
+
+        def folded(x: Tensor) -> Tensor:
+            return fold_pixels(x, self.config.patch_size)
 
         def mean_of(x: Tensor) -> Tensor:
             mean = x[:, :latents] if self.conv1 is None else self.conv1(x, outputs=slice(latents))
@@ -149,6 +151,7 @@ class VideoVAE(PreparedVAE, SharedDevices, VAEWeights):
         def sink(wanted: Wanted, **_: object) -> LatentOutput:
             return LatentOutput(mean_of, wanted)
 
+        job = self._video_job(encoder, options, source, folded, to_range)
         setting = Setting(self.device, computed, computed)
         return Video(self, job, source, part, setting, sink).pieces()
 
@@ -210,11 +213,8 @@ class VideoVAE(PreparedVAE, SharedDevices, VAEWeights):
 
     def joined(self, latents: Sequence[Tensor]) -> Tensor:
         """Join the `latents` `[B, C_latent, n, h, w]` of an encode in time, on `device`."""
-
-        def join() -> Tensor:
-            # Those of the last setting are on the CPU.
-            return torch.cat([latent.to(self.device) for latent in latents], dim=2)
-
+        # Those of the last setting are on the CPU.
+        join = lambda: torch.cat([latent.to(self.device) for latent in latents], dim=2)  # noqa: E731
         return retried(join, self.device, "an encode")
 
     def normalize(self, latent: Tensor) -> Tensor:
@@ -332,10 +332,6 @@ class VideoVAE(PreparedVAE, SharedDevices, VAEWeights):
             graphs=self.graphs,
             skips=encodes and self.skips_static,
         )
-
-    def _folded(self, x: Tensor) -> Tensor:
-        """Return frames `[B, C, T, H, W]` as the encoder takes them."""
-        return fold_pixels(x, self.config.patch_size)
 
     def _mixed(self, x: Tensor) -> Tensor:
         """Return a latent `[B, C_latent, t, h, w]` as the decoder takes it."""

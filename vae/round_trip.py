@@ -75,10 +75,9 @@ def check_corrections(vae: VideoVAE, corrections: int) -> None:
     """Raise the `ValueError` of `encode_corrected` if a VAE has no round trip of one size."""
     vae.encoding()
     if corrections and vae.config.output_scale != 1:
-        raise ValueError(
-            f"corrections is {corrections}; expected 0: the decoder of this VAE makes frames "
-            f"{vae.config.output_scale} times as high and wide as those that it encodes"
-        )
+        made = f"{vae.config.output_scale} times as high and wide as those that it encodes"
+        expected = f"0: the decoder of this VAE makes frames {made}"
+        raise ValueError(f"corrections is {corrections}; expected {expected}")
 
 
 def _round_trip(vae: VideoVAE, latent: Tensor, options: StreamOptions) -> Iterator[Tensor]:

@@ -106,7 +106,7 @@ def int8_lacks(device: torch.device, dtype: torch.dtype) -> str:
     kind = device_kind(device)
     if kind == "cpu":
         # With VNNI or AMX four products of int8 take one instruction: bfloat16 takes 1.38 times as
-        # long (`bench_int8.py`), and float32 longer.
+        # long (`tests/benchmarks/LOG.md`), and float32 longer.
         written = dtype in WRITES
         name = str(dtype).removeprefix("torch.")
         reason = "" if written else f"oneDNN's int8 convolutions do not write {name}"

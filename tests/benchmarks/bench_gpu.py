@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,13 +101,7 @@ def _measure(args: argparse.Namespace) -> int:
     from fast_video_vae.tests.benchmarks import gpu_parts
 
     parts = runpy.run_path(str(args.parts))["PARTS"] if args.parts else gpu_parts.PARTS
-    asked = args.only or [name for name in parts if args.peers or name != "peers"]
-    found = {each: [] for each in " ".join(asked).replace(",", " ").split()}
-    for each, names in found.items():
-        names += [each] if each in parts else [name for name in parts if name.startswith(each)]
-    if unknown := [each for each, names in found.items() if len(names) != 1]:
-        sys.exit(f"part is {', '.join(unknown)}; expected {', '.join(parts)}")
-    names = dict.fromkeys(name for [name] in found.values())
+    names = chosen(parts, args.only or [each for each in parts if args.peers or each != "peers"])
     bench, lines = gpu_parts.Bench(), _read(args.progress)
     rows = _Rows(args, bench)
     if args.ended and "case" in (last := lines[-1]):
@@ -122,6 +116,17 @@ def _measure(args: argparse.Namespace) -> int:
         if not _run(name, parts[name], bench, rows, set(begun), left, _GRACE_S * args.patience):
             return _LOST
     return 0
+
+
+def chosen(parts: Collection[str], asked: Sequence[str]) -> list[str]:
+    """Return the parts with these names or beginnings of names; exit if one is unclear."""
+    found = {
+        each: [each] if each in parts else [name for name in parts if name.startswith(each)]
+        for each in " ".join(asked).replace(",", " ").split()
+    }
+    if unknown := [each for each, names in found.items() if len(names) != 1]:
+        sys.exit(f"part is {', '.join(unknown)}; expected {', '.join(parts)}")
+    return [*dict.fromkeys(name for [name] in found.values())]
 
 
 class _Rows:

@@ -65,14 +65,10 @@ class Case:
         return ", ".join(words)
 
 
-def run(*cases: Case, holes: bool = False) -> list[dict[str, float]]:
-    """Measure `cases` one after the other in a new process.
-
-    With `holes` glibc's heap keeps freed blocks below 32 MB, so the peak depends on earlier cases;
-    otherwise freed memory is returned to the system at once.
-    """
+def run(*cases: Case) -> list[dict[str, float]]:
+    """Measure `cases` one after the other in a new process, which keeps no freed memory."""
     command = [sys.executable, __file__, "--cases", json.dumps([asdict(case) for case in cases])]
-    environment = {**os.environ} | ({} if holes else {"MALLOC_MMAP_THRESHOLD_": "65536"})
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -159,9 +155,7 @@ def cut_at(index: int | None) -> Iterator[None]:
 
 def main() -> None:
     """Run every case, or those of `--cases` in this process."""
-    parser = record.parser(
-        __doc__, width=24, side=256, latents=[1, 9, 33], dtype="float32", holes=False
-    )
+    parser = record.parser(__doc__, width=24, side=256, latents=[1, 9, 33], dtype="float32")
     parser.add_argument("--family", choices=WIDTHS, default="wan2.1")
     parser.add_argument("--cases", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -172,7 +166,7 @@ def main() -> None:
         for latents in args.latents:
             size = args.side, args.side
             case = Case(args.family, encode, args.width, latents, size, dtype=args.dtype)
-            (result,) = run(case, holes=args.holes)
+            (result,) = run(case)
             logging.info("%-76s %s", case, result)
             record.append(args.out, "bench_memory", str(case), base_width=args.width, **result)
 

@@ -66,12 +66,10 @@ def error(whole: Tensor, tiled: Tensor) -> dict[str, float | None]:
     }
 
 
-def _inputs(tile: int, overlap: int, time: int, time_overlap: int) -> dict[str, int]:
-    """Return the inputs of VAE Decode (Tiled): sizes in pixels, `time` in frames."""
-    return {
-        "tile_size": tile, "overlap": overlap, "temporal_size": time,
-        "temporal_overlap": time_overlap,
-    }  # fmt: skip
+def _inputs(*values: int) -> dict[str, int]:
+    """Return the inputs of VAE Decode (Tiled): sizes in pixels, times in frames."""
+    names = "tile_size", "overlap", "temporal_size", "temporal_overlap"
+    return dict(zip(names, values, strict=True))
 
 
 # Frames, height and width of a clip, and the node's inputs.
@@ -115,15 +113,9 @@ def _report(case: str, found: dict[str, tuple[Tensor, Tensor]], out: Path) -> No
     for name, each in errors.items():
         values = {key: value if value is None else round(value, 6) for key, value in each.items()}
         logging.info("  %-9s%s", name, values)
-        record.append(
-            out,
-            "bench_seams",
-            case,
-            implementation=name,
-            version=record.commit() if name == "ours" else __version__,
-            untiled_apart_levels=round(apart, 6),
-            **values,
-        )
+        values["version"] = record.commit() if name == "ours" else __version__
+        values["untiled_apart_levels"] = round(apart, 6)
+        record.append(out, "bench_seams", case, implementation=name, **values)
 
 
 if __name__ == "__main__":

@@ -84,11 +84,6 @@ class ByteCounter(TorchDispatchMode):
     def total(self) -> int:
         return self.read + self.written
 
-    @property
-    def passes(self) -> int:
-        """Bytes of all ops but the library's convolutions."""
-        return self.total - self.by_op["convolution"]
-
     def count(self, name: str, read: int, written: int) -> None:
         """Add one op."""
         self.read += read

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fast_video_vae.tests.benchmarks import bench_gpu
 from fast_video_vae.tests.benchmarks.gpu_parts import PARTS
 from fast_video_vae.tests.nodes.checkout import find_comfyui, why_unavailable
 
@@ -95,17 +96,14 @@ def test_a_fault_costs_one_case(tmp_path):
     ]  # fmt: skip
 
 
-def test_parts_are_chosen_by_the_beginnings_of_their_names(tmp_path):
-    names = "PARTS = {name: (9, lambda _, name=name: [(name, dict)], '') for name in names}"
-    parts, path = f"names = 'hopper', 'conv', 'convolutions', 'comfyui'\n{names}", tmp_path / "rows"
-    rows = run(path, "--only", "comf, hop", "conv,hopper", parts=parts)
-    assert [row["part"] for row in rows] == ["comfyui", "hopper", "conv"]
-    with pytest.raises(subprocess.CalledProcessError) as raised:
-        run(path, "--only", "hop,co,peer", parts=parts)
-    line = "part is co, peer; expected hopper, conv, convolutions, comfyui"
-    assert raised.value.stderr.splitlines()[0] == line
+def test_parts_are_chosen_by_the_beginnings_of_their_names():
+    names = "hopper", "conv", "convolutions", "comfyui"
+    assert bench_gpu.chosen(names, ["comf, hop", "conv,hopper"]) == ["comfyui", "hopper", "conv"]
+    with pytest.raises(SystemExit, match=f"^part is co, peer; expected {', '.join(names)}$"):
+        bench_gpu.chosen(names, ["hop,co,peer"])
 
 
+@pytest.mark.slow
 def test_a_way_of_the_hopper_kernel_that_is_wrong_is_not_timed(tmp_path):
     rows = run(tmp_path / "rows.jsonl", "--patience", "99", parts=PLAYED)
     wrong = [row for row in rows if "hopper 1" in row["case"]]
@@ -119,6 +117,7 @@ def test_a_way_of_the_hopper_kernel_that_is_wrong_is_not_timed(tmp_path):
     assert all(row.get("error", row.get("kw 1")) < 0.005 for row in right)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.comfyui
 def test_the_peers_are_measured_from_the_folder_for_a_bare_machine(tmp_path):

@@ -6,34 +6,22 @@ from torch import Tensor
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.seedvr2 import random_seedvr2
 from fast_video_vae.tests.wan22 import random_wan22
-from fast_video_vae.vae import VideoVAE, load_vae
 
 # Base width of the encoder; the decoder of Wan 2.2 is wider.
 WIDTHS = {"wan2.1": 96, "wan2.2": 160, "seedvr2": 128}
 
 
 def random_weights(
-    family: str,
-    width: int | None = None,
-    decoder: int | None = None,
-    dtype: torch.dtype = torch.float32,
+    family: str, width: int | None = None, decoder: int | None = None
 ) -> dict[str, Tensor]:
-    """Return random weights of a family, of these base widths or the published ones.
-
-    Wan 2.1 is float32 whatever the dtype.
-    """
+    """Return random weights of a family, of these base widths or the published ones."""
     if family == "wan2.1":
         return random_state_dict(width or WIDTHS[family])
     if family == "seedvr2":
         narrow = -(-(width or WIDTHS[family]) // 32) * 32  # 32 groups per norm
-        return random_seedvr2([narrow * times for times in (1, 2, 4, 4)], dtype=dtype)
+        return random_seedvr2([narrow * times for times in (1, 2, 4, 4)])
     encoder = width or WIDTHS[family]
-    return random_wan22(encoder, decoder or encoder * 256 // 160, dtype=dtype)
-
-
-def random_vae(family: str, width: int, dtype: torch.dtype, device: str = "cpu") -> VideoVAE:
-    """Return a VAE with the random weights of a family; the same in every process."""
-    return load_vae(random_weights(family, width), dtype=dtype, device=device)
+    return random_wan22(encoder, decoder or encoder * 256 // 160)
 
 
 def random_input(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fast_video_vae.lora.deltas import JoinedPairs, break_even, make_function
+from fast_video_vae.lora.deltas import JoinedPairs, make_function
 from fast_video_vae.lora.precision import is_weak, rms_of
 
 OUT, INNER, RANK = 24, 16, 8
@@ -67,10 +67,6 @@ def test_a_delta_is_rounded_once_in_a_weight_and_in_an_output(part, dtype, same)
             rounded = same * 2 * size + (not in_place) * delta.abs()
             assert_within(result, expected, rounded + expected.abs())
             assert torch.equal(some, result if in_place else before)
-
-
-def test_a_delta_in_a_weight_pays_from_the_bytes_of_its_products_on():
-    assert break_even(16, 24) == 4 * 16 * 24 / (16 + 2 * 24)  # a token: read, add, read and written
 
 
 def test_dora_is_rounded_once_and_the_weight_is_not_written():

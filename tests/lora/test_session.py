@@ -6,7 +6,6 @@ import gc
 import itertools
 import os
 import random
-import sys
 import weakref
 from unittest import mock
 
@@ -15,7 +14,7 @@ import torch
 
 from fast_video_vae.lora.bank import load_bank
 from fast_video_vae.lora.keys import Targets
-from fast_video_vae.tests.lora import loading, nets
+from fast_video_vae.tests.lora import nets
 from fast_video_vae.tests.lora.nets import LINEARS, MODES, Model, Q, assert_close, called, video
 
 each_way = pytest.mark.parametrize(("linear", "mode"), [*itertools.product(LINEARS, MODES)])
@@ -187,12 +186,11 @@ def test_pairs_reach_a_gpu_before_their_use(stack, mode):
         assert (session.counts.fetched_bytes == 0) == (device_of_bank == device)
 
 
-@pytest.mark.parametrize("linear", ["casting", "ignoring"])
-def test_a_model_of_compiled_blocks_gets_the_lora(stack, linear, request):
-    """Also if its layers do not read the functions on their weights."""
+def test_a_model_of_compiled_blocks_gets_the_lora(stack, request):
+    """Also if its layers do not read the functions on their weights, as here."""
     torch.compiler.reset()
     request.addfinalizer(torch.compiler.reset)
-    model, x = Model(LINEARS[linear], blocks=2), video()
+    model, x = Model(nets.Ignoring, blocks=2), video()
     made, strengths = stack(model, "self_attn"), ((0, 0, 0), (1, 1, 1), (0.5, -1, 1), (0, 0, 0))
     expected = [made.expected(x, each) for each in strengths]
     for number, block in enumerate(model.diffusion_model.blocks):
@@ -213,7 +211,6 @@ def test_the_same_files_share_a_bank_in_use(stack):
     places = [[value.data_ptr() for value in each.parameters()] for each in (bank, bank.copy())]
     assert places[0] == places[1]  # a copy of the bank moves to another device by itself
     others = [
-        load_bank(paths[:2], targets),
         load_bank(paths[::-1], targets),
         load_bank(paths, targets, torch.bfloat16),
         load_bank(paths, Targets(shapes, nets.PARTS)),
@@ -232,10 +229,3 @@ def test_the_same_files_share_a_bank_in_use(stack):
     del bank
     gc.collect()
     assert gone() is None
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the system counts no peak memory")
-def test_reading_takes_the_memory_of_the_bank_and_two_layers(tmp_path):
-    measured = loading.measure(tmp_path)
-    assert measured["bank"] == 3 * 64 * 2 * (2 * 5120 + 2 * 5120 + 5120 + 13824)
-    assert measured["peak"] <= measured["bank"] + 2 * measured["layer"]

@@ -49,12 +49,6 @@ layers and LoRAs. Seconds include the installation.
 
 """
 
-# The folder of an installed pack; a registry installs into a folder of its own choice.
-FOLDER = "some-other-name"
-# Packages that require torchvision would install another torch, so they are installed alone.
-_TORCH_FAMILY = {"torch", "torchvision", "torchaudio"}
-_WITHOUT_DEPENDENCIES = {"spandrel", "kornia"}
-
 _BUILD = """
 import torch
 from fast_video_vae.kernels.native_ops.build import CPU
@@ -104,21 +98,6 @@ def interpreter(version: str) -> str | None:
         return found
     home = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     return next((str(path) for path in sorted(home.glob(f"{version}.*/bin/python"))), None)
-
-
-def torch_of(python: Path) -> str:
-    """Return the version and build of torch that a Python has."""
-    return run(python, "-c", "import torch; print(torch.__version__)").strip()
-
-
-def install_comfyui(python: Path, comfyui: Path) -> None:
-    """Install ComfyUI's requirements, except the torch family."""
-    lines = (comfyui / "requirements.txt").read_text(encoding="utf-8").splitlines()
-    names = {line: re.match(r"[\w.-]+", line)[0].lower() for line in lines if line[:1].isalpha()}
-    apart = _TORCH_FAMILY | _WITHOUT_DEPENDENCIES
-    pip(python, *(line for line, name in names.items() if name not in apart))
-    if alone := [line for line, name in names.items() if name in _WITHOUT_DEPENDENCIES]:
-        pip(python, "--no-deps", *alone)
 
 
 def copy_tree(target: Path) -> None:

@@ -1,9 +1,8 @@
 """The files that a registry of node packs publishes: the tree without those of `.comfyignore`."""
 
 import subprocess
-import zipfile
 from fnmatch import fnmatch
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from ..nodes.checkout import PACK
 
@@ -28,13 +27,6 @@ def published_files() -> list[PurePosixPath]:
     """The files that a release of this tree would have, as paths in the pack."""
     ignored = _patterns(".comfyignore")
     return [path for path in tree_files() if not _matches(path, ignored)]
-
-
-def publish_zip(path: Path) -> None:
-    """Write the archive of a release, as `comfy node publish` would."""
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name in published_files():
-            archive.write(PACK / name, str(name))
 
 
 def _patterns(name: str) -> list[str]:

@@ -114,15 +114,13 @@ def decode(args: argparse.Namespace, say: Say) -> str:
         vae = load_named(args, args.vae, say)
         config = vae.config
         if file.family not in (None, config.family):
-            raise ValueError(
-                f"{args.latents} is a latent of {file.family}; {args.vae} is {config.family}"
-            )
+            other = f"{args.vae} is {config.family}"
+            raise ValueError(f"{args.latents} is a latent of {file.family}; {other}")
         total = config.frames(file.latent.shape[2])
         wanted = args.frames or range(total)
         if wanted.stop > total:
-            raise ValueError(
-                f"frames are {wanted.start}-{wanted.stop - 1}; {args.latents} has 0-{total - 1}"
-            )
+            asked = f"{wanted.start}-{wanted.stop - 1}"
+            raise ValueError(f"frames are {asked}; {args.latents} has 0-{total - 1}")
         scale = config.spatial_compression * config.output_scale
         height, width = (scale * side for side in file.latent.shape[3:])
         writer.check(height, width, config.image_channels)

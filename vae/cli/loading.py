@@ -59,10 +59,8 @@ def load_named(args: argparse.Namespace, path: Path, say: Say = lambda _: None) 
     say("chooses the layers of int8, once for these weights")
     layers = int8_layers(vae)
     if not layers.names:
-        raise ValueError(
-            "precision is int8, but with these weights every convolution would cost more than "
-            "1 dB; expected auto"
-        )
+        lost = "with these weights every convolution would cost more than 1 dB"
+        raise ValueError(f"precision is int8, but {lost}; expected auto")
     vae.precision = INT8
     say(f"decodes with {part_in_int8(layers)} in int8 ({len(layers.names)} convolutions)")
     return vae

@@ -97,8 +97,7 @@ def scaled(key: str, weight: Tensor, scale: Tensor) -> Tensor:
     count, dtypes = weight.shape[0], (torch.float32, torch.float16, torch.bfloat16)
     fits = scale.numel() == 1 or scale.shape[:1] == (count,) == (scale.numel(),)
     if not (fits and scale.dtype in dtypes and weight.is_floating_point() and weight.itemsize == 1):
-        raise ValueError(
-            f"{shown(key)} is {weight.dtype} with scales {list(scale.shape)} in {scale.dtype}; "
-            f"expected float8 with 1 or {count} floats"
-        )
+        scales = f"scales {list(scale.shape)} in {scale.dtype}"
+        expected = f"float8 with 1 or {count} floats"
+        raise ValueError(f"{shown(key)} is {weight.dtype} with {scales}; expected {expected}")
     return weight.float() * scale.float().reshape(-1, *[1] * (weight.ndim - 1))

@@ -111,11 +111,7 @@ class VAEConfig:
         return self.decoder_widths[-1]
 
     def standard(self) -> "VAEConfig":
-        """Return the published VAE that is closest to this layout.
-
-        It has an encoder, the usual multiples of the base widths, and no upscaling. For the Wan 2.2
-        layout it is Wan 2.2 itself.
-        """
+        """Return the published VAE of this layout: with an encoder, usual widths, no upscaling."""
         if self.family == SEEDVR2:
             return _config(SEEDVR2, _SEEDVR2_LATENTS, 3, *_SEEDVR2_WIDTHS)
         if self.family == WAN21:
@@ -142,18 +138,13 @@ class VAEConfig:
 
 
 def read_configs(shapes: Shapes) -> list[VAEConfig]:
-    """Return the configurations that the shapes of a state dict allow, the likeliest first.
-
-    That is with the standard multiples of the base width, then with each stage's own width. The
-    loader selects the configuration that fits every tensor.
-    """
+    """Return the configurations of a state dict: of usual widths, and of each stage's own width."""
     if SEEDVR2_KEY in shapes:
         return [_read_seedvr2(shapes)]
     if WAN_KEY not in shapes:
-        raise LayoutError(
-            f"not a Wan, Qwen-Image or SeedVR2 VAE (no {WAN_KEY} in {len(shapes)} keys"
-            + (f", such as {shown(min(shapes), 32)})" if shapes else ")")
-        )
+        such = f", such as {shown(min(shapes), 32)}" if shapes else ""
+        lacks = f"no {WAN_KEY} in {len(shapes)} keys{such}"
+        raise LayoutError(f"not a Wan, Qwen-Image or SeedVR2 VAE ({lacks})")
     latent_channels = _size(shapes, "decoder.conv1.weight", 1)
     has_encoder = any(key.startswith("encoder.") for key in shapes)
     encoder_base = _size(shapes, "encoder.conv1.weight", 0) if has_encoder else 0
@@ -189,10 +180,8 @@ def _read_seedvr2(shapes: Shapes) -> VAEConfig:
     encoder, decoder = _own_widths(shapes, SEEDVR2, _SEEDVR2_WIDTHS)
     narrow = [width for width in (*encoder, *decoder) if width % SEEDVR2_GROUPS]
     if narrow:
-        raise ValueError(
-            f"a stage has {narrow[0]} channels; expected a multiple of {SEEDVR2_GROUPS}, the "
-            "groups of its norms"
-        )
+        expected = f"a multiple of {SEEDVR2_GROUPS}, the groups of its norms"
+        raise ValueError(f"a stage has {narrow[0]} channels; expected {expected}")
     latents = _size(shapes, "decoder.conv_in.weight", 1)
     channels = _size(shapes, "decoder.conv_out.weight", 0)
     return _config(SEEDVR2, latents, channels, encoder if has_encoder else None, decoder)
@@ -242,9 +231,7 @@ def _stages(shapes: Shapes) -> int:
     """Return the number of stages of a decoder of the Wan 2.2 layout."""
     stages = len({key.split(".")[2] for key in shapes if key.startswith("decoder.upsamples.")})
     if stages not in _MULTIPLES:
-        raise ValueError(
-            f"the decoder has {stages} stages; expected {' or '.join(map(str, _MULTIPLES))}"
-        )
+        raise ValueError(f"the decoder has {stages} stages; expected 4 or 5")
     return stages
 
 
@@ -257,8 +244,7 @@ def _own_widths(shapes: Shapes, layout: str, usual: Widths) -> Widths:
         names += [pattern.format(step * stage) for stage in range(len(widths) - 1)]
         pairs = zip(names, widths, strict=True)
         found.append(tuple(_size(shapes, key, 0) if shapes.get(key) else w for key, w in pairs))
-    encoder, decoder = found
-    return encoder, decoder
+    return found[0], found[1]
 
 
 def _size(shapes: Shapes, key: str, dim: int) -> int:
@@ -269,9 +255,8 @@ def _size(shapes: Shapes, key: str, dim: int) -> int:
         raise ValueError(f"{key} has shape {list(shapes[key])}; expected more dimensions")
     size = shapes[key][dim]
     if not 0 < size <= _MAX_WIDTH:
-        raise ValueError(
-            f"{key} has shape {list(shapes[key])}; expected sizes of 1 to {_MAX_WIDTH}"
-        )
+        expected = f"sizes of 1 to {_MAX_WIDTH}"
+        raise ValueError(f"{key} has shape {list(shapes[key])}; expected {expected}")
     return size
 
 

@@ -132,7 +132,6 @@ def _next_part(waiting: list[tuple[int, Iterator[Tensor]]]) -> tuple[int, Tensor
 
 
 def _join(runs: list[Tensor]) -> Tensor:
-    """Return `runs` `[B, C, T, H, W]` joined in time."""
     return runs[0] if len(runs) == 1 else torch.cat(runs, dim=2)
 
 

@@ -13,10 +13,7 @@ ROW_FIRST = "cthw"
 
 
 def fold_pixels(frames: Tensor, size: int) -> Tensor:
-    """Move blocks of `size x size` pixels to channels, `COLUMN_FIRST`.
-
-    `patchify` of Wan 2.2, "b c f (h q) (w r) -> b (c r q) f h w" (wan/modules/vae2_2.py).
-    """
+    """Move blocks of `size x size` pixels to channels, as `patchify` of wan/modules/vae2_2.py."""
     if size == 1:
         return frames
     pattern = "b c t (h y) (w x) -> b t h w (c x y)"

@@ -15,12 +15,10 @@ Size = tuple[int, int]
 
 
 def latents_before(decoder: Network) -> int:
-    """Return the number of earlier latents that a frame of `decoder` depends on.
+    """Return the number of earlier latents that a frame of `decoder` depends on."""
 
-    Counted from the frames back to the latents: a layer that doubles the frames halves the sum,
-    and each convolution adds its context. None does so behind the doubling of its layer.
-    """
-
+    # From the frames back to the latents: a layer that doubles the frames halves the sum, and each
+    # convolution adds its context. None does so behind the doubling of its layer.
     def counted() -> int:
         frames = 0
         for layer in reversed(decoder.layers()):

@@ -19,10 +19,7 @@ _TEMPORAL = (False, True, True)
 
 
 class Wan21Encoder(Network):
-    """Encode frames to mean and log-variance, before the 1x1x1 quantisation convolution.
-
-    From `[B, C, T, H, W]` to `[B, 2 * C_latent, t, H / 8, W / 8]`.
-    """
+    """Encode frames to `[B, 2 * C_latent, t, H / 8, W / 8]`, before the 1x1x1 convolution."""
 
     def __init__(self, widths: Sequence[int], channels: int, latents: int, taps: int = 3) -> None:
         super().__init__()
@@ -40,10 +37,7 @@ class Wan21Encoder(Network):
 
 
 class Wan21Decoder(Network):
-    """Decode latents, after the 1x1x1 convolution that follows quantisation, to frames.
-
-    From `[B, C_latent, t, h, w]` to `[B, C_out, T, 8 h, 8 w]`.
-    """
+    """Decode latents, after the 1x1x1 convolution, to frames `[B, C_out, T, 8 h, 8 w]`."""
 
     def __init__(self, widths: Sequence[int], channels: int, latents: int, taps: int = 3) -> None:
         super().__init__()

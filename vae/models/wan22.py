@@ -122,7 +122,5 @@ class Wan22Decoder(Wan21Decoder):
 def _check_shortcut(finer: int, coarser: int) -> None:
     """Check that the channels divide, which a parameter-free shortcut needs."""
     if finer % coarser:
-        raise ValueError(
-            f"a stage has {finer} values for {coarser} channels of its shortcut; "
-            "expected a multiple"
-        )
+        message = f"a stage has {finer} values for {coarser} channels of its shortcut"
+        raise ValueError(f"{message}; expected a multiple")

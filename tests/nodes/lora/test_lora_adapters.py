@@ -62,7 +62,6 @@ ROWS = {
     "conv-mid": (KERNEL, MID, 2.0),
     "grows": ((15, 6), PAIR | {"reshape_weight": LINEAR}, 2.0),
     "loha-tucker": (KERNEL, loha((3, 8), (3, 6), **CORES), 2.0),
-    "lokr-conv": (KERNEL, {"lokr_w1": (2, 3), "lokr_w2": (4, 2, 3, 3)}, None),
     "glora-conv": (KERNEL, glora((6, 3), (3, 6), (8, 3), (3, 54)), 2.0),
     "glora-older": ((9, 9), glora((3, 9), (9, 3), (3, 9), (9, 3), dora_scale=(1, 9)), 2.0),
     "difference": (KERNEL, {"diff": KERNEL}, None),

@@ -68,15 +68,14 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_chain_of_loaders_equals_the_sum_of_deltas(seed):
+def test_a_chain_of_loaders_equals_the_sum_of_deltas():
     """Our nodes in any mode, and ComfyUI's loaders; the model that each node gets is unchanged.
 
     ComfyUI's bypass loader adds to the output of linear layers, and patches their biases.
     """
     from comfy_extras.nodes_lora_debug import LoraLoaderBypassModelOnly
 
-    rng, (model, state, without) = random.Random(seed), plain()
+    rng, (model, state, without) = random.Random(0), plain()
     bypass = LoraLoaderBypassModelOnly().load_lora_model_only
     theirs = {"core": core, "core's bypass": lambda *given: bypass(*given)[0]}
     ways, chain, results = rng.sample([*loras.MODES, *theirs], 5), [(model, state)], []
@@ -101,15 +100,17 @@ def test_a_chain_of_loaders_equals_the_sum_of_deltas(seed):
     assert torch.equal(sample(plain()[0]), without)
 
 
-VARIABLES = ("", "WAN_LORA_STREAMING", "WAN_LORA_ONTHEFLY")
-
-
 @pytest.mark.parametrize(
-    ("mode", "variable"),
-    [*zip(["auto"] * 3, VARIABLES, strict=True), ("stream", "WAN_LORA_ONTHEFLY")],
+    ("mode", "variable", "chosen"),
+    [
+        ("auto", "", "auto"),
+        ("auto", "WAN_LORA_STREAMING", "stream"),
+        ("auto", "WAN_LORA_ONTHEFLY", "bypass"),
+        ("stream", "WAN_LORA_ONTHEFLY", "stream"),
+    ],
 )
 def test_the_mode_or_for_auto_the_environment_chooses_the_method(
-    mode, variable, monkeypatch, caplog
+    mode, variable, chosen, monkeypatch, caplog
 ):
     """As the report says; and the log has counts and times of a run, if they are asked for."""
     from comfy_execution.utils import CurrentNodeContext
@@ -117,8 +118,6 @@ def test_the_mode_or_for_auto_the_environment_chooses_the_method(
     from fast_video_vae.nodes.host import timing
 
     monkeypatch.setenv(variable or "WAN_LORA_STREAMING", str(len(variable)))
-    chosen = {"WAN_LORA_STREAMING": "stream", "WAN_LORA_ONTHEFLY": "bypass"}.get(variable, mode)
-    chosen = chosen if mode == "auto" else mode
     model, report = apply(plain("wan21-i2v")[0], stack(lora(0, "wan21-i2v"), 0.8), mode)
     assert report.endswith(f", {chosen}")
     caplog.set_level(logging.INFO)
@@ -140,7 +139,6 @@ def test_the_mode_or_for_auto_the_environment_chooses_the_method(
     ("mode", "phase", "strength", "steps"),
     [
         ("auto", "low", "1;0.9,0,-0.4", (0.9, 0.0, -0.4)),
-        ("bypass", "high", "0.8,0.5;3@0.3-0.6", (0.0, 0.8, 0.0)),  # from 1/3 to 2/3
         ("stream", "auto", "0.8;3@sigma:0.98-0.1", (0.0, 0.8, 0.8)),
     ],
 )
@@ -158,9 +156,7 @@ def test_a_schedule_has_a_strength_for_each_step(mode, phase, strength, steps):
     assert relative_error(result, latent["samples"]) < loras.ROUNDING
 
 
-@pytest.mark.parametrize(
-    ("mode", "second"), [*zip(loras.UNMERGED, ["another", "none", "the same"], strict=True)]
-)
+@pytest.mark.parametrize(("mode", "second"), [("auto", True), ("bypass", False)])
 def test_a_guider_of_two_models_applies_the_loras_of_each(mode, second, inference):
     """It calls the second model with the options of the first; their LoRAs differ."""
     import comfy.samplers
@@ -172,9 +168,8 @@ def test_a_guider_of_two_models_applies_the_loras_of_each(mode, second, inferenc
     sigmas = comfy.samplers.calculate_sigmas(sampling, "simple", 2)
 
     def both(apply):
-        one = apply(base[0], lora(0), 0.8)
-        other = base[1] if second == "none" else apply(base[1], lora(1), 0.6)
-        return {"model": one, "model_negative": one if second == "the same" else other}
+        other = apply(base[1], lora(1), 0.6) if second else base[1]
+        return {"model": apply(base[0], lora(0), 0.8), "model_negative": other}
 
     def run(models):
         (guider,) = v3_node("nodes_custom_sampler", "DualModelGuider", **models, **known)
@@ -184,7 +179,7 @@ def test_a_guider_of_two_models_applies_the_loras_of_each(mode, second, inferenc
     for _ in range(2):
         assert relative_error(run(models), expected) < loras.ROUNDING
     alone = sample(core(base[0], lora(0), 0.8))
-    assert second == "the same" or relative_error(expected, alone) > loras.EFFECT
+    assert relative_error(expected, alone) > loras.EFFECT
     assert relative_error(sample(models["model"]), alone) < loras.ROUNDING
 
 
@@ -192,18 +187,16 @@ BF16 = torch.bfloat16
 
 
 @pytest.mark.parametrize(
-    ("dtype", "amount", "strength", "blocks", "is_weak"),
+    ("dtype", "strength", "is_weak"),
     [
-        (BF16, 0.001, "1", "", True),
-        ("int8", 0.001, "1", "", True),
-        ("int8", 0.1, "1", "", False),
-        (BF16, 0.1, "1", "", False),
-        (torch.float32, 0.001, "1", "", False),
-        (BF16, 0.001, "1,100", "", False),  # the largest strength of a run counts
+        (BF16, "1", True),
+        ("int8", "1", True),
+        (torch.float32, "1", False),
+        (BF16, "1,100", False),  # the largest strength of a run counts
     ],
 )
-def test_auto_bypasses_weak_loras_and_reports_name_them(dtype, amount, strength, blocks, is_weak):
-    """For deltas of an `amount` of the weights; bypass keeps them all."""
+def test_auto_bypasses_weak_loras_and_reports_name_them(dtype, strength, is_weak):
+    """For deltas of a thousandth of the weights; bypass keeps them all."""
     kind, compute = "wan21-i2v", torch.float32 if dtype == torch.float32 else BF16
     state = plain(kind)[1]
     file = {key: value.to(compute) for key, value in state.items()}
@@ -214,11 +207,11 @@ def test_auto_bypasses_weak_loras_and_reports_name_them(dtype, amount, strength,
         model = diffusion.load_model(kind, file, dtype=dtype)
     model.model.manual_cast_dtype = compute  # as on a GPU
     linear = {key: value for key, value in state.items() if key.startswith("blocks.")}
-    tensors = loras.lora_for(linear, parts=("pairs",), amount=amount)
-    name = loras.save_lora(tensors, f"weak-{amount}.safetensors")
+    tensors = loras.lora_for(linear, parts=("pairs",), amount=0.001)
+    name = loras.save_lora(tensors, "weak.safetensors")
     packed = diffusion.quantised_layers(model)
     for mode in loras.UNMERGED if packed or "," in strength else loras.MODES:
-        patched, report = apply(model, stack(name, strength, blocks), mode)
+        patched, report = apply(model, stack(name, strength), mode)
         assert ("\nsmall deltas: " in report) == (is_weak and mode != "bypass")
         if mode == "auto":
             sample(patched, kind)

@@ -104,12 +104,7 @@ def test_other_loras_do_not_reload_the_model_and_a_merged_stack_is_loaded_once(m
 
 @pytest.mark.parametrize(
     ("mode", "first", "what"),
-    [
-        ("auto", "theirs", "hooks"),
-        ("stream", "ours", "hooks"),
-        ("stream", "theirs", "forward"),
-        ("bypass", "ours", "forward"),
-    ],
+    [("auto", "theirs", "hooks"), ("stream", "ours", "hooks"), ("bypass", "ours", "forward")],
 )
 def test_patches_of_other_nodes_apply_to_layers_with_a_lora(model, mode, first, what):
     """Hooks that double what it is given and halve what it gives; or a forward that adds to it."""
@@ -160,22 +155,15 @@ def test_a_lora_on_a_compiled_model_recompiles_nothing(monkeypatch):
     model = diffusion.load_model(KIND)
     without, before = sample(model), compiled(model)
     expected = {strength: sample(core(model, lora, strength)) for strength in (0.8, -1.0)}
-    for strength in (0.8, -1.0, 0.8):
+    for strength in (0.8, -1.0):
         result = sample(fast(before, lora, strength, "stream"))
         assert relative_error(result, expected[strength]) < loras.ROUNDING
         assert made() == (1, 1, 0)
-    for _ in range(2):
-        assert relative_error(sample(before), without) < loras.ROUNDING
-        assert made() == (2, 2, 0)  # the model without a LoRA
-        assert (
-            relative_error(sample(fast(before, lora, 0.8, "stream")), expected[0.8])
-            < loras.ROUNDING
-        )
+    assert relative_error(sample(before), without) < loras.ROUNDING
+    again = sample(fast(before, lora, 0.8, "stream"))
+    assert relative_error(again, expected[0.8]) < loras.ROUNDING
+    assert made() == (2, 2, 0)  # with the model without a LoRA
     monkeypatch.setattr(torch.compiler, "reset", lambda: pytest.fail("everything is discarded"))
-    model = diffusion.load_model(KIND)
-    first = compiled(model)
-    without, after = sample(first), compiled(fast(model, lora, 0.8, "stream"))
-    for patched in (after, fast(first, lora, 0.8, "stream")):
-        assert relative_error(sample(patched), expected[0.8]) < loras.ROUNDING
-    assert torch.equal(sample(first), without)
+    after = compiled(fast(diffusion.load_model(KIND), lora, 0.8, "stream"))
+    assert relative_error(sample(after), expected[0.8]) < loras.ROUNDING
     torch._dynamo.reset()

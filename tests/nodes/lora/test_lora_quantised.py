@@ -84,13 +84,8 @@ def quantised(form, kind, full, wanted):
 def run(model, skip, kind):
     """A run in which a cache skips two of five steps, or a guidance a block in further calls."""
     if skip == "EasyCacheNode":
-        steps = {
-            "reuse_threshold": 1000.0,
-            "start_percent": 0.0,
-            "end_percent": 0.7,
-            "verbose": False,
-        }
-        (model,) = v3_node("nodes_easycache", skip, model=model, **steps)
+        given = {"reuse_threshold": 1000.0, "start_percent": 0.0, "end_percent": 0.7}
+        (model,) = v3_node("nodes_easycache", skip, model=model, verbose=False, **given)
     elif skip is not None:
         given = {"double_layers": "1", "single_layers": "", "scale": 1.0}
         given |= {"start_percent": 0.0, "end_percent": 1.0}
@@ -100,18 +95,16 @@ def run(model, skip, kind):
 
 # In a full precision that is asked for, or on a CPU, ComfyUI dequantises fp8 for each product. It
 # multiplies in int8 in spite of full precision if the weight needs no cast.
-DEQUANTISED = ("full fp8", "fp8 on a CPU", "packed", "unpacking")
+DEQUANTISED = ("fp8 on a CPU", "packed", "unpacking")
 # Form; the layers with a LoRA: all, those of the attention in a model that calls some of them with
 # enough tokens of an image for auto to change plain weights, or those that are read only, which
 # are then the only quantised ones; mode; and what skips layers.
 ROWS = [
-    ("int8", "", "auto", "EasyCacheNode"),
     ("int8", "attn", "auto", None),
     ("rotated", READ, "bypass", "SkipLayerGuidanceDiT"),
     ("fp8", "", "auto", "EasyCacheNode"),
     ("fp8 on a CPU", "", "stream", None),
     ("full int8", "", "bypass", None),
-    ("full fp8", "", "bypass", None),
     ("packed", "blocks", "auto", None),
     ("packed", "dora", "bypass", None),
     ("unpacking", "blocks", "stream", "EasyCacheNode"),

@@ -36,8 +36,7 @@ def command(path):
 def readers():
     """The readers of each kind of file; the first call of each has imported what it needs."""
     targets = Targets(wan(blocks=1))
-    readers = [load_vae, command, load_latent]
-    readers.append(lambda path: load_bank([path], targets))
+    readers = [load_vae, command, load_latent, lambda path: load_bank([path], targets)]
     for read in readers:
         with pytest.raises((ValueError, OSError)):
             read(Path("gone.pth"))

@@ -108,9 +108,8 @@ def layouts():
         low, expected = quantised(WHOLE[family], shape, name, dtype)
         content = put("vae.", respell(low, family))
         yield f"{family} {what} {name}", content, ".safetensors", expected, 1
-    for what in ("_orig_mod", "module"):  # compiled, distributed
-        parts = {key.replace("coder.", f"coder.{what}."): value for key, value in SMALL.items()}
-        yield f"each part in {what}", parts, ".safetensors", SMALL, 0
+    parts = {key.replace("coder.", "coder._orig_mod."): value for key, value in SMALL.items()}
+    yield "each part compiled", parts, ".safetensors", SMALL, 0
     # AutoencoderKLHunyuanVideo15 has most of the names of Wan in diffusers.
     other = {"hy.decoder.mid_block.resnets.0.norm1.gamma": ONE}
     yield "another VAE", SMALL | other, ".safetensors", SMALL, 1
@@ -123,7 +122,6 @@ def layouts():
     for key, value in SMALL.items():
         parts[key.partition(".")[0]][key.partition(".")[2]] = value
     yield "a dict per part", parts, ".pth", SMALL, 0
-    yield "the same twice", {"ema": SMALL, "net": SMALL}, ".pth", SMALL, 0
     copies = {"ema": put("module.", SMALL), "state_dict": {k: v.clone() for k, v in SMALL.items()}}
     yield "equal twice", copies, ".pth", SMALL, len(SMALL)
     yield "equal in one", put("ema.", SMALL) | SMALL, ".safetensors", SMALL, len(SMALL)
@@ -134,7 +132,7 @@ FOUND = list(layouts())
 
 @pytest.mark.parametrize("layout", FOUND, ids=[each[0] for each in FOUND])
 def test_a_layout_is_read_exactly_and_the_rest_is_one_line(tmp_path, caplog, layout):
-    name, content, suffix, expected, count = layout
+    _, content, suffix, expected, count = layout
     path = saved(content, tmp_path, suffix)
     with caplog.at_level(logging.INFO):
         weights = read_checkpoint(path).weights
@@ -143,10 +141,6 @@ def test_a_layout_is_read_exactly_and_the_rest_is_one_line(tmp_path, caplog, lay
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == bool(count)
     assert all(f": left out {count} not of the VAE (" in each for each in lines), lines
-    if " vae.model. " in name or "each kept" in name:
-        vae, plain = (load_vae(each, dtype=torch.float32) for each in (path, expected))
-        latent = latent_for(vae, 2, 32, 32)
-        assert torch.equal(vae.decode(latent), plain.decode(latent))
 
 
 def changed(value, key="weight", **more):
@@ -171,13 +165,11 @@ REFUSED = [
     ({"state_dict": SMALL, "ema": OTHER}, "different networks, at state_dict and ema; expected"),
     (SMALL | put("ema.", OTHER), "at its root and ema; expected one"),
     ({"vae": SMALL, "dec": HALF}, "at vae and dec; expected one"),
-    ({"a": SMALL, "b": {k: v.double() for k, v in SMALL.items()}}, "at a and b; expected one"),
     ({f"a{n}": HALF | {"n": ONE} for n in range(10)}, "holds 10 networks"),
     (SMALL | {"vae": {"a": ONE}, "vae.a": ONE}, "two of its entries are named vae.a"),
     (SMALL | {"decoder._orig_mod.conv1.weight": WIDE}, "both mean decoder.conv1.weight"),
     ([1, 2], "holds a list; expected a state dict"),
     ({1: ONE}, "expected names and tensors"),
-    (diffusers(SMALL, "wan2.1") | {"conv2.weight": ONE}, "post_quant.* both mean conv2.weight"),
     (changed(None, "bias"), "1 missing .decoder.conv1.bias"),
     (SMALL | {"decoder.middle.1.proj.weight": WIDE[..., 0]}, "32, 16, 3, 3., expected .32, 32, 1"),
     (FAULTY, "4 missing .decoder.upsamples.0.residual.6.bias and 3 more., 1 unexpected, 1 of ano"),
@@ -191,14 +183,12 @@ REFUSED = [
     (changed(3, "steps"), "decoder.conv1.steps is a int; expected plain tensors"),
     (SMALL | {"all": [list(range(10_000)) for _ in range(40)]}, "300000 instructions"),
     (changed(FLOAT8, weight_scale=torch.ones(16)), "scales .16. .* expected float8 with 1 or 32"),
-    (changed(FLOAT8, weight_scale=torch.ones(1, 32)), "scales .1, 32."),
     (changed(FLOAT8, scale_weight=ONE.char()), "in torch.int8; expected float8"),
     (changed(FLOAT8, weight_scale=ONE, scale_weight=ONE), "1 unexpected"),
     (changed(FLOAT8, scale_weight=ONE / 0), "hold NaN or infinity"),
     (changed(WIDE.bfloat16(), weight_scale=2 * ONE), "is torch.bfloat16 with scales"),
     ({k.replace("encoder.", "enc."): v for k, v in SMALL.items()}, "enc.* is of an encoder; exp"),
     (FLAT | {CUT: FLAT[CUT][..., 0]}, "1 of another shape"),
-    (changed(WIDE.char(), weight_scale=ONE), "is torch.int8 with scales"),
     (changed(None, weight_scale=ONE), "has no decoder.conv1.weight"),
 ]
 
@@ -249,9 +239,3 @@ def test_weights_of_single_frames_give_the_frame_of_a_video_vae(tmp_path, family
         vae.encode(video)
     with refused("frames; expected 1: the weights of this VAE are of single frames"):
         list(vae.decode_stream(iter(latents.split(1, 2))))
-
-
-def test_the_command_names_what_it_leaves_out(tmp_path, run):
-    code, lines, notes = run("info", saved(TRAINED | {"a": {"b": SMALL}}, tmp_path, ".ckpt"))
-    assert (code, "family        wan2.1" in lines) == (0, True)
-    assert sum("left out 605 not of the VAE (global_step" in each for each in notes) == 1

@@ -34,8 +34,7 @@ def decoded(vae_path, latents, dtype=torch.uint8):
     [
         ("a.mkv", [], "ffv1 in 16 bits (gbrp16le) encoded by ffv1", 16),
         ("a.png", ["--no-dither"], "png in 16 bits", 16),
-        ("a.mp4", ["--codec", "hevc", "--bit-depth", "auto"], "hevc in 10 bits", 10),
-        ("a.mp4", ["--video-quality", "90", "--bit-depth", "8"], "h264 in 8 bits", 8),
+        ("a.mp4", ["--codec", "hevc", "--bit-depth", "8"], "hevc in 8 bits", 8),
     ],
 )
 def test_decode_writes_the_format_of_the_name_or_the_options(
@@ -60,27 +59,17 @@ def test_decode_writes_the_format_of_the_name_or_the_options(
         assert psnr(frames, decoded(vae_path, latents)) > 22  # noise; most halve its colours
 
 
-@pytest.mark.parametrize(
-    ("text", "expected", "chunk"),
-    [("4-8", range(4, 9), 1), ("12", range(12, 13), -1)],
-)
-def test_decode_takes_a_range_of_frames(tmp_path, done, vae_path, latents, text, expected, chunk):
-    movie = tmp_path / "a.mkv"
-    options = ["--frames", text, "--chunk", chunk, "--bit-depth", 8]
-    lines = done("decode", latents, "-o", movie, *options)
-    count = f"{len(expected)} frame{'s' * (len(expected) > 1)}"
-    assert lines[-1] == f"wrote {movie}: {count} at 16 fps"
-    wanted = decoded(vae_path, latents)[expected.start : expected.stop]
-    # Chunks may round differently, which changes some values by one level.
-    assert (stacked(movie).int() - wanted.int()).abs().float().mean() < 0.01
-
-
-def test_decode_adds_the_audio_of_the_range(tmp_path, done, latents):
+def test_decode_takes_a_range_of_frames_and_its_audio(tmp_path, done, vae_path, latents):
     sound, movie = tmp_path / "s.wav", tmp_path / "a.mkv"
     with wave.open(str(sound), "wb") as file:
         file.setparams((1, 2, 16000, 0, "NONE", ""))
         file.writeframes(bytes(8000) + b"\xff\x1f" * 16000)  # a quarter of a second of silence
-    done("decode", latents, "-o", movie, "--audio", sound, "--frames", "2-11")
+    options = "--audio", sound, "--frames", "2-11", "--chunk", 1, "--bit-depth", 8
+    lines = done("decode", latents, "-o", movie, *options)
+    assert lines[-1] == f"wrote {movie}: 10 frames at 16 fps"
+    wanted = decoded(vae_path, latents)[2:12]
+    # Chunks may round differently, which changes some values by one level.
+    assert (stacked(movie).int() - wanted.int()).abs().float().mean() < 0.01
     found = read_audio(movie)
     # Frames 2 to 11 at 16 per second: from 0.125 s to 0.75 s.
     assert (found.waveform.shape, found.sample_rate) == ((1, 10_000), 16000)
@@ -91,20 +80,18 @@ def test_decode_adds_the_audio_of_the_range(tmp_path, done, latents):
 @pytest.mark.parametrize(
     ("options", "frames", "shape", "fps"),
     [
-        (["--start", "0.5"], range(12, 33), (6, 4, 6), 24),  # 21 of 33
-        (["--duration", "0.4"], range(9), (3, 4, 6), 24),
-        (["--fps", "12"], range(0, 33, 2), (5, 4, 6), 12),
+        (["--start", "0.25", "--fps", "12"], range(6, 24, 2), (3, 4, 6), 12),
         (["--size", "40x20", "--frames-limit", "5"], range(5), (2, 2, 5), 24),
     ],
 )
 def test_encode_reads_a_range(tmp_path, done, vae_path, options, frames, shape, fps):
-    source, file = write_clip(tmp_path / "a.mkv", 33, codec="ffv1"), tmp_path / "l.safetensors"
+    source, file = write_clip(tmp_path / "a.mkv", 23, codec="ffv1"), tmp_path / "l.safetensors"
     done("encode", source, "-o", file, *options)
     found = load_latent(file)
     assert (found.latent.shape, found.fps) == ((1, 16, *shape), fps)
     if "--size" not in options:
         vae = load_vae(vae_path, dtype=torch.float32)
-        pictures = moving_clip(33, 32, 48)[list(frames)].permute(3, 0, 1, 2).unsqueeze(0)
+        pictures = moving_clip(23, 32, 48)[list(frames)].permute(3, 0, 1, 2).unsqueeze(0)
         torch.testing.assert_close(found.latent, vae.encode(pictures), rtol=1e-4, atol=1e-4)
 
 

@@ -1,10 +1,11 @@
-"""The demo: which part of a video it uses, the names of its files, its figures, and restarts."""
+"""The demo: what it uses of a video, its files and figures, restarts, and its contact sheet."""
 
 import re
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -18,6 +19,7 @@ from PIL import Image  # noqa: E402
 
 from fast_video_vae.tests.videos import write_clip  # noqa: E402
 from fast_video_vae.vae import StreamOptions, load_vae  # noqa: E402
+from fast_video_vae.vae.cli import contact_sheet as sheets  # noqa: E402
 from fast_video_vae.vae.cli.demo import afford, round_trip  # noqa: E402
 from fast_video_vae.vae.media import pictures_of, read_video  # noqa: E402
 from fast_video_vae.vae.media.video_reader import VideoFile  # noqa: E402
@@ -97,8 +99,7 @@ def test_the_pairs_are_in_step_after_a_restart_too(tmp_path, vae, network):
 def test_demo_reads_a_range_at_another_size_and_rate(tmp_path, run, vae_path):
     source = write_clip(tmp_path / "a.mp4", 25)
     options = ("--duration", "0.5", "--size", "66x39", "--fps", "12", "--start", "0.25")
-    code, lines, errors = run("demo", source, "--out", tmp_path, "--vae", vae_path, *options)
-    assert code == 0
+    _, lines, errors = run("demo", source, "--out", tmp_path, "--vae", vae_path, *options)
     decoded = read_video(tmp_path / "a_decoded.mp4")
     assert (decoded.width, decoded.height, decoded.fps) == (64, 32, 12)
     assert decoded.estimated_frames == 5  # half a second is 6 frames; a VAE takes 4 n + 1
@@ -116,7 +117,6 @@ def test_demo_reads_a_range_at_another_size_and_rate(tmp_path, run, vae_path):
         (3840, 2160, 132, {"size": (2160, 3840)}, {"limit": 5}),
         (720, 1280, 132, {"duration": 5.0}, {"size": (640, 360)}),
         (1280, 720, 132, {"size": (720, 1280), "limit": 100}, {}),
-        (640, 360, 132, {"fps": Fraction(6)}, {}),
         (640, 360, None, {}, {"limit": 49}),  # the length is unknown
     ],
 )
@@ -132,22 +132,66 @@ def test_demo_reduces_a_video_to_half_a_minute_of_cpu_work(width, height, frames
         assert (word in note) == (key in changed)
 
 
-def test_videos_of_the_same_name_and_files_of_others_are_kept(tmp_path, done):
-    source, out = write_clip(tmp_path / "a.mp4", 1), tmp_path / "out"
-    out.mkdir()
-    (out / "a_2_sheet.png").write_bytes(b"holiday")
-    for options in ((), (), ("--overwrite",)):
-        done("demo", source, "--out", out, *options)
-    names = {"a_decoded.mp4", "a_sheet.png", "a_3_decoded.mp4", "a_3_sheet.png", "a_2_sheet.png"}
-    assert {path.name for path in out.iterdir()} == names
-    assert (out / "a_2_sheet.png").read_bytes() == b"holiday"
-
-
-def test_only_the_bundled_vae_is_marked_as_small(tmp_path, run, vae_path):
-    heights, options = [], ("--overwrite", "--frames-limit", "1")
-    for given in ([], ["--vae", vae_path]):
-        lines = run("demo", "--out", tmp_path, *options, "--size", "32x32", *given)[1]
-        assert ("small and blurs; --vae FILE" in "\n".join(lines)) == (not given)
-        with Image.open(tmp_path / "clip_sheet.png") as sheet:
+def test_videos_of_the_same_name_and_files_of_others_are_kept(tmp_path, run, vae_path):
+    """Only the bundled VAE is marked as small, in a line of the sheet too."""
+    (tmp_path / "clip_2_sheet.png").write_bytes(b"holiday")
+    small, heights = ("--frames-limit", "1", "--size", "32x32"), []
+    for options, name in (
+        ([], "clip"),
+        (["--vae", vae_path], "clip_3"),
+        (["--vae", vae_path, "--overwrite"], "clip"),
+    ):
+        lines = run("demo", "--out", tmp_path, *small, *options)[1]
+        assert ("small and blurs; --vae FILE" in "\n".join(lines)) == (not options)
+        with Image.open(tmp_path / f"{name}_sheet.png") as sheet:
             heights.append(sheet.height)
-    assert heights[0] > heights[1]  # the note is a line of the sheet
+    assert heights[0] > heights[1] == heights[2]
+    kept = {f"clip{n}_{end}" for n in ("", "_3") for end in ("decoded.mp4", "sheet.png")}
+    assert {path.name for path in tmp_path.iterdir()} == kept | {"clip_2_sheet.png"}
+    assert (tmp_path / "clip_2_sheet.png").read_bytes() == b"holiday"
+
+
+def collected(frames, height=32, width=48, error=10, run=5):
+    """Return the sheet of a clip: frame i has level i % 200, its result is `error` levels above."""
+    level = (torch.arange(frames) % 200).to(torch.uint8).view(-1, 1, 1, 1)
+    source = level.expand(-1, height, width, 3)
+    result = source + error
+    drawn = sheets.ContactSheet()
+    for start in range(0, frames, run):
+        drawn.add(source[start : start + run], result[start : start + run])
+    return drawn
+
+
+@pytest.mark.parametrize("frames", [1, 7, 43, 500])
+def test_columns_are_spread_over_the_clip(frames, monkeypatch):
+    held, words, write = collected(frames), [], sheets.write
+    monkeypatch.setattr(sheets, "write", lambda *given: (words.append(given[2]), write(*given)))
+    held.draw("\u65e5\u672c.mp4", "PSNR inf dB")  # any characters
+    places = [int(each) for word in words for each in re.findall(r"^frame (\d+)$", word)]
+    assert len(held._columns) <= sheets.KEPT  # so memory does not grow with the clip
+    assert len(places) == min(frames, sheets.COLUMNS)
+    assert places == sorted(set(places))
+    assert places[0] == 0
+    ideal = np.linspace(0, frames - 1, len(places))
+    assert np.abs(np.subtract(places, ideal)).max() <= max(0.5, frames / 20)
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "error", "shown"),
+    [
+        (32, 48, 1, sheets.MAX_FACTOR),  # enlarged
+        (480, 832, 10, 160),  # reduced; a factor of 32 would exceed 255
+        (512, 304, 55, 220),  # portrait
+    ],
+)
+def test_each_row_shows_its_frames_and_an_amplified_difference(height, width, error, shown):
+    drawn = collected(9, height, width, error)
+    picture = np.array(drawn.draw("a clip", "PSNR 28.13 dB"))
+    cell = sheets.CELL // max(height, width) or sheets.CELL / max(height, width)
+    middle = sheets.MARGIN + sheets.LABELS + round(width * cell) // 2
+    rows = [
+        sheets.HEAD + row * (round(height * cell) + sheets.GAP) + round(height * cell) // 2
+        for row in range(3)
+    ]
+    # Frame 0: the source has level 0, the result `error`, the difference is amplified.
+    assert [picture[row, middle].tolist() for row in rows] == [[0] * 3, [error] * 3, [shown] * 3]

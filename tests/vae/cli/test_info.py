@@ -1,6 +1,5 @@
 """`fast-video-vae info`: tables of VAE, device and backends that fit a terminal."""
 
-import os
 import re
 from pathlib import Path
 
@@ -11,12 +10,15 @@ from safetensors.torch import save_file
 from fast_video_vae import kernels
 from fast_video_vae.kernels import native_library
 from fast_video_vae.kernels.backends import CONVOLUTIONS, ORDER
-from fast_video_vae.tests.builders import decoder_of, module_command, random_state_dict, succeeded
+from fast_video_vae.tests.builders import decoder_of, random_state_dict
+from fast_video_vae.vae.bench import device_report
+from fast_video_vae.vae.streaming.prepared import device_check
+from fast_video_vae.vae.streaming.prepared.cases import Case
 
 for _package in ("av", "tqdm", "PIL"):
     pytest.importorskip(_package, reason=f"{_package} is not installed")
 
-from fast_video_vae.vae.cli.info import SIZES, WIDTH  # noqa: E402
+from fast_video_vae.vae.cli import info  # noqa: E402
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "backends.md"
 
@@ -51,7 +53,7 @@ def test_the_tables_have_a_line_per_op_and_fit_a_terminal(lines_of, matrix, monk
     rows = [each._replace(device=device) for each in on_cpu for device in devices]
     monkeypatch.setattr(kernels, "backend_matrix", lambda: rows)
     lines = lines_of("--backends", "--quiet")
-    assert max(len(line) for line in lines if not line.startswith("library")) <= WIDTH
+    assert max(len(line) for line in lines if not line.startswith("library")) <= info.WIDTH
     tables = tables_of(lines)
     assert [table[0] for table in tables] == [
         ["op", *(f"{device} {name}" for name in names)]
@@ -84,8 +86,9 @@ def test_the_documentation_has_the_tables_of_ops_and_backends(lines_of, matrix, 
         assert all(f"({n}) {reason}" in section for n, reason in enumerate(reasons, 1))
 
 
-def test_a_vae_has_a_plan_per_size(lines_of, vae_path, tmp_path):
-    names = [f"{width}x{height}" for width, height in SIZES]
+def test_a_vae_has_a_plan_per_size(lines_of, vae_path, tmp_path, monkeypatch):
+    monkeypatch.setattr(info, "SIZES", info.SIZES[::4])
+    names = [f"{width}x{height}" for width, height in info.SIZES]
     tables = []
     for options, where in (((), "free"), (("--limit", "0.2"), "within 0.2 GiB")):
         lines = lines_of(vae_path, *options)
@@ -95,7 +98,7 @@ def test_a_vae_has_a_plan_per_size(lines_of, vae_path, tmp_path):
         count = sum(value.numel() for value in random_state_dict(8).values())
         assert head["parameters"] == f"{count:,}"
         assert re.fullmatch(rf"memory in addition .*{where}.*", lines[11])
-        assert max(map(len, lines[11:])) <= WIDTH
+        assert max(map(len, lines[11:])) <= info.WIDTH
         table = lines[13:]
         assert [line.split()[0] for line in table[::2]] == names
         assert [" encode " in line for line in table] == [True, False] * len(names)
@@ -104,22 +107,29 @@ def test_a_vae_has_a_plan_per_size(lines_of, vae_path, tmp_path):
     assert "whole frames" in tables[0][0]
     assert tables[1][-1].endswith("; more than the limit")
     save_file(decoder_of(random_state_dict(8)), tmp_path / "vae.safetensors")
-    table = lines_of(tmp_path / "vae.safetensors")[-len(SIZES) :]
+    table = lines_of(tmp_path / "vae.safetensors")[-len(names) :]
     assert [line.split()[:2] for line in table] == [[name, "decode"] for name in names]
 
 
-@pytest.mark.parametrize("arguments", [[], ["cpu:0"]])
-def test_a_device_is_named(lines_of, arguments):
-    (line,) = lines_of("--quiet", "--device", *arguments)
-    assert ", compute capability " in line
+def test_the_check_shows_each_result_and_what_was_tried(lines_of, monkeypatch):
+    """On a CPU where one case is wrong in bfloat16, and right where frames are convolved."""
+    bounds = {torch.float32: 1e-4, torch.bfloat16: 0.08}
+    cases = [Case(name, lambda *_: None, bounds) for name in ("attention", "a block")]
 
+    def rows(device, dtype, fallback=None, wanted=None):
+        for case in cases if wanted is None else wanted:
+            right = dtype == torch.float32 or case is cases[0] or (fallback and fallback.sliced)
+            yield device_check.Row(case, 1e-5 if right else 1.5, case.bounds[dtype])
 
-def test_missing_tools_are_named_and_the_reference_is_used(tmp_path):
-    reason = "FAST_VIDEO_VAE_NATIVE=0 disables the native kernels"
-    command = module_command("fast_video_vae", "info", "--backends")
-    settings = {"FAST_VIDEO_VAE_CACHE": str(tmp_path), "FAST_VIDEO_VAE_NATIVE": "0"}
-    done = succeeded(command, env={**os.environ, **settings})
-    # (1) and (2): triton and cuda need a GPU
-    assert {f"(3) {reason}", f"missing   {reason}", "library   none"} < {*done.stdout.splitlines()}
-    assert re.search(r"\nsilu_mul +no \(1\) +no \(2\) +no \(3\) +exact\n", done.stdout)
-    assert re.fullmatch(rf"note: .*{re.escape(reason)}.*\n", done.stderr)
+    for module in (device_check, device_report):
+        monkeypatch.setattr(module, "rows", rows)
+    monkeypatch.setattr(device_report, "fastest_decode_dtype", lambda _: torch.bfloat16)
+    lines = lines_of("--check", "--device", "cpu")
+    assert ", compute capability " in lines[0]
+    assert f"torch {torch.__version__}" in "".join(lines)
+    end = lines.index("fp32: all right")
+    assert "0.001 % (0.01 %)" in lines[end - 3]
+    assert "WRONG: 1.5e+02 % (8 %)" in lines[end - 2]
+    wrong, *tried = lines[end + 1 :]
+    assert wrong.startswith("bf16: wrong results in bfloat16: a block; convolutions of single")
+    assert tried[:2] == ["  with plain ops: a block", "  with convolutions of single frames: right"]

@@ -8,29 +8,18 @@ import time
 from pathlib import Path
 
 import pytest
-from safetensors.torch import save_file
 
-from fast_video_vae.tests.builders import installed_command, random_state_dict
+from fast_video_vae.tests.builders import installed_command
 
 for _package in ("av", "tqdm", "PIL"):
     pytest.importorskip(_package, reason=f"{_package} is not installed")
 if not Path("/proc/self/maps").exists():
     pytest.skip("/proc exists on Linux only", allow_module_level=True)
 
-from fast_video_vae.tests.videos import write_clip  # noqa: E402
 from fast_video_vae.vae.cli.signals import Signals  # noqa: E402
 from fast_video_vae.vae.media.atomic_file import whole_file  # noqa: E402
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    """A VAE, and a video of seconds of work."""
-    folder = tmp_path_factory.mktemp("inputs")
-    save_file(random_state_dict(8), folder / "vae.safetensors")
-    write_clip(folder / "long.mp4", 2001)
-    return folder
 
 
 @pytest.fixture
@@ -66,11 +55,12 @@ def content(folder):
 @pytest.mark.parametrize(
     ("number", "said"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "ended by SIGTERM")]
 )
-def test_a_signal_leaves_the_old_file(out, files, number, said):
+def test_a_signal_leaves_the_old_file(out, number, said):
     """SIGINT while torch is imported, SIGTERM midway; an ignored SIGHUP does nothing."""
-    (out / "long_decoded.mp4").write_bytes(b"old")
-    given = files / "long.mp4", "--out", out, "--overwrite", "--vae", files / "vae.safetensors"
-    with start(installed_command("demo", *map(str, given)), [signal.SIGHUP]) as process:
+    (out / "clip_decoded.mp4").write_bytes(b"old")
+    # The bundled clip is seconds of work.
+    command = installed_command("demo", "--out", str(out), "--overwrite", "--device", "cpu")
+    with start(command, [signal.SIGHUP]) as process:
         if number == signal.SIGINT:
             maps = Path(f"/proc/{process.pid}/maps")
             wait_for(process, lambda: "libtorch" in maps.read_text())
@@ -82,7 +72,7 @@ def test_a_signal_leaves_the_old_file(out, files, number, said):
         _, stderr = process.communicate(timeout=30)
     assert process.returncode == 128 + number
     assert stderr == f"fast-video-vae: {said}\n"
-    assert content(out) == {"long_decoded.mp4": b"old"}
+    assert content(out) == {"clip_decoded.mp4": b"old"}
 
 
 def test_a_second_signal_ends_the_process_at_once(out):
