@@ -257,11 +257,9 @@ def test_other_rates_limits_and_impossible_ranges(tmp_path):
     assert video.estimate(limit=6) == 6
     for options, message in (
         ({"start": -1.0}, "start is -1.0 s; expected 0 or more"),
-        ({"start": float("nan")}, "start is nan s"),
         ({"start": 60.0}, r"a\.mp4 lasts 1\.00 s; start is 60\.0 s"),
         ({"duration": 0.0}, "duration is 0.0 s; expected more than 0"),
         ({"fps": 0}, "fps is 0; expected more than 0 and less than 10000"),
-        ({"fps": float("nan")}, "fps is nan"),
         ({"fps": 10_000}, "fps is 10000"),
         ({"limit": 0}, "limited to 0; expected at least 1"),
         ({"frames": 0}, "frames are 0"),

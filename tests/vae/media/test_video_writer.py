@@ -42,18 +42,11 @@ def test_missing_or_invalid_frames_are_refused(tmp_path, pieces, message):
     assert not list(tmp_path.iterdir())
 
 
-# Full while frames are written, or at the last byte, when the index moves to the front.
-@pytest.mark.parametrize(
-    ("codec", "suffix", "threaded", "limit_bytes"),
-    [
-        ("h264", ".mp4", False, None),
-        ("prores", ".mov", True, 20_000),
-    ],
-)
-def test_a_full_disk_leaves_only_the_old_file(
-    tmp_path, limited_files, codec, suffix, limit_bytes, threaded
-):
+@pytest.mark.parametrize("threaded", [False, True])
+def test_a_full_disk_leaves_only_the_old_file(tmp_path, limited_files, threaded):
+    """It is full while frames are written, or at the last byte, when the index moves."""
     noise = torch.randint(256, (40, 64, 64, 3), dtype=torch.uint8)
+    codec, suffix = ("prores", ".mov") if threaded else ("h264", ".mp4")
     whole = write(tmp_path / f"whole{suffix}", noise, codec=codec).stat().st_size
     path = tmp_path / f"a{suffix}"
     path.write_bytes(b"old")
@@ -67,7 +60,7 @@ def test_a_full_disk_leaves_only_the_old_file(
                 thread.put(piece) if threaded else writer.write(piece)
 
     with (
-        limited_files(limit_bytes or whole - 1),
+        limited_files(20_000 if threaded else whole - 1),
         pytest.raises(OSError, match=rf"File too large: .*a\{suffix}") as caught,
     ):
         work()
@@ -95,12 +88,9 @@ def test_frames_are_rounded_as_in_comfyui(dtype, channels):
     ("name", "options", "message"),
     [
         ("a.mp4", {"fps": 0}, "fps is 0"),
-        ("a.mp4", {"fps": -1.5}, "fps is -1.5"),
         ("a.gif", {}, "a.gif is not a video file; expected a name such as"),
         ("a.png", {}, "a.png is not a file for h264; expected .mp4 or .mov"),
-        ("a.webm", {"codec": "h264"}, "a.webm is not a file for h264; expected .mp4 or .mov"),
         ("a.mp4", {"codec": "ffv1"}, "a.mp4 is not a file for ffv1; expected .mkv"),
-        ("a.mp4", {"codec": "prores"}, "expected .mov or .mkv"),
         ("a.mp4", {"quality": 101}, "quality is 101; expected 0 to 100"),
         ("a.mp4", {"quality": -1}, "quality is -1"),
     ],
