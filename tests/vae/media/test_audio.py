@@ -90,20 +90,17 @@ def test_audio_and_frames_are_interleaved(tmp_path):
     assert max(apart) < 0.5
 
 
-@pytest.mark.parametrize(
-    ("wave", "rate", "message"),
-    [
+def test_invalid_audio_is_refused_and_audio_without_samples_ignored(tmp_path):
+    for wave, rate, message in (
         ([0.0, 0.5], 8000, "audio is a list; expected a tensor"),
         (torch.zeros(8), 8000, r"audio is \[8\] torch.float32; expected \[channels, samples\]"),
         (torch.zeros(1, 8, dtype=torch.int16), 8000, "int16; expected"),
         (torch.zeros(3, 8), 8000, "audio has 3 channels; expected 1, 2, 4, 6 or 8"),
         (torch.zeros(1, 8), 0, "audio has 0 samples per second"),
         (torch.tensor([[0.0, torch.nan]]), 8000, "not finite"),
-    ],
-)
-def test_invalid_audio_is_refused_and_audio_without_samples_ignored(tmp_path, wave, rate, message):
-    with refused(message):
-        Audio(wave, rate)
+    ):
+        with refused(message):
+            Audio(wave, rate)
     path = write(tmp_path / "a.mp4", moving_clip(2), audio=Audio(torch.zeros(2, 0), 48000))
     with av.open(str(path)) as container:
         assert not container.streams.audio

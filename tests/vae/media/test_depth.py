@@ -65,8 +65,7 @@ def read(path):
                     continue
                 *_, alpha = planes(frame)
                 alpha = alpha if len(frame.planes) > 1 else alpha[:, 3::4]
-                top = 1 if "f" in frame.format.name[4:] else 2**last.bits - 1
-                found.append(np.concatenate([picture, alpha[..., None] / top], -1))
+                found.append(np.concatenate([picture, alpha[..., None] / (2**last.bits - 1)], -1))
     return np.stack(found)
 
 
