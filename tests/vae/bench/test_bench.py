@@ -74,20 +74,12 @@ def test_the_order_rotates_each_round_after_a_warm_up_that_is_not_in_the_figures
     assert two.psnr_db == psnr(images(1), images(0))
 
 
-def test_psnr_equals_the_formula_in_float64():
-    one, two = images(0)[0], images(1)[0]
-    error = (one.double() - two.double()).square().mean().item()
-    assert psnr(one, two) == pytest.approx(10 * math.log10(1 / error), abs=1e-12)
-    # as ComfyUI gives them: the channels are not the last in memory
-    assert psnr(one, two.movedim(-1, 0).contiguous().movedim(0, -1)) == psnr(one, two)
-
-
 @pytest.mark.parametrize(
     ("task", "made", "words"),
     [
         ("decode", images(), "identical"),
         ("decode", images() * math.nan, "not finite"),
-        ("decode", images() + 0.01, "PSNR 40.0 dB"),
+        ("decode", images() + torch.tensor([0.0, 0.01, 0.02]), "PSNR 37.8 dB"),
         ("encode", images() * 1.5, "relative error 5.0e-01"),
     ],
 )

@@ -119,7 +119,14 @@ def test_a_gradient_keeps_its_depth(tmp_path, codec, most, levels):
             assert (frame.format.name, *found) == TAGS[codec]
 
 
-@pytest.mark.parametrize(("codec", "size"), [("h264", (96, 832)), ("png", (256, 512))])
+@pytest.mark.parametrize(
+    ("codec", "size"),
+    [
+        ("h264", (96, 832)),
+        ("png", (256, 512)),
+        *(pytest.param(name, (96, 832), marks=pytest.mark.slow) for name in ("hevc", "vp9")),
+    ],
+)
 def test_dither_keeps_the_mean_and_leaves_no_band(tmp_path, codec, size):
     expected = gradient(6, *size)
     result = read(written(tmp_path, codec, expected, bit_depth=8, dither=True))
