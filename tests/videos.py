@@ -11,13 +11,6 @@ from fast_video_vae.vae.media import VideoWriter, read_video
 # Tests that import this file need it too.
 av = pytest.importorskip("av", reason="PyAV is not installed")
 
-# Matrix numbers of ISO/IEC 23091-2 and their weights of red and blue.
-WEIGHTS = {1: (0.2126, 0.0722), 2: (0.299, 0.114), 6: (0.299, 0.114), 9: (0.2627, 0.0593)}
-
-# Errors of x264 at crf 1 in levels for a frame of one color: in YCbCr, and in RGB with half a level
-# of rounding in each of Y, Cb and Cr times the matrix: (1.164 + 2.11) / 2.
-CODEC_ERROR, COLOR_ERROR = 1, 3
-
 
 def moving_clip(frames, height=48, width=64):
     """Smooth pictures that move, `[T, H, W, 3]` uint8; no two frames are equal."""
@@ -118,14 +111,3 @@ def psnr(result, source):
     """Peak signal-to-noise ratio in dB of 8-bit pictures."""
     error = (result.double() - source.double()).square().mean()
     return (10 * torch.log10(255**2 / error)).item()
-
-
-def yuv(color, matrix, full=False):
-    """The formula of ITU-R BT.709 and BT.601: a colour of 0-255 to Y, Cb, Cr of 8 bits."""
-    red, blue = WEIGHTS[matrix]
-    r, g, b = (value / 255 for value in color)
-    y = red * r + (1 - red - blue) * g + blue * b
-    cb, cr = (b - y) / (2 - 2 * blue), (r - y) / (2 - 2 * red)
-    return (255 * y, 128 + 255 * cb, 128 + 255 * cr) if full else (
-        16 + 219 * y, 128 + 224 * cb, 128 + 224 * cr
-    )  # fmt: skip

@@ -23,7 +23,6 @@ BT601 = 5
 # Largest picture: 16384 x 8192 pixels. FFmpeg's own limit is twice that, and a header of a few
 # bytes can claim it.
 MOST_PIXELS = 2**27
-LIMITS = {"max_pixels": str(MOST_PIXELS)}
 # What PyAV raises for a damaged file in addition to FFmpeg's errors: IndexError for a stream that
 # appears after the header (before PyAV 17), ValueError for a rotation that is not a number.
 FAULTS = (FFmpegError, ArithmeticError, LookupError, ValueError)
@@ -98,7 +97,7 @@ def _video_stream(path: Path, container: InputContainer, size: int) -> VideoStre
     width, height = stream.codec_context.width, stream.codec_context.height
     if width * height > MOST_PIXELS:
         raise ValueError(f"{path} is {width}x{height}; expected at most {MOST_PIXELS:,} pixels")
-    stream.codec_context.options = LIMITS
+    stream.codec_context.options = {"max_pixels": str(MOST_PIXELS)}
     stream.thread_type = "AUTO"
     # mp4 lists the position of each frame, so a truncated file is found before any work. PyAV
     # before 17 has no index; there the truncation is found at the end.

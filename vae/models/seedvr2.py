@@ -25,8 +25,9 @@ from .base import Network, in_order
 from .config import SEEDVR2_GROUPS
 from .wan_blocks import attend
 
-_ENCODER_BLOCKS = 2
-_DECODER_BLOCKS = 3
+_ENCODER_BLOCKS, _DECODER_BLOCKS = 2, 3
+# A convolution of 3 x 3 x 3 with a replicated first frame.
+causal = functools.partial(CausalConv3d, replicate=True)
 
 
 class GroupNorm(nn.Module):
@@ -52,11 +53,6 @@ class GroupNorm(nn.Module):
     def forward(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Compute the norm of `x` `[B, C, T, H, W]`, into `out` if given."""
         return self.silu(x, silu=False, out=out)
-
-
-def causal(in_channels: int, out_channels: int) -> CausalConv3d:
-    """Return a 3x3x3 convolution (`in_channels`, `out_channels`) with a replicated first frame."""
-    return CausalConv3d(in_channels, out_channels, replicate=True)
 
 
 def normed(
@@ -113,12 +109,8 @@ class SeedVR2AttentionBlock(CausalLayer):
 
     def forward(self, x: Tensor, cache: TemporalCache) -> Tensor:
         """Run the block on `x` `[B, C, T, H, W]` with `cache`; the shape stays the same."""
-        projections = self.to_q, self.to_k, self.to_v
-
-        def mix(y: Tensor) -> list[Tensor]:
-            return [project(y) for project in projections]
-
-        return attend(x, cache, self.group_norm, mix, self.to_out[0])
+        parts = self.to_q, self.to_k, self.to_v
+        return attend(x, cache, self.group_norm, lambda y: [p(y) for p in parts], self.to_out[0])
 
 
 class SeedVR2Upsample(CausalLayer):

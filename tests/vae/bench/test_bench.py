@@ -74,20 +74,12 @@ def test_the_order_rotates_each_round_after_a_warm_up_that_is_not_in_the_figures
     assert two.psnr_db == psnr(images(1), images(0))
 
 
-def test_psnr_equals_the_formula_in_float64():
-    one, two = images(0)[0], images(1)[0]
-    error = (one.double() - two.double()).square().mean().item()
-    assert psnr(one, two) == pytest.approx(10 * math.log10(1 / error), abs=1e-12)
-    # as ComfyUI gives them: the channels are not the last in memory
-    assert psnr(one, two.movedim(-1, 0).contiguous().movedim(0, -1)) == psnr(one, two)
-
-
 @pytest.mark.parametrize(
     ("task", "made", "words"),
     [
         ("decode", images(), "identical"),
         ("decode", images() * math.nan, "not finite"),
-        ("decode", images() + 0.01, "PSNR 40.0 dB"),
+        ("decode", images() + torch.tensor([0.0, 0.01, 0.02]), "PSNR 37.8 dB"),
         ("encode", images() * 1.5, "relative error 5.0e-01"),
     ],
 )
@@ -98,27 +90,26 @@ def test_results_are_compared_in_words(task, made, words):
 
 
 def test_incomparable_results_are_an_error():
-    contestants = [Contestant("a", images), Contestant("b", lambda: images(frames=2))]
-    with pytest.raises(ValueError, match=r"b gives \[1, 2, .*; expected \[1, 3, .* as a does"):
-        compared(contestants)
-    with pytest.raises(ValueError, match="rounds is 0; expected at least 1"):
-        compared(contestants, rounds=0)
+    given = [Contestant("a", images), Contestant("b", lambda: images(frames=2))]
+    for rounds, message in (
+        (1, r"b gives \[1, 2, .*; expected \[1, 3, .* as a does"),
+        (0, "rounds is 0; expected at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            compared(given, rounds=rounds)
 
 
 @pytest.mark.parametrize(("failing", "at"), [(0, 0), (1, 2)])
 def test_a_contestant_out_of_memory_is_skipped_afterwards(at, failing):
-    calls = [0, 0]
+    calls, passed = [0, 0], []
 
-    def runs(index):
-        def run():
-            calls[index] += 1
-            if index == failing and calls[index] == at + 1:
-                raise torch.OutOfMemoryError("no")
-            return images(index)
+    def run(index):
+        calls[index] += 1
+        if index == failing and calls[index] == at + 1:
+            raise torch.OutOfMemoryError("no")
+        return images(index)
 
-        return run
-
-    passed, given = [], [Contestant("a", runs(0)), Contestant("b", runs(1))]
+    given = [Contestant("a", lambda: run(0)), Contestant("b", lambda: run(1))]
     found = compared(given, rounds=3, passed=lambda: passed.append(0))
     assert (calls[failing], calls[1 - failing]) == (at + 1, 4)
     assert len(passed) == 8
@@ -162,7 +153,6 @@ def report(*comparisons, notes=()):
     return BenchmarkReport("wan2.1, base width 96", "A card", clip, 3, comparisons, notes)
 
 
-ERROR = "relative error 1.2e-06"
 DECODED = Comparison(
     "decode",
     "bf16",
@@ -176,10 +166,7 @@ DECODED = Comparison(
 ENCODED = Comparison(
     "encode",
     "fp32",
-    [
-        Result("stock", [], 2.0, 2.0, speed=1.0),
-        Result("fast", [], 0.05, 0.05, agreement=ERROR, speed=40.0),
-    ],
+    [Result("stock", [], 2.0, 2.0, speed=1.0), Result("fast", [], 0.05, 0.05, speed=40.0)],
 )
 
 
@@ -194,7 +181,7 @@ def test_the_table_has_every_figure_with_its_unit():
         ["decode", "bf16", "other", "out of memory", "-", "-", "-", "-"],
         ["decode", "bf16", "same", "24.0 s", "24.0 s", "0.50x", "not measured", "identical"],
         ["encode", "fp32", "stock", "2.00 s", "2.00 s", "1.00x", "not measured", "-"],
-        ["encode", "fp32", "fast", *["0.0500 s"] * 2, "40.0x", "not measured", ERROR],
+        ["encode", "fp32", "fast", *["0.0500 s"] * 2, "40.0x", "not measured", "-"],
     ]
     assert table[-1] == "- cut to size"
     assert len({len(line) for line in table if line[:1] == "|"}) == 1
@@ -206,7 +193,7 @@ def test_the_summary_compares_each_contestant_with_the_first():
         "PSNR 52.4 dB",
         "decode, other: out of memory",
         "decode, same: 0.50x as fast, 24.0 s instead of 12.0 s; identical",
-        "encode, fast: 40.0x as fast, 0.0500 s instead of 2.00 s; " + ERROR,
+        "encode, fast: 40.0x as fast, 0.0500 s instead of 2.00 s",
     ]
     failed = Comparison("decode", "", [Result("stock", failure="no"), Result("fast", [], 1.0)])
     assert report(failed).summary() == "decode, fast: 1.00 s; stock: no"
@@ -241,9 +228,7 @@ def test_a_clip_is_cut_to_whole_latents(state, asked, kept):
     assert ((latent - mean) / std).square().mean().item() == pytest.approx(1, abs=0.2)
     with pytest.raises(ValueError, match="expected at least 1 frame of"):
         fitted(config, Clip(832, 4, 1))
-
-
-def test_pictures_move_softly_within_the_range():
+    # Pictures move softly within the range.
     pictures = moving_pictures(Clip(48, 32, 9))
     assert pictures.shape == (1, 3, 9, 32, 48)
     assert 0 <= pictures.min() < pictures.max() <= 1
@@ -316,14 +301,13 @@ def test_the_report_on_int8_compares_clamped_frames_with_float32(int8, monkeypat
     lines, rows = report.text().splitlines(), report.layers.rows
     assert lines[0].startswith(f"int8          {report.layers.share:.0%} of the multiplications")
     assert lines[0].endswith("other layers in fp32")
-    assert f"{report.bf16_db:.2f} dB" in lines[2]
-    assert f"{report.int8_db:.2f} dB, {abs(report.loss_db):.2f} dB" in lines[3]
     runs = [(line.split()[0], line.split()[-1]) for line in lines[6:]]
     assert runs == [(each.name, "int8" if each.chosen else "fp32") for each in rows]
     assert max(map(len, lines)) <= 100
     table = [line for line in report.table().splitlines() if line.startswith("|")]
     assert len(table) == 4 + 2 + len(rows)
     for bf16_db, int8_db, words in (
+        (48.0, 47.25, "with int8     47.25 dB, 0.75 dB less than bf16"),
         (48.0, 50.0, "2.00 dB more"),
         (math.inf, math.inf, "identical, 0.00 dB less"),
         (48.0, math.nan, "not finite, not comparable"),

@@ -33,13 +33,6 @@ def even(count, fps, begin=0):
     return [begin + round(1000 * index / fps) for index in range(count)]
 
 
-def phone(count):
-    """Return frame times in ms, each 1/30.5 to 1/29.5 s after the one before."""
-    rng = random.Random(0)
-    apart = [1000 / rng.uniform(29.5, 30.5) for _ in range(count - 1)]
-    return [round(time) for time in itertools.accumulate([0, *apart])]
-
-
 def irregular(path, times):
     def clear(stream):
         stream.bit_rate = 4_000_000  # so the grays are distinct
@@ -49,48 +42,42 @@ def irregular(path, times):
     return write_with(path, clip, container, times=times, prepare=clear)
 
 
-def moments(found, fps):
-    """Return the time in ms at which each number is first shown."""
-    first = {}
-    for tick, number in enumerate(found):
-        first.setdefault(number, 1000 * tick / float(fps))
-    return first
+APART = random.Random(0)
+PHONE = itertools.accumulate([0, *(1000 / APART.uniform(29.5, 30.5) for _ in range(89))])
 
 
-VARYING = {
-    # frame times in ms, the rate, and the duration of the last frame in ms
-    "one gap": (even(20, 25) + even(20, 25, 1500), 25, 40),
-    "a frame is missing": ([time for time in even(30, 25) if time != 400], 25, 40),
-    "slow, then fast": (even(20, 15) + even(60, 30, 1400), 30, 33),
-}
+GAP = even(20, 25) + even(20, 25, 1500)
 
 
-# Matroska, and WebM with it, rounds times to 1 ms; MP4 has an index.
+# Frame times, the rate, the last frame's duration. Matroska rounds to 1 ms; MP4 has an index.
 @pytest.mark.parametrize(
-    ("name", "suffix"), [*((name, "mkv") for name in VARYING), ("one gap", "mp4")]
+    ("times", "fps", "last", "suffix"),
+    [
+        *((GAP, 25, 40, suffix) for suffix in ("mkv", "mp4")),
+        ([time for time in even(30, 25) if time != 400], 25, 40, "mkv"),  # a frame is missing
+        (even(20, 15) + even(60, 30, 1400), 30, 33, "mkv"),  # slow, then fast
+    ],
 )
-def test_a_varying_rate_keeps_its_timing(tmp_path, caplog, name, suffix):
-    times, fps, last = VARYING[name]
+def test_a_varying_rate_keeps_its_timing(tmp_path, caplog, times, fps, last, suffix):
     video = read_video(irregular(tmp_path / f"a.{suffix}", times))
     assert abs(video.fps / fps - 1) < 0.002  # times in ms
     tick = 1000 / video.fps
     with caplog.at_level(logging.INFO):
         found = numbers(pieces_of(video))
     assert abs(len(found) * tick - times[-1] - last) <= tick * 1.01
-    for number, moment in moments(found, video.fps).items():
-        assert abs(moment - times[number]) <= 0.75 * tick + 1
+    for number in {*found}:
+        assert abs(found.index(number) * tick - times[number]) <= 0.75 * tick + 1
     assert abs(video.estimated_frames - len(found)) <= max(2, len(found) // 4)
-    said = [each for each in caplog.messages if "it is read at" in each]
-    assert len(said) == 1
-    assert f"a.{suffix} has a varying frame rate" in said[0]
-    assert f"read at {float(video.fps):.5g} frames per second" in said[0]
+    (said,) = (each for each in caplog.messages if "it is read at" in each)
+    assert f"a.{suffix} has a varying frame rate" in said
+    assert f"read at {float(video.fps):.5g} frames per second" in said
 
 
 @pytest.mark.parametrize(
     ("times", "fps", "suffix"),
     [
         (even(120, NTSC_FILM), NTSC_FILM, "mkv"),
-        (phone(90), None, "mp4"),
+        ([*map(round, PHONE)], None, "mp4"),
         # 24 per second on a 60 Hz screen: each frame is shown for two or three refreshes
         ([round(1000 * round(index * 2.5) / 60) for index in range(60)], 24, "mkv"),
     ],
@@ -140,12 +127,6 @@ def test_pauses_repeat_frames_and_bursts_drop_them(times, fps, end, expected):
     assert [frame for frame, count in found for _ in range(count)] == expected
 
 
-def frame_at(milliseconds):
-    frame = av.VideoFrame(16, 16, "gray")
-    frame.pts, frame.time_base = milliseconds, Fraction(1, 1000)
-    return frame
-
-
 @pytest.mark.parametrize(
     ("times", "expected"),
     [
@@ -157,7 +138,10 @@ def frame_at(milliseconds):
     ],
 )
 def test_a_jump_of_the_clock_is_not_a_pause(times, expected):
-    found = timed([frame_at(time) for time in times], Fraction(0), Fraction(25))
+    frames = [av.VideoFrame(16, 16, "gray") for _ in times]
+    for frame, frame.pts in zip(frames, times, strict=True):
+        frame.time_base = Fraction(1, 1000)
+    found = timed(frames, Fraction(0), Fraction(25))
     assert [round(1000 * item.time) for item in found] == expected
 
 
@@ -235,7 +219,7 @@ def test_a_range_skips_earlier_frames(tmp_path):
 
 
 def test_a_video_that_begins_late_counts_from_its_first_frame(tmp_path):
-    times = [10_000 + round(1000 * index / 24) for index in range(48)]
+    times = even(48, 24, 10_000)
     for container in ("mp4", "matroska"):
         video = read_video(write_with(tmp_path / "late", numbered_clip(48), container, times=times))
         assert video.estimated_frames == len(list(video.frames())) == 48
@@ -249,7 +233,6 @@ def test_a_file_in_memory_reads_like_a_file_on_disk(tmp_path):
     file.read(100)  # its position must not matter
     video, expected = read_video(file), read_video(path)
     assert (video.height, video.width, video.fps, video.estimated_frames) == (48, 64, 24, 30)
-    assert torch.equal(stacked(video), stacked(expected))
     assert torch.equal(stacked(video), stacked(expected))
     # Two readers at once, each with its own position.
     for first, second in zip(video.frames(), video.frames(0.5), strict=False):
@@ -274,11 +257,9 @@ def test_other_rates_limits_and_impossible_ranges(tmp_path):
     assert video.estimate(limit=6) == 6
     for options, message in (
         ({"start": -1.0}, "start is -1.0 s; expected 0 or more"),
-        ({"start": float("nan")}, "start is nan s"),
         ({"start": 60.0}, r"a\.mp4 lasts 1\.00 s; start is 60\.0 s"),
         ({"duration": 0.0}, "duration is 0.0 s; expected more than 0"),
         ({"fps": 0}, "fps is 0; expected more than 0 and less than 10000"),
-        ({"fps": float("nan")}, "fps is nan"),
         ({"fps": 10_000}, "fps is 10000"),
         ({"limit": 0}, "limited to 0; expected at least 1"),
         ({"frames": 0}, "frames are 0"),

@@ -21,7 +21,6 @@ from fast_video_vae.vae.media import (
 VIDEOS = [name for name in CODECS if not codec_named(name).is_sequence]
 # Least PSNR in dB for `moving_clip`. PyAV's wheels include an encoder for each codec.
 LEAST_DB = {"h264": 42, "hevc": 42, "vp9": 40, "av1": 42, "prores": 45, "prores4444": 45}
-PIXELS = {"ffv1": "bgr0", "prores": "yuv422p10le", "prores4444": "yuv444p12le"}
 
 
 @pytest.mark.parametrize("codec", VIDEOS)
@@ -39,12 +38,7 @@ def test_every_codec_round_trips(tmp_path, capfd, codec):
     with av.open(str(path)) as container:
         context = container.streams.video[0].codec_context
         assert context.name == {"av1": "libdav1d", "prores4444": "prores"}.get(codec, codec)
-        assert context.pix_fmt == PIXELS.get(codec, "yuv420p")
-        first = next(container.decode(video=0))
-        rgb, transfer = codec == "ffv1", 1 if "prores" in codec else 13
-        tags = (context.colorspace, context.color_primaries, context.color_trc)
-        assert tags == (0 if rgb else 1, 1, transfer)
-        assert first.color_range == (2 if rgb else 1)
+        assert context.color_primaries == 1  # the other tags are in `test_depth.py`
 
 
 def test_quality_is_linear_from_the_worst_value_to_70_and_to_the_best():
@@ -84,12 +78,7 @@ def test_a_hardware_encoder_that_fails_gives_way_to_software(tmp_path, monkeypat
         assert caplog.text.count(said) == 1
         # Each is tried before; one can fail with a video.
         monkeypatch.setattr(codecs, "_works", lambda encoding: encoding.encoder == "h264_nvenc")
-        formats = codecs._pixel_formats
-        monkeypatch.setattr(
-            codecs,
-            "_pixel_formats",
-            lambda name: ("yuv420p",) if "nvenc" in name else formats(name),
-        )
+        monkeypatch.setattr(codecs, "_pixel_formats", lambda _: ("yuv420p",))
         writer = VideoWriter(tmp_path / "a.mp4", 24, hardware=True)
         assert writer.encoding.encoder == "h264_nvenc"
         with writer:

@@ -1,7 +1,6 @@
 """Reading video files: pieces, crops, colors, rotation, errors of bad files, and memory."""
 
 import sys
-import wave
 
 import numpy as np
 import pytest
@@ -39,12 +38,6 @@ def test_a_colon_in_a_name_does_not_select_a_protocol(tmp_path, monkeypatch):
     assert len(list(read_video("take:1.mp4").frames())) == 2
 
 
-def wav(path):
-    with wave.open(str(path), "wb") as file:
-        file.setparams((1, 2, 8000, 0, "NONE", ""))
-        file.writeframes(bytes(8000))
-
-
 def song(path):
     """Write an audio file with a cover image."""
     with av.open(str(path), "w", format="mp4") as output:
@@ -80,7 +73,6 @@ def damaged(path):
         ("none.mp4", lambda path: None, FileNotFoundError, "No such file"),
         ("folder", lambda path: path.mkdir(), IsADirectoryError, "Is a directory"),
         ("empty.mp4", lambda path: path.touch(), ValueError, "is empty; expected a video"),
-        ("audio.wav", wav, ValueError, "has no video stream, only audio"),
         ("song.m4a", song, ValueError, "has no video stream, only audio, cover"),
         # the index was at the end, so it is missing
         ("cut.mp4", truncated(), ValueError, "is not a video that .* or it is truncated"),

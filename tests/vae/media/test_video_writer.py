@@ -4,33 +4,20 @@ import errno
 import json
 from contextlib import nullcontext
 
-import numpy as np
 import pytest
 import torch
 
 from fast_video_vae.tests.builders import refused
-from fast_video_vae.tests.videos import (
-    CODEC_ERROR,
-    COLOR_ERROR,
-    av,
-    moving_clip,
-    stacked,
-    write,
-    yuv,
-)
+from fast_video_vae.tests.videos import av, moving_clip, stacked, write
 from fast_video_vae.vae.media import BackgroundWriter, VideoWriter, pictures_of
 
 
-@pytest.mark.parametrize("color", [(0, 0, 0), (20, 60, 180), (250, 3, 99)])
-def test_written_colors_are_bt709(tmp_path, color):
-    clip = torch.tensor(color, dtype=torch.uint8).expand(2, 32, 48, 3)
-    path = write(tmp_path / "a.mp4", clip, quality=100)
-    with av.open(str(path)) as container:
-        planes = next(container.decode(video=0)).to_ndarray()
-    got = planes[5, 7], planes[32].reshape(2, 24)[0, 5], planes[40].reshape(2, 24)[0, 5]
-    assert np.abs(np.subtract(got, yuv(color, 1), dtype=float)).max() <= 0.5 + CODEC_ERROR
-    back = stacked(path)[0].float().mean(dim=(0, 1))
-    assert (back - torch.tensor(color)).abs().max() <= COLOR_ERROR
+def test_written_colors_are_those_of_their_tags(tmp_path):
+    """By the reader, which `test_deep_video.py` compares with the formula of BT.709."""
+    colors = torch.tensor([[0, 0, 0], [20, 60, 180], [250, 3, 99]], dtype=torch.uint8)
+    path = write(tmp_path / "a.mp4", colors[:, None, None].expand(3, 32, 48, 3), quality=100)
+    # Half a level of rounding and one of x264 at crf 1, in Y, Cb and Cr, times the matrix.
+    assert (stacked(path).float().mean((1, 2)) - colors).abs().max() <= 3
 
 
 @pytest.mark.parametrize(
@@ -55,18 +42,11 @@ def test_missing_or_invalid_frames_are_refused(tmp_path, pieces, message):
     assert not list(tmp_path.iterdir())
 
 
-# Full while frames are written, or at the last byte, when the index moves to the front.
-@pytest.mark.parametrize(
-    ("codec", "suffix", "threaded", "limit_bytes"),
-    [
-        ("h264", ".mp4", False, None),
-        ("prores", ".mov", True, 20_000),
-    ],
-)
-def test_a_full_disk_leaves_only_the_old_file(
-    tmp_path, limited_files, codec, suffix, limit_bytes, threaded
-):
+@pytest.mark.parametrize("threaded", [False, True])
+def test_a_full_disk_leaves_only_the_old_file(tmp_path, limited_files, threaded):
+    """It is full while frames are written, or at the last byte, when the index moves."""
     noise = torch.randint(256, (40, 64, 64, 3), dtype=torch.uint8)
+    codec, suffix = ("prores", ".mov") if threaded else ("h264", ".mp4")
     whole = write(tmp_path / f"whole{suffix}", noise, codec=codec).stat().st_size
     path = tmp_path / f"a{suffix}"
     path.write_bytes(b"old")
@@ -80,7 +60,7 @@ def test_a_full_disk_leaves_only_the_old_file(
                 thread.put(piece) if threaded else writer.write(piece)
 
     with (
-        limited_files(limit_bytes or whole - 1),
+        limited_files(20_000 if threaded else whole - 1),
         pytest.raises(OSError, match=rf"File too large: .*a\{suffix}") as caught,
     ):
         work()
@@ -108,12 +88,9 @@ def test_frames_are_rounded_as_in_comfyui(dtype, channels):
     ("name", "options", "message"),
     [
         ("a.mp4", {"fps": 0}, "fps is 0"),
-        ("a.mp4", {"fps": -1.5}, "fps is -1.5"),
         ("a.gif", {}, "a.gif is not a video file; expected a name such as"),
         ("a.png", {}, "a.png is not a file for h264; expected .mp4 or .mov"),
-        ("a.webm", {"codec": "h264"}, "a.webm is not a file for h264; expected .mp4 or .mov"),
         ("a.mp4", {"codec": "ffv1"}, "a.mp4 is not a file for ffv1; expected .mkv"),
-        ("a.mp4", {"codec": "prores"}, "expected .mov or .mkv"),
         ("a.mp4", {"quality": 101}, "quality is 101; expected 0 to 100"),
         ("a.mp4", {"quality": -1}, "quality is -1"),
     ],
