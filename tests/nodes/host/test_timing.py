@@ -246,34 +246,21 @@ def test_kernel_builds_and_compilations_are_subtracted_from_the_outer_piece(timi
 
     from fast_video_vae import kernels
 
-    def prepare(label):
+    def build(label):
         with kernels.preparing("kernel build", label):
             time.sleep(0.02)
 
-    def slow(graph, _):
-        time.sleep(0.1)
-        return graph.forward
-
     torch._dynamo.reset()
-    doubled = torch.compile(lambda x: x * 2, backend=slow)
-    prepare("before")
-    for _ in range(3):
-        with timing.span("denoise"):
-            doubled(torch.ones(2))
-    with timing.span("VAE decode"):
-        prepare("CPU kernels")
-        in_thread(prepare, "of another thread")
-    prepare("after")
+    doubled = torch.compile(lambda x: x * 2, backend="eager")
+    with timing.span("denoise"):
+        doubled(torch.ones(2))
+        build("CPU kernels")
+        in_thread(build, "of another thread")
+    build("after")
     report, seconds = measured()
-    names = [(row["kind"], row["label"], row["count"]) for row in report["rows"]]
-    assert names == [
-        ("compile", "", 1),
-        ("kernel build", "CPU kernels", 1),
-        ("denoise", "", 3),
-        ("VAE decode", "", 1),
-    ]
-    assert seconds["kernel build"] >= 0.02
-    assert seconds["compile"] >= 0.1
+    named = [(row["kind"], row["label"]) for row in report["rows"]]
+    assert named == [("compile", ""), ("kernel build", "CPU kernels"), ("denoise", "")]
+    assert 0.02 <= seconds["kernel build"] <= report["wall"] - 0.02  # the other thread's is outer
     assert report["measured"] == pytest.approx(report["wall"], abs=0.01)
     torch._dynamo.reset()
 

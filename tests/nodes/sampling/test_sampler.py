@@ -14,7 +14,6 @@ from fast_video_vae.tests.nodes.lora.lora_models import (
     stack,
 )
 from fast_video_vae.tests.nodes.sampling.sampler_models import (
-    advanced,
     custom,
     empty,
     expert,
@@ -22,7 +21,6 @@ from fast_video_vae.tests.nodes.sampling.sampler_models import (
     in_two,
     ksampler,
     levels_of,
-    prompts,
     run,
     samples,
     shifted,
@@ -231,23 +229,6 @@ def test_a_run_without_steps_returns_the_latent(calls):
             result = run(latent_image=latent, **given, **more)
             assert result["LATENT"]["samples"] is latent["samples"]
     assert not calls
-
-
-def test_three_phases_equal_three_advanced_samplers():
-    """The first steps without the LoRA and with guidance, then with it, then the other expert."""
-    files = [lora(seed) for seed in (0, 1)]
-    high, low = (shifted(model, 5.0) for model in experts().values())
-    known = {"known": prompts(), "steps": 8, "sampler": "euler"}
-    with torch.inference_mode():
-        first = advanced("enable", model=high, latent=empty(), cfg=3.5, start=0, end=2, **known)
-        one, two = core(high, files[0], 0.8), core(low, files[1], 0.6)
-        second = advanced("disable", model=one, latent=first, cfg=1.0, start=2, end=4, **known)
-        last = advanced("disable", model=two, latent=second, cfg=1.0, start=4, **known)
-    loras = {"loras_high": stack(files[0], 0.8), "loras_low": stack(files[1], 0.6)}
-    result = samples(preset="three-phase", steps=0, **AUTO, **loras)
-    assert relative_error(result, last["samples"]) < ROUNDING
-    named = {"loras_high": stack(files[0], "0;0.8;0"), "loras_low": stack(files[1], "0;0;0.6")}
-    assert torch.equal(samples(preset="three-phase", steps=0, **AUTO, **named), result)
 
 
 def test_loras_of_each_expert_equal_comfyuis_loader():
