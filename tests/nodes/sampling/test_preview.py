@@ -11,12 +11,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fast_video_vae.tests.nodes.sampling.sampler_models import STEPS, clip, expert, sampled
+from fast_video_vae.tests.nodes.sampling import sampler_models as models
+from fast_video_vae.tests.nodes.sampling.sampler_models import expert
 from fast_video_vae.tests.tiny import random_tiny, stock_frames
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("comfyui")]
 
 THREAD = "fast-vae-preview"
+STEPS = 4
 
 # A call of ComfyUI's hook of progress: by a step, or by the thread that plays.
 Shown = namedtuple("Shown", ["value", "picture", "is_played", "node"])
@@ -48,12 +50,17 @@ def shown(monkeypatch):
     assert THREAD not in [each.name for each in threading.enumerate()]
 
 
+def clip(frames=3):
+    """A latent of a video whose preview plays."""
+    return {"samples": torch.zeros(1, 16, frames, 8, 8)}
+
+
 def run(method, **given):
     """Return the outputs of a run with a method of preview, as a prompt sets it."""
     import latent_preview
 
     latent_preview.set_preview_method(method)
-    return sampled(**given)
+    return models.run(steps=STEPS, **({"latent_image": clip()} | given))
 
 
 def sizes(shown):

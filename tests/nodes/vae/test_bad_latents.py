@@ -8,8 +8,15 @@ import torch
 
 from fast_video_vae.kernels import errors
 from fast_video_vae.tests.builders import random_state_dict, refused
-from fast_video_vae.tests.nodes.vae.pairs import clip, fast_vae, latents, node, ours, v3_node
-from fast_video_vae.tests.nodes.wan_wrapper.wrapped import wrapped
+from fast_video_vae.tests.nodes.vae.pairs import (
+    clip,
+    fast_vae,
+    latents,
+    node,
+    ours,
+    v3_node,
+    wrapped,
+)
 from fast_video_vae.tests.seedvr2 import random_seedvr2
 from fast_video_vae.tests.wan22 import random_wan22
 

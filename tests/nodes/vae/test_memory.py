@@ -16,9 +16,10 @@ from fast_video_vae.tests.nodes.vae.pairs import (
     relative_error,
     small_latents,
     stopped_at,
+    video,
+    wrapped,
 )
 from fast_video_vae.tests.nodes.video.clips import decode, encode, frames_of, held, image
-from fast_video_vae.tests.nodes.wan_wrapper.wrapped import video, wrapped
 from fast_video_vae.tests.vae.streaming.failing_memory import ERRORS, FailingMemory
 from fast_video_vae.vae import CLIP_PATH, StreamOptions
 
