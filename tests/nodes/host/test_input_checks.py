@@ -12,7 +12,6 @@ from fast_video_vae.tests.nodes.vae.pairs import ours
 
 pytestmark = pytest.mark.comfyui
 
-
 LATENT = {"samples": torch.zeros(1, 16, 1, 2, 2)}
 
 
@@ -26,7 +25,6 @@ LATENT = {"samples": torch.zeros(1, 16, 1, 2, 2)}
         ({"chunk": 1.5}, "chunk: got 1.5; expected a whole number from -1 to 4096"),
         ({"dtype": "int8"}, "dtype: got 'int8'; expected one of: auto, fp32, bf16, fp16"),
         ({"vae": {}}, "vae: got a dict with nothing in it; expected a VAE"),
-        ({"vae": "text has a method encode"}, "vae: got 'text has a method encode'; expected a"),
         ({"vae": None}, "vae: got None; expected a VAE. The checkpoint has none: load it from its"),
     ],
 )
@@ -103,7 +101,6 @@ def test_an_error_of_another_vae_is_one_line_if_it_is_not_one_of_comfyuis(comfyu
         ("a\0b", False, "with a control character"),
         ("\ud800", False, "with half a character"),
         ("é" * 120, False, "240 bytes long"),
-        ("../x", False, "which leads out of it"),
         ("a/../../x", False, "which leads out of it"),
         ("file/x", False, "with a file in place of a folder"),
         ("COM1.txt/x", True, "with a name that is reserved on Windows"),

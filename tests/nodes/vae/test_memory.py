@@ -19,7 +19,7 @@ from fast_video_vae.tests.nodes.vae.pairs import (
     video,
     wrapped,
 )
-from fast_video_vae.tests.nodes.video.clips import decode, encode, frames_of, held, image
+from fast_video_vae.tests.nodes.video.clips import decode, encode, frames_of, from_file, held, image
 from fast_video_vae.tests.vae.streaming.failing_memory import ERRORS, FailingMemory
 from fast_video_vae.vae import CLIP_PATH, StreamOptions
 
@@ -29,13 +29,7 @@ pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
 
 LATENT, CLIP = latents(3, 2, 2), clip(9, 16, 16)
 WIDE, VIDEO = {"samples": latents(3, 10, 8)}, video(9, 16, 16)
-
-
-def file_latent(vae):
-    from comfy_api.latest import InputImpl
-
-    clip = InputImpl.VideoFromFile(str(CLIP_PATH))
-    return encode(vae, clip, width=16, height=16, max_frames=9)[0]
+SMALL = {"width": 16, "height": 16, "max_frames": 9}
 
 
 # What users run with a VAE. No tensor is made here: its allocation could fail.
@@ -45,7 +39,7 @@ RUNS = {
     "encode": lambda vae: node("VAEEncode", vae, CLIP)[0]["samples"],
     "corrected encode": lambda vae: vae.encode(CLIP, corrections=2),
     "decode to a file": lambda vae: decode(vae, LATENT, codec="ffv1", bit_depth="8", chunk=1),
-    "encode of a file": file_latent,
+    "encode of a file": lambda vae: encode(vae, from_file(CLIP_PATH), **SMALL)[0],
     "WANVAE.decode": lambda vae: wrapped(vae).decode(LATENT, CPU),
     "WANVAE.encode": lambda vae: wrapped(vae).encode(VIDEO, CPU, pbar=False),
 }

@@ -138,11 +138,7 @@ def test_invalid_videos_and_latents_are_a_one_line_error(fast):
         (vae.encode, five, rf"videos is \[3, 5, 48, 64\]{shapes}"),
         (vae.encode, {"samples": 1}, f"videos is a dict{shapes}"),
         (vae.encode, [], "videos is empty; expected one video or more$"),
-        (
-            vae.encode,
-            [five, nine],
-            r"videos\[1\] is \[3, 9, 48, 64\]; expected \[3, 5, 48, 64\], the",
-        ),
+        (vae.encode, [five, nine], r"videos\[1\] is \[3, 9, .*; expected \[3, 5, 48, 64\], the"),
         (vae.decode, five, rf"hidden_states is \[3, 5, 48, 64\]{shapes}"),
     ):
         with refused(f"^{message}"):
