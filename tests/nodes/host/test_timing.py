@@ -173,7 +173,6 @@ def test_a_device_measures_its_own_seconds_and_waits_for_the_table_alone(
 def test_nothing_is_logged_if_turned_off_or_the_end_is_not_reported(timing, monkeypatch, logged):
     with timing.span("load"):
         pass
-    assert "load" in timing.text()
     assert logged("another") == []
     assert timing.text() == NOTHING
     monkeypatch.setenv("FAST_VIDEO_VAE_TIMING", " OFF ")
@@ -270,17 +269,15 @@ TOTALS = re.compile(r"Fast Video VAE: ([\d.]+) s measured of ([\d.]+) s(.*)$", r
 
 
 def test_the_log_has_one_table_per_prompt_over_http(server):
-    folder = server.models("vae")
+    folder, before = server.models("vae"), len(server.log())
     own = shutil.copy(folder / VAE_FILE, folder / "timed.safetensors").name  # not in any cache
     workflow = Workflow()
     inputs = {"samples": workflow.latent(16, 5), "vae": workflow.load(own)}
     written, _ = workflow.add("FastVAE_DecodeVideo", **inputs, **VIDEO)
     shown, _ = workflow.add("PreviewAny", source=[written, 1])
-    before = len(server.log())
     (text,) = server.run(workflow)[shown]["text"]
     assert re.search(rf"^ *load +{own}.*^ *VAE decode.*^ *file", text, re.MULTILINE | re.DOTALL)
-    log = server.log()[before:]
-    (total,) = TOTALS.finditer(log)
+    (total,) = TOTALS.finditer(server.log()[before:])
     assert 0 < float(total[1]) <= float(total[2]) + 0.001
     assert total[3] == ""
     before = len(server.log())

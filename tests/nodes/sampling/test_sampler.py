@@ -68,10 +68,8 @@ def test_a_preset_fills_in_what_is_auto(calls):
 
 # Kind of model and number of experts; steps, sampler, shift, CFG of both, boundary.
 PUBLISHED = [
-    ({"image_model": "flux"}, 1, (20, "euler", None, 4.0, 4.0, 0.875)),
     ({"image_model": "qwen_image"}, 1, (50, "euler", None, 4.0, 4.0, 0.875)),
     ({"image_model": "wan2.1"}, 1, (50, "uni_pc", 5.0, 5.0, 4.0, 0.875)),
-    ({"image_model": "wan2.1", "in_dim": 36}, 1, (40, "uni_pc", 5.0, 5.0, 4.0, 0.875)),
     ({"image_model": "wan2.1", "out_dim": 48}, 1, (50, "uni_pc", 5.0, 5.0, 4.0, 0.875)),
     ({"image_model": "wan2.1"}, 2, (40, "uni_pc", 12.0, 4.0, 3.0, 0.875)),
     ({"image_model": "wan2.1", "in_dim": 36}, 2, (40, "uni_pc", 5.0, 3.5, 3.5, 0.9)),
@@ -92,11 +90,11 @@ def test_presets_have_the_published_settings():
     for config, count, expected in PUBLISHED:
         assert values("base", config, count) == expected
     for name, steps, plain in (("4-step", 4, 0), ("8-step", 8, 0), ("three-phase", 8, 2)):
-        config, count, (*_, boundary) = PUBLISHED[5]
+        config, count, (*_, boundary) = PUBLISHED[3]
         assert values(name, config, count) == (steps, "euler", 5.0, 1.0, 1.0, boundary)
         found = preset_for(name, config, {"cfg_high": None}, experts=2)
         assert (found.scheduler, found.plain_steps, found.plain_cfg) == ("simple", plain, 3.5)
-    assert values("4-step", PUBLISHED[1][0], 1, steps=6)[::2] == (6, None, 1.0)
+    assert values("4-step", PUBLISHED[0][0], 1, steps=6)[::2] == (6, None, 1.0)
 
 
 # The first three are steps, the others noise levels; of 4 steps at shift 5, 0.8333333 is one of the

@@ -171,16 +171,13 @@ def test_the_requested_output_dtype_is_used(fast, monkeypatch):
     assert (images - expected).abs().max() < 1e-3
 
 
-def test_a_saved_vae_equals_the_loaded_one(family):
-    for vae in (family.fast, accelerated(family.stock)):
+def test_attributes_and_saved_weights_equal_those_of_stock(family):
+    stock, fast, image = family.stock, family.fast, frames(1)
+    for vae in (fast, accelerated(stock)):
         weights = vae.get_sd()
-        assert weights.keys() == family.stock.get_sd().keys() == family.state.keys()
+        assert weights.keys() == stock.get_sd().keys() == family.state.keys()
         assert all(weights[key].is_contiguous() for key in weights)
         assert all(torch.equal(weights[key], family.state[key]) for key in weights)
-
-
-def test_attributes_equal_those_of_stock(family):
-    stock, fast, image = family.stock, family.fast, frames(1)
     for name in (
         "latent_channels", "latent_dim", "output_channels", "pad_channel_value", "vae_dtype",
         "device", "output_device", "not_video", "upscale_index_formula", "downscale_index_formula",

@@ -101,8 +101,7 @@ def test_members_and_outputs_have_the_requested_device_and_dtype(channels, tmp_p
     assert vae.to(torch.bfloat16).dtype == torch.bfloat16
     latent = latents(2, 3, 4, channels=channels).bfloat16()
     for place, more, dtype, device in (
-        ("cpu", {"pbar": False}, torch.bfloat16, "cpu"),
-        ("cpu", {"output_dtype": torch.float16}, torch.float16, "cpu"),
+        ("cpu", {"pbar": False, "output_dtype": torch.float16}, torch.float16, "cpu"),
         ("meta", {}, torch.float32, "meta"),
         ("meta", {"tiled": True, "pbar": False}, torch.float32, "cpu"),
         ("meta", {"output_device": "cpu"}, torch.bfloat16, "cpu"),
