@@ -5,13 +5,7 @@ import torch
 
 from fast_video_vae.tests.benchmarks.peers import comfyui_vae, diffusers_vae
 from fast_video_vae.tests.builders import decoder_of, random_state_dict, refused
-from fast_video_vae.tests.nodes.vae.pairs import (
-    fast_vae,
-    latents,
-    relative_error,
-    video,
-    wrapped,
-)
+from fast_video_vae.tests.nodes.vae.pairs import fast_vae, latents, relative_error, video, wrapped
 from fast_video_vae.tests.wan22 import random_qwen21, random_wan22
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
