@@ -105,8 +105,7 @@ def test_a_blueprint_is_one_subgraph_of_its_name_that_the_server_offers(server, 
     assert len(file.stem) <= SEARCHED
     (node,), (graph,) = workflow["nodes"], workflow["definitions"]["subgraphs"]
     assert (graph["id"], graph["name"], graph["category"]) == (node["type"], file.stem, "Fast VAE")
-    assert graph["description"].endswith(".")
     assert node["properties"]["cnr_id"] == OURS
-    for outer, inner in ((node[side], graph[side]) for side in ("inputs", "outputs")):
-        for one, other in zip(outer, inner, strict=True):
-            assert [one.get(k) == other.get(k) for k in ("name", "type", "label")] == [True] * 3
+    for side in ("inputs", "outputs"):
+        shown = [[(x["name"], x["type"]) for x in each[side]] for each in (node, graph)]
+        assert shown[0] == shown[1]

@@ -215,16 +215,11 @@ def test_a_thread_measures_for_the_prompt_whose_context_it_has(timing, clock, me
 
 
 def test_draws_are_measured_without_the_work_between_them(timing, clock, measured):
-    closed = []
-
     def items():
-        try:
-            for length in (1, 2, 3):
-                clock.passes(length)
-                yield length
-            raise OSError("gone")
-        finally:
-            closed.append(True)
+        for length in (1, 2, 3):
+            clock.passes(length)
+            yield length
+        raise OSError("gone")
 
     drawn = timing.drawn("VAE decode", items())
     with timing.span("file"):
@@ -232,7 +227,6 @@ def test_draws_are_measured_without_the_work_between_them(timing, clock, measure
             next(drawn)
             clock.passes(10)
     drawn.close()
-    assert closed == [True]
     assert "(" not in timing.text().splitlines()[0]
     with pytest.raises(OSError, match="gone"):
         list(timing.drawn("load", items()))

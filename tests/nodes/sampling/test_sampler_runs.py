@@ -1,8 +1,6 @@
 """Wan Sampler (Fast): logs, errors and cleanup of a run, with wrappers of other packs around it.
 
-A wrapper of a run, such as that of ComfyUI's EasyCache, changes the guider's options and restores
-them in its `finally`: there it must find those of its own model, and no error of it may replace the
-error that stopped the run.
+Such a wrapper, as of ComfyUI's EasyCache, restores options of its own model in its `finally`.
 """
 
 import itertools
@@ -113,7 +111,6 @@ def test_a_run_out_of_memory_retries_the_step(monkeypatch, caplog, at, count):
         ({"cfg_high": "1,2,3"}, "cfg_high: 3 values; expected 1, 2 for its steps or 4"),
         ({"shift_high": "5,5,5"}, "shift_high: 3 values; expected 1 or 4"),
         ({"shift_high": "1,2,3,900"}, "shift_high: step 3 starts at noise level 0.9967; expected"),
-        ({"shift_low": "90"}, "shift_low: step 2 starts at noise level 0.9890, not below"),
         ({"shift_low": "8"}, "shift_low: step 2 starts at noise level 0.8889, not below the bound"),
         ({"negative": None, "cfg_low": "2"}, "negative: not connected, but CFG 2 needs it"),
         ({"positive": []}, "positive: the conditioning is empty"),
@@ -121,14 +118,8 @@ def test_a_run_out_of_memory_retries_the_step(monkeypatch, caplog, at, count):
         ({"latent_image": {"samples": torch.ones(1, 48, 3, 8, 8)}}, "latent_image: got 48 chan"),
         ({"model_low": lambda: expert("wan22-5b")}, "model_low: its latents have 48 channels; exp"),
         ({"model_low": None, "loras_low": lambda: stack(lora(0))}, "loras_low: there is no model"),
-        (
-            {"loras_high": lambda: stack(lora(0), "0;1;0")},
-            "loras_high: strength '0;1;0' has 3 phases, but the run",
-        ),
-        (
-            {"model_low": lambda: fast(expert("wan21-t2v", 1), lora(0), "0;1;0")},
-            "model_low: strength '0;1;0' has 3 phases, but the run",
-        ),
+        ({"loras_high": lambda: stack(lora(0), "0;1;0")}, "loras_high: strength '0;1;0' has 3 ph"),
+        ({"model_low": lambda: fast(expert("wan21-t2v", 1), lora(0), "0;1;0")}, "model_low: stren"),
         ({"loras_low": lambda: stack(other_lora())}, "loras_low: "),
     ],
 )

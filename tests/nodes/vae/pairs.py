@@ -80,9 +80,9 @@ def latents(frames, height=6, width=9, batch=1, seed=0, channels=16):
     return torch.randn(batch, channels, frames, height, width, generator=generator)
 
 
-def frames(count, height=32, width=48, **options):
+def frames(count, **options):
     """A small IMAGE; `small_latents` has latents of its size."""
-    return clip(count, height, width, **options)
+    return clip(count, 32, 48, **options)
 
 
 def small_latents(count, **options):
