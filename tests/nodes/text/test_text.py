@@ -250,7 +250,7 @@ def test_errors_are_one_line_before_anything_is_loaded(inputs, message):
         TextEncode.execute(**given)
     assert str(caught.value) == message
     linked = [None, *given["positive"]]
-    assert TextEncode.validate_inputs(positive=linked) == ((message == EMPTY and EMPTY) or True)
+    assert TextEncode.validate_inputs(positive=linked) == (EMPTY if message == EMPTY else True)
 
 
 @pytest.mark.parametrize("cache", [0, 8])
