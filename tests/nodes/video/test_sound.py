@@ -60,3 +60,31 @@ def test_sound_keeps_the_times_of_the_file(blocks, expected, comfyui, tmp_path):
     assert clicks([source.sound(Fit())["waveform"][0]]) == expected
     part = source.track(Fit(limit=4))  # a quarter of a second
     assert sum(block.shape[1] for block in part.blocks()) <= RATE // 4
+
+
+def test_sound_keeps_its_layout_when_that_of_the_file_changes(comfyui, tmp_path):
+    from fast_video_vae.nodes.video.source import Fit
+    from fast_video_vae.nodes.video.videos import source_of
+
+    path = tmp_path / "a.ts"
+    path.touch()
+    for layout, count in (("stereo", 2), ("5.1", 6)):
+        part = tmp_path / f"{count}.ts"
+        with av.open(str(part), "w", format="mpegts") as file:
+            video = file.add_stream("mpeg2video", rate=25)
+            video.height, video.width, video.pix_fmt = 64, 64, "yuv420p"
+            sound = file.add_stream("ac3", rate=RATE, layout=layout)
+            for number, picture in enumerate(moving_clip(25, 64, 64).numpy()):
+                frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
+                frame.pts, frame.time_base = number, Fraction(1, 25)
+                file.mux(video.encode(frame))
+            file.mux(video.encode(None))
+            wave = np.full((count, RATE), 0.5, np.float32)
+            frame = av.AudioFrame.from_ndarray(wave, format="fltp", layout=layout)
+            frame.sample_rate, frame.pts = RATE, 0
+            file.mux([*sound.encode(frame), *sound.encode(None)])
+        path.write_bytes(path.read_bytes() + part.read_bytes())
+    track = source_of(from_file(path)).track(Fit())
+    blocks = [*track.blocks()]
+    assert {len(block) for block in blocks} == {track.channels} == {2}
+    assert sum(block.shape[1] for block in blocks) > RATE  # those of both parts
