@@ -47,10 +47,7 @@ class Reader:
     """
 
     def __init__(
-        self,
-        source: Source,
-        resize: Callable[[Tensor], Tensor],
-        cuts: Collection[int] | None = (),
+        self, source: Source, resize: Callable[[Tensor], Tensor], cuts: Collection[int] | None = ()
     ) -> None:
         self._source, self._resize, self._cuts = source, resize, cuts
         self._pool: ThreadPoolExecutor | None = None

@@ -82,20 +82,11 @@ class Wanted:
     def sampled(self, model: ModelPatcher, latent: Tensor, stepped: Callable[..., None]) -> Tensor:
         """Sample a window as KSampler does, conditioned on itself."""
         given = SeedVR2Conditioning.execute(model, {"samples": latent}).args
-        return comfy.sample.sample(
-            model,
-            comfy.sample.prepare_noise(latent, self.seed),
-            self.steps,
-            self.cfg,
-            self.sampler_name,
-            self.scheduler,
-            *given,
-            latent,
-            denoise=self.denoise,
-            callback=stepped,
-            disable_pbar=not comfy.utils.PROGRESS_BAR_ENABLED,
-            seed=self.seed,
-        )
+        how = self.steps, self.cfg, self.sampler_name, self.scheduler
+        options = {"denoise": self.denoise, "seed": self.seed, "callback": stepped}
+        options["disable_pbar"] = not comfy.utils.PROGRESS_BAR_ENABLED
+        noise = comfy.sample.prepare_noise(latent, self.seed)
+        return comfy.sample.sample(model, noise, *how, *given, latent, **options)
 
 
 def check_window(window: int) -> None:

@@ -1,9 +1,7 @@
 """Stand-in GPUs: ComfyUI's own memory management, patchers and MultiGPU on the host.
 
-A card is `torch.device("cpu", index)`: another key than the host's `torch.device("cpu")`, although
-its tensors report "cpu", and `.to` copies. ComfyUI's code is unchanged except for its questions to
-the hardware. For DynamicVRAM, comfy_aimdo's memory classes are replaced by objects that count
-bytes; a model's whole memory is faulted in when it is called.
+A card is `torch.device("cpu", index)`: another key than the host's. ComfyUI's code is unchanged
+except for its questions to the hardware; comfy_aimdo's memory classes only count bytes.
 """
 
 import contextlib

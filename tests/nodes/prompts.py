@@ -8,15 +8,7 @@ from safetensors.torch import save_file
 from fast_video_vae.tests.nodes.diffusion import random_weights
 from fast_video_vae.tests.nodes.lora.lora_models import lora_for
 from fast_video_vae.tests.nodes.sampling.sampler_models import DEFAULTS
-from fast_video_vae.tests.nodes.server import (
-    AUTO,
-    UPSCALE,
-    VAE_FILE,
-    VIDEO,
-    Link,
-    Server,
-    Workflow,
-)
+from fast_video_vae.tests.nodes.server import AUTO, UPSCALE, VAE_FILE, VIDEO, Link, Server, Workflow
 from fast_video_vae.tests.seedvr2 import random_seedvr2
 from fast_video_vae.tests.tiny import random_tiny
 

@@ -108,11 +108,7 @@ class Server:
     name = "ComfyUI-FastVideoVAE"  # of the pack's folder in `custom_nodes`
 
     def __init__(
-        self,
-        base: Path,
-        *flags: str,
-        cpu: bool = True,
-        threads: int | None = None,
+        self, base: Path, *flags: str, cpu: bool = True, threads: int | None = None
     ) -> None:
         self.base = base.absolute()
         self.input, self.output = self.base / "input", self.base / "output"

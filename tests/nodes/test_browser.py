@@ -1,4 +1,4 @@
-"""The pack in ComfyUI's frontend, in a browser: workflows and blueprints, in two languages."""
+"""The pack in ComfyUI's frontend, in a browser: workflows and blueprints."""
 
 import itertools
 import json
@@ -19,8 +19,9 @@ from fast_video_vae.vae import media
 
 pytestmark = [pytest.mark.browser, pytest.mark.comfyui]
 
-# Language, whether Vue draws the nodes, and size of the window. Prompts run in the first.
-LOOKS = [("en", True, (1366, 768)), ("zh", False, (1920, 1080))]
+WIDTH, HEIGHT = 1366, 768  # of the window
+# A new user gets the dialog of templates, which keeps the others from opening.
+SETTINGS = {"Comfy.TutorialCompleted": True, "Comfy.VueNodes.Enabled": True}
 
 # Mean difference of 8-bit values between the clip and its reconstruction by the bundled VAE, which
 # loses fine detail. A black frame or another clip is above 40.
@@ -110,8 +111,12 @@ def page(server, tmp_path_factory):
     with playwright.sync_playwright() as driver:
         folder = tmp_path_factory.mktemp("browser")
         context = driver.chromium.launch_persistent_context(folder, **options)
-        opened(context.pages[0], server)
-        yield context.pages[0]
+        page = context.pages[0]
+        page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
+        opened(page, server)
+        page.evaluate(SET, SETTINGS)
+        opened(page, server)
+        yield page
         context.close()
 
 
@@ -119,19 +124,6 @@ def opened(page, server):
     """Open ComfyUI's frontend, which translates and loads blueprints once."""
     page.goto(server.url, wait_until="networkidle")
     page.wait_for_function(READY, timeout=60_000)
-
-
-@pytest.fixture(scope="module", params=LOOKS, ids=str)
-def look(request, page, server):
-    """A language, a renderer of the frontend, and a usual size of the window."""
-    language, vue, (width, height) = request.param
-    page.set_viewport_size({"width": width, "height": height})
-    # A new user gets the dialog of templates, which keeps the others from opening.
-    settings = {"Locale": language, "TutorialCompleted": True, "VueNodes.Enabled": vue}
-    page.evaluate(SET, {f"Comfy.{name}": value for name, value in settings.items()})
-    opened(page, server)
-    page.evaluate(LOAD, EMPTY)
-    return request.param
 
 
 @pytest.fixture
@@ -150,9 +142,8 @@ def complaints(page, server):
 
 
 @pytest.mark.parametrize("file", examples.WORKFLOWS, ids=lambda file: file.stem)
-def test_an_example_opens_unchanged_in_full_and_runs(server, page, look, file, complaints):
+def test_an_example_opens_unchanged_in_full_and_runs(server, page, file, complaints):
     """It runs if it needs no download."""
-    language, _, size = look
     example = examples.read(file)
     page.evaluate(OPEN, example)
     page.evaluate(SETTLED)
@@ -161,8 +152,8 @@ def test_an_example_opens_unchanged_in_full_and_runs(server, page, look, file, c
     assert not unknown & {node["type"] for node in known}
     assert overlaps(page) == []
     for _, left, top, right, bottom in page.evaluate(BOXES):
-        assert SIDEBAR <= left <= right <= size[0]
-        assert MENU <= top <= bottom <= size[1]
+        assert SIDEBAR <= left <= right <= WIDTH
+        assert MENU <= top <= bottom <= HEIGHT
     prompt, titles = page.evaluate(PROMPT), page.evaluate(TITLES)
     for node in examples.nodes_of(example, examples.OURS):
         inputs, saved = prompt[str(node["id"])]["inputs"], node.get("widgets_values_named", {})
@@ -170,35 +161,33 @@ def test_an_example_opens_unchanged_in_full_and_runs(server, page, look, file, c
         for name, value in inputs.items():
             if not isinstance(value, list):  # a link
                 assert saved.get(name, value) == value, name
-        name = written(language)[node["type"]]["display_name"]
+        name = written("en")[node["type"]]["display_name"]
         assert titles[str(node["id"])] == node.get("title", name)
     if not unknown:
         clip = stacked(library.CLIP_PATH).float()
         halved = F.avg_pool2d(clip.movedim(-1, 1), 2).movedim(1, -1)
         page.route("**/prompt", with_halved_frames)
-        runs(server, page, example, look, clip.numpy(), halved.numpy())
+        runs(server, page, example, clip.numpy(), halved.numpy())
         page.unroute("**/prompt")
-    if look == LOOKS[0] and not examples.models_of(example):
+    if not examples.models_of(example):
         page.wait_for_selector("video", state="attached")
         page.evaluate(SETTLED)  # the nodes grow to show what they made
         assert overlaps(page) == []
     assert complaints == []
 
 
-@pytest.mark.parametrize("look", LOOKS[:1], indirect=True, ids=str)
 @pytest.mark.parametrize("file", examples.BLUEPRINTS, ids=lambda file: file.stem)
-def test_a_blueprint_comes_from_the_library_and_runs(server, page, look, file, complaints):
+def test_a_blueprint_comes_from_the_library_and_runs(server, page, file, complaints):
     """One that needs a download is valid but for its files."""
     page.evaluate(LOAD, EMPTY)
     page.evaluate(LIBRARY)
     page.locator(SEARCH).fill(file.stem)
     page.get_by_text(file.stem, exact=True).click()
-    width, height = look[2]
-    page.mouse.click(width * 2 // 3, height // 2)  # it hangs on the pointer until then
+    page.mouse.click(WIDTH * 2 // 3, HEIGHT // 2)  # it hangs on the pointer until then
     page.evaluate(LIBRARY)
     page.evaluate(CONNECT, SOURCES)
     assert file.stem in page.evaluate(TITLES).values()
-    runs(server, page, examples.read(file), look, np.zeros((1, 512, SIDE, 3)))
+    runs(server, page, examples.read(file), np.zeros((1, 512, SIDE, 3)))
     assert complaints == []
 
 
@@ -239,7 +228,7 @@ def with_halved_frames(route):
         route.continue_()
 
 
-def runs(server, page, workflow, look, *clips):
+def runs(server, page, workflow, *clips):
     """The open workflow shows a clip; or the server refuses it for files that the user adds."""
     missing = {model["name"] for model in examples.models_of(workflow)}
     if missing or any(each["type"] == "MODEL" for each in workflow["nodes"][0]["inputs"]):
@@ -250,8 +239,6 @@ def runs(server, page, workflow, look, *clips):
         found = [each for node in refused.value.node_errors.values() for each in node["errors"]]
         details = [each["details"] for each in found]
         assert [text for text in details if not any(name in text for name in files)] == []
-        return
-    if look != LOOKS[0]:
         return
     before = server.get("/history").keys()
     page.evaluate(QUEUE)

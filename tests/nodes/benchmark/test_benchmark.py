@@ -116,21 +116,19 @@ def test_the_size_follows_the_inputs(stock, task, inputs, size, notes):
     assert all(note in table for note in notes)
 
 
-INFINITE = torch.cat([clip(2, 32, 48), torch.full((3, 32, 48, 3), torch.inf)])
-SIZES = "decode to 5 frames of 48 x 48; expected 5 frames of 48 x 32, the size of pixels$"
-NO_NETWORK = "ComfyUI has no network for this wan2"
-
-
 def test_an_unfit_input_is_a_one_line_error(stock, state, tmp_path, monkeypatch):
     from fast_video_vae.vae.streaming.int8 import settings
 
     monkeypatch.setattr(settings, "int8_lacks", lambda *_: "this CPU is old")
+    no_network, infinite = "ComfyUI has no network for this wan2", clip(5, 32, 48)
+    infinite[2:] = torch.inf
+    sizes = "decode to 5 frames of 48 x 48; expected 5 frames of 48 x 32, the size of pixels$"
     for vae, message in (
         (object(), "got an object; expected a VAE$"),
         (stock_vae({"pixel_space_vae": torch.tensor(1.0)}), ".* cannot be accelerated"),
-        (decoder_of(state), rf"{NO_NETWORK}.* it has a decoder only$"),
-        (random_state_dict(8, out_channels=12), rf"{NO_NETWORK}.* doubles the size of frames$"),
-        (random_wan22(), NO_NETWORK),
+        (decoder_of(state), rf"{no_network}.* it has a decoder only$"),
+        (random_state_dict(8, out_channels=12), rf"{no_network}.* doubles the size of frames$"),
+        (random_wan22(), no_network),
     ):
         with refused(f"^vae: {message}"):
             run(fast_vae(vae, tmp_path) if isinstance(vae, dict) else vae)
@@ -138,8 +136,8 @@ def test_an_unfit_input_is_a_one_line_error(stock, state, tmp_path, monkeypatch)
         ("samples: latent has 4 channels", {"samples": torch.zeros(1, 4, 2, 4, 6)}),
         ("samples: got 2 videos", {"samples": latents(2, batch=2)}),
         ("pixels: 5 frames of 48 x 4; expected", {"pixels": torch.zeros(5, 4, 48, 3)}),
-        (r"pixels: frames has 13824 values .* frame 2 of 5 \(from 0\)", {"pixels": INFINITE}),
-        (f"samples: they {SIZES}", {"pixels": clip(5, 32, 48), "samples": latents(2, 6, 6)}),
+        (r"pixels: frames has 13824 values .* frame 2 of 5 \(from 0\)", {"pixels": infinite}),
+        (f"samples: they {sizes}", {"pixels": clip(5, 32, 48), "samples": latents(2, 6, 6)}),
         ("precision is int8, but this CPU is old; expected auto$", {"precision": "int8"}),
         ("precision: .* auto for task encode$", {"precision": "int8", "task": "encode"}),
     ):
@@ -147,16 +145,13 @@ def test_an_unfit_input_is_a_one_line_error(stock, state, tmp_path, monkeypatch)
             run(stock, **inputs)
 
 
-def test_an_equal_run_measures_again(comfyui):
+def test_stop_ends_between_calls_and_an_equal_run_measures_again(state, progress):
+    import comfy.model_management as management
+    import comfy.utils
+
     from fast_video_vae.nodes.benchmark.nodes import Benchmark
 
     assert Benchmark.fingerprint_inputs() != Benchmark.fingerprint_inputs()
-    assert Benchmark.GET_SCHEMA().not_idempotent
-
-
-def test_stop_ends_between_calls(state, progress):
-    import comfy.model_management as management
-    import comfy.utils
 
     hook, stock, calls = comfy.utils.PROGRESS_BAR_HOOK, stock_vae(state), []
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ from fast_video_vae.tests.nodes.extra_nodes import Encoder
 from fast_video_vae.tests.nodes.vae.pairs import ours
 
 pytestmark = pytest.mark.comfyui
-
 
 LATENT = {"samples": torch.zeros(1, 16, 1, 2, 2)}
 
@@ -26,7 +26,6 @@ LATENT = {"samples": torch.zeros(1, 16, 1, 2, 2)}
         ({"chunk": 1.5}, "chunk: got 1.5; expected a whole number from -1 to 4096"),
         ({"dtype": "int8"}, "dtype: got 'int8'; expected one of: auto, fp32, bf16, fp16"),
         ({"vae": {}}, "vae: got a dict with nothing in it; expected a VAE"),
-        ({"vae": "text has a method encode"}, "vae: got 'text has a method encode'; expected a"),
         ({"vae": None}, "vae: got None; expected a VAE. The checkpoint has none: load it from its"),
     ],
 )
@@ -78,23 +77,17 @@ def test_numbers_of_other_types_are_accepted(fast):
     assert len(TextEncode.execute(**given).args[0]) == 1
 
 
-@pytest.mark.parametrize("name", ["", "OOM_EXCEPTION", "InterruptProcessingException"])
-def test_an_error_of_another_vae_is_one_line_if_it_is_not_one_of_comfyuis(comfyui, name):
-    import comfy.model_management
+def test_an_error_of_another_vae_is_one_line_if_it_is_not_one_of_comfyuis(comfyui):
+    from comfy.model_management import InterruptProcessingException
 
-    kind = getattr(comfy.model_management, name) if name else RuntimeError
-
-    def decode(self, latent):
-        raise kind("Given groups=1\nweight of size [1, 2]\n" * 50)
-
-    # With ComfyUI's methods but not its class.
-    vae = type("OtherVAE", (), {"encode": None, "decode": decode})()
-    with (
-        pytest.raises(kind, match=r"^Given groups=1\n")
-        if name
-        else refused(r"^samples: this VAE, .*RuntimeError: Given")
-    ):
+    vae, text = Mock(spec=["encode", "decode"]), "Given groups=1\nweight of size [1, 2]\n" * 50
+    vae.decode.side_effect = RuntimeError(text)  # with ComfyUI's methods but not its class
+    with refused(r"^samples: this VAE, .*RuntimeError: Given"):
         ours("Decode", samples=LATENT, vae=vae)
+    for kind in (InterruptProcessingException, torch.OutOfMemoryError):
+        vae.decode.side_effect = kind(text)
+        with pytest.raises(kind, match=r"^Given groups=1\n"):
+            ours("Decode", samples=LATENT, vae=vae)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +96,6 @@ def test_an_error_of_another_vae_is_one_line_if_it_is_not_one_of_comfyuis(comfyu
         ("a\0b", False, "with a control character"),
         ("\ud800", False, "with half a character"),
         ("é" * 120, False, "240 bytes long"),
-        ("../x", False, "which leads out of it"),
         ("a/../../x", False, "which leads out of it"),
         ("file/x", False, "with a file in place of a folder"),
         ("COM1.txt/x", True, "with a name that is reserved on Windows"),

@@ -126,15 +126,3 @@ def custom(model, sigmas, latent, *, cfg, noise):
         cfg=cfg, **prompts(), sampler=sampler_object("euler"), sigmas=torch.tensor(sigmas),
         latent_image=latent,
     )  # fmt: skip
-
-
-STEPS = 4
-
-
-def clip(frames=3, side=8):
-    """A latent of a video whose preview plays."""
-    return {"samples": torch.zeros(1, 16, frames, side, side)}
-
-
-def sampled(**given):
-    return run(steps=STEPS, **({"latent_image": clip()} | given))

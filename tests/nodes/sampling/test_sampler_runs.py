@@ -1,8 +1,6 @@
 """Wan Sampler (Fast): logs, errors and cleanup of a run, with wrappers of other packs around it.
 
-A wrapper of a run, such as that of ComfyUI's EasyCache, changes the guider's options and restores
-them in its `finally`: there it must find those of its own model, and no error of it may replace the
-error that stopped the run.
+Such a wrapper, as of ComfyUI's EasyCache, restores options of its own model in its `finally`.
 """
 
 import itertools
@@ -113,7 +111,6 @@ def test_a_run_out_of_memory_retries_the_step(monkeypatch, caplog, at, count):
         ({"cfg_high": "1,2,3"}, "cfg_high: 3 values; expected 1, 2 for its steps or 4"),
         ({"shift_high": "5,5,5"}, "shift_high: 3 values; expected 1 or 4"),
         ({"shift_high": "1,2,3,900"}, "shift_high: step 3 starts at noise level 0.9967; expected"),
-        ({"shift_low": "90"}, "shift_low: step 2 starts at noise level 0.9890, not below"),
         ({"shift_low": "8"}, "shift_low: step 2 starts at noise level 0.8889, not below the bound"),
         ({"negative": None, "cfg_low": "2"}, "negative: not connected, but CFG 2 needs it"),
         ({"positive": []}, "positive: the conditioning is empty"),
@@ -121,14 +118,8 @@ def test_a_run_out_of_memory_retries_the_step(monkeypatch, caplog, at, count):
         ({"latent_image": {"samples": torch.ones(1, 48, 3, 8, 8)}}, "latent_image: got 48 chan"),
         ({"model_low": lambda: expert("wan22-5b")}, "model_low: its latents have 48 channels; exp"),
         ({"model_low": None, "loras_low": lambda: stack(lora(0))}, "loras_low: there is no model"),
-        (
-            {"loras_high": lambda: stack(lora(0), "0;1;0")},
-            "loras_high: strength '0;1;0' has 3 phases, but the run",
-        ),
-        (
-            {"model_low": lambda: fast(expert("wan21-t2v", 1), lora(0), "0;1;0")},
-            "model_low: strength '0;1;0' has 3 phases, but the run",
-        ),
+        ({"loras_high": lambda: stack(lora(0), "0;1;0")}, "loras_high: strength '0;1;0' has 3 ph"),
+        ({"model_low": lambda: fast(expert("wan21-t2v", 1), lora(0), "0;1;0")}, "model_low: stren"),
         ({"loras_low": lambda: stack(other_lora())}, "loras_low: "),
     ],
 )
@@ -151,7 +142,6 @@ def other_lora():
 @pytest.mark.parametrize(
     ("kind", "channels", "size", "fits"),
     [
-        ("wan21-t2v", 16, (8, 6), None),
         ("wan22-5b", 48, (5, 3), "height 64 or 96, width 32 or 64"),
         ("qwen-image", 16, (5, 6), "height 32 or 48"),  # whose patch is one number
     ],
@@ -166,8 +156,7 @@ def test_a_size_that_the_model_cuts_is_logged_once(monkeypatch, caplog, kind, ch
             f"Fast Video VAE: the latent has {size[0]} rows and {size[1]} columns; this model "
             "needs even numbers, so ComfyUI repeats the opposite edge, which can show. In pixels: "
         )
-        logged = [text for text in caplog.messages if " rows and " in text]
-        assert logged == ([line + fits] if fits else [])
+        assert [text for text in caplog.messages if " rows and " in text] == [line + fits]
 
 
 # Four steps of each expert: a cache needs two before it skips one.
@@ -201,10 +190,9 @@ def cached(model, name, seen):
     return watched(model, f"inside {name}", seen)
 
 
-def pair(seen, model_low=None):
-    high, low = experts().values()
-    low = model_low or low
-    return {"model_high": cached(high, "high", seen), "model_low": cached(low, "low", seen)}
+def pair(seen):
+    models = zip(("high", "low"), experts().values(), strict=True)
+    return {f"model_{name}": cached(model, name, seen) for name, model in models}
 
 
 ORDER = [f"{place} {name}" for name in ("high", "low") for place in ("around", "inside")]
@@ -212,8 +200,7 @@ SEEN = [(name, "begins", True) for name in ORDER]
 SEEN += [(name, "ends", True) for name in reversed(ORDER)]
 
 
-@pytest.mark.parametrize("is_one_network", [False, True])
-def test_wrappers_find_the_options_of_their_own_model(is_one_network, caplog):
+def test_wrappers_find_the_options_of_their_own_model(caplog):
     """As in two runs of ComfyUI's sampler, of which the results and skipped steps are equal."""
     caplog.set_level(logging.INFO)
 
@@ -222,11 +209,10 @@ def test_wrappers_find_the_options_of_their_own_model(is_one_network, caplog):
         caplog.clear()
         return sorted(text.split("skipped ")[1].split("/")[0] for text in texts)
 
-    other = expert() if is_one_network else None
-    high, low = (shifted(model, 5.0) for model in pair([], other).values())
+    high, low = (shifted(model, 5.0) for model in pair([]).values())
     expected, saved, seen = in_two(high, low, at=AT, steps=STEPS), skipped(), []
     assert len(saved) == 2
-    result = samples(**pair(seen, other), steps=STEPS)
+    result = samples(**pair(seen), steps=STEPS)
     assert seen == SEEN
     assert skipped() == saved
     assert relative_error(result, expected) < ROUNDING

@@ -11,6 +11,13 @@ from torch.utils import _pytree as pytree
 from fast_video_vae.tests.seedvr2 import NARROW
 
 
+def wrapped(fast):
+    """A fast VAE for ComfyUI-WanVideoWrapper."""
+    from fast_video_vae.nodes.wan_wrapper.wanvae import WanVideoWrapperVAE
+
+    return WanVideoWrapperVAE(fast)
+
+
 def stock_vae(state):
     import comfy.sd
 
@@ -63,14 +70,19 @@ def clip(frames, height=64, width=64, channels=3, seed=0):
     return torch.rand(frames, height, width, channels, generator=generator)
 
 
+def video(frames, height=48, width=64):
+    """A video `[1, 3, T, H, W]` in [-1, 1], as the wrapper's nodes convert images."""
+    return clip(frames, height, width).movedim(-1, 0)[None] * 2 - 1
+
+
 def latents(frames, height=6, width=9, batch=1, seed=0, channels=16):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(batch, channels, frames, height, width, generator=generator)
 
 
-def frames(count, height=32, width=48, **options):
+def frames(count, **options):
     """A small IMAGE; `small_latents` has latents of its size."""
-    return clip(count, height, width, **options)
+    return clip(count, 32, 48, **options)
 
 
 def small_latents(count, **options):

@@ -16,9 +16,10 @@ from fast_video_vae.tests.nodes.vae.pairs import (
     relative_error,
     small_latents,
     stopped_at,
+    video,
+    wrapped,
 )
-from fast_video_vae.tests.nodes.video.clips import decode, encode, frames_of, held, image
-from fast_video_vae.tests.nodes.wan_wrapper.wrapped import video, wrapped
+from fast_video_vae.tests.nodes.video.clips import decode, encode, frames_of, from_file, held, image
 from fast_video_vae.tests.vae.streaming.failing_memory import ERRORS, FailingMemory
 from fast_video_vae.vae import CLIP_PATH, StreamOptions
 
@@ -28,13 +29,7 @@ pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
 
 LATENT, CLIP = latents(3, 2, 2), clip(9, 16, 16)
 WIDE, VIDEO = {"samples": latents(3, 10, 8)}, video(9, 16, 16)
-
-
-def file_latent(vae):
-    from comfy_api.latest import InputImpl
-
-    clip = InputImpl.VideoFromFile(str(CLIP_PATH))
-    return encode(vae, clip, width=16, height=16, max_frames=9)[0]
+SMALL = {"width": 16, "height": 16, "max_frames": 9}
 
 
 # What users run with a VAE. No tensor is made here: its allocation could fail.
@@ -44,7 +39,7 @@ RUNS = {
     "encode": lambda vae: node("VAEEncode", vae, CLIP)[0]["samples"],
     "corrected encode": lambda vae: vae.encode(CLIP, corrections=2),
     "decode to a file": lambda vae: decode(vae, LATENT, codec="ffv1", bit_depth="8", chunk=1),
-    "encode of a file": file_latent,
+    "encode of a file": lambda vae: encode(vae, from_file(CLIP_PATH), **SMALL)[0],
     "WANVAE.decode": lambda vae: wrapped(vae).decode(LATENT, CPU),
     "WANVAE.encode": lambda vae: wrapped(vae).encode(VIDEO, CPU, pbar=False),
 }
@@ -91,8 +86,7 @@ def test_a_failed_allocation_gives_the_result_or_one_line(fast, output, progress
 
 
 @pytest.mark.parametrize(
-    ("vae", "run"),
-    [("wan", "decode"), ("wan", "encode"), ("wan", "encode of a file"), ("seedvr2", "decode")],
+    ("vae", "run"), [("wan", "decode"), ("wan", "encode of a file"), ("seedvr2", "decode")]
 )
 def test_a_stop_ends_the_work_at_the_next_block(request, output, vae, run):
     family = request.getfixturevalue(vae)
@@ -219,22 +213,13 @@ def test_weights_left_on_the_host_are_loaded(fast, monkeypatch):
     assert brought == [((torch.device("cpu"),), {"extra_memory": 1e32})]
 
 
-@pytest.mark.parametrize(
-    ("vae", "encode", "sides"),
-    [
-        ("wan", False, (256, 1024, None)),
-        ("wan", True, (256, 1024, None)),
-        # Its frames are never cut: the steps are as long as the memory of the tile allows.
-        ("seedvr2", False, (64, 512)),
-    ],
-)
+@pytest.mark.parametrize("encode", [False, True])
 def test_the_memory_that_is_requested_grows_with_the_tile_and_not_with_the_length(
-    request, on_gpu, monkeypatch, vae, encode, sides
+    fast, on_gpu, monkeypatch, encode
 ):
     import comfy.model_management as management
 
-    asked, (height, width) = [], (90, 160) if vae == "wan" else (8, 8)
-    vae = request.getfixturevalue(vae).fast
+    vae, asked, height, width = fast, [], 90, 160
 
     def load(models, memory_required=0, **options):
         asked.append(memory_required)
@@ -245,7 +230,7 @@ def test_the_memory_that_is_requested_grows_with_the_tile_and_not_with_the_lengt
     if encode:
         given = {"pixels": torch.zeros(()).expand(33, height * 8, width * 8, 3)}
     kind = "VAEEncode" if encode else "VAEDecode"
-    for side in sides:
+    for side in (256, 1024, None):
         tile = {} if side is None else {"tile_size": side, "overlap": 64}
         with pytest.raises(InterruptedError):
             node(f"{kind}Tiled" if tile else kind, vae=vae, **tile, **given)

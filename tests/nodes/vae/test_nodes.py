@@ -92,21 +92,17 @@ def test_a_dtype_for_one_run_does_not_change_the_vae(fast, stock, monkeypatch, c
     assert "unused: chunk" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"decoder.middle.0.residual.2.bias": None}, "1 missing"),
-        ({"conv2.bias": torch.full((16,), torch.nan)}, "NaN"),
-        (None, "and Load VAE fails"),
-    ],
-    ids=["incomplete", "NaN", "not a VAE"],
-)
-def test_the_error_of_a_bad_file_names_the_input(models, state, change, reason):
-    file = models / "bad.safetensors"
-    tensors = {"x": torch.zeros(1)} if change is None else state | change
-    save_file({key: value for key, value in tensors.items() if value is not None}, file)
-    with pytest.raises(ValueError, match=rf"^vae_name: .*{reason}"):
-        run("Load", vae_name=file.name)
+def test_the_error_of_a_bad_file_names_the_input(models, state):
+    file, less = models / "bad.safetensors", dict(state)
+    del less["decoder.middle.0.residual.2.bias"]
+    for tensors, reason in (
+        (less, "1 missing"),
+        (state | {"conv2.bias": torch.full((16,), torch.nan)}, "NaN"),
+        ({"x": torch.zeros(1)}, "and Load VAE fails"),
+    ):
+        save_file(tensors, file)
+        with pytest.raises(ValueError, match=rf"^vae_name: .*{reason}"):
+            run("Load", vae_name=file.name)
 
 
 def test_accelerating_shares_the_weights_and_does_not_change_the_input(family):
@@ -154,10 +150,8 @@ def test_a_fast_vae_accepts_new_options_on_the_same_weights(models, vae_name, st
     bf16, fp32 = torch.bfloat16, torch.float32
     stock = stock_vae(state)
     assert accelerated(stock).patcher.cached_patcher_init is None
-    stock.patcher.cached_patcher_init = (
-        comfy.sd.load_vae_patcher,
-        (str(models / vae_name), None, None),
-    )
+    made = str(models / vae_name), None, None
+    stock.patcher.cached_patcher_init = comfy.sd.load_vae_patcher, made
     assert settings(accelerated(stock, chunk=3)) == (fp32, fp32, 3, "auto")
     fast = run("Load", vae_name=vae_name, encode_dtype="bf16", chunk=2)
     assert accelerated(fast) is fast
@@ -214,11 +208,10 @@ def test_float16_is_allowed_only_where_nothing_chose_a_dtype(state, tmp_path, mo
 
 
 @pytest.mark.parametrize(
-    ("given", "kept"),
-    [("int8", "int8"), ("int8 and encode", "int8"), ("exact", "auto"), ("gpu:0, gpu:1", "auto")],
+    ("given", "kept"), [("int8", "int8"), ("int8 and encode", "int8"), ("exact", "auto")]
 )
 def test_both_nodes_store_the_precision(vae_name, stock, caplog, monkeypatch, given, kept):
-    """Values of widgets are saved by position: a removed choice, and the devices."""
+    """Values of widgets are saved by position: a removed choice."""
     from fast_video_vae.nodes.vae import nodes
 
     monkeypatch.setattr(errors, "_logged", set())

@@ -2,7 +2,7 @@
 
 import torch
 
-from fast_video_vae.tests.nodes.vae.pairs import clip, node, ours, relative_error, v3_node
+from fast_video_vae.tests.nodes.vae.pairs import node, ours, relative_error, v3_node
 from fast_video_vae.tests.videos import stacked, write, write_planes
 
 
@@ -47,11 +47,6 @@ def from_file(path):
 def written(frames, path, **options):
     """A VIDEO that is a file of these bytes."""
     return from_file(write(path, frames, 16, codec="ffv1", **options))
-
-
-def deep(frames):
-    """An IMAGE, each value a number of 16 bits."""
-    return (clip(frames) * 65535).round() / 65535
 
 
 def deep_file(images, path):

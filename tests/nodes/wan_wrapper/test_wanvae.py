@@ -5,8 +5,7 @@ import torch
 
 from fast_video_vae.tests.benchmarks.peers import comfyui_vae, diffusers_vae
 from fast_video_vae.tests.builders import decoder_of, random_state_dict, refused
-from fast_video_vae.tests.nodes.vae.pairs import fast_vae, latents, relative_error
-from fast_video_vae.tests.nodes.wan_wrapper.wrapped import video, wrapped
+from fast_video_vae.tests.nodes.vae.pairs import fast_vae, latents, relative_error, video, wrapped
 from fast_video_vae.tests.wan22 import random_qwen21, random_wan22
 
 pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("inference")]
@@ -96,8 +95,7 @@ def test_members_and_outputs_have_the_requested_device_and_dtype(channels, tmp_p
     assert vae.to(torch.bfloat16).dtype == torch.bfloat16
     latent = latents(2, 3, 4, channels=channels).bfloat16()
     for place, more, dtype, device in (
-        ("cpu", {"pbar": False}, torch.bfloat16, "cpu"),
-        ("cpu", {"output_dtype": torch.float16}, torch.float16, "cpu"),
+        ("cpu", {"pbar": False, "output_dtype": torch.float16}, torch.float16, "cpu"),
         ("meta", {}, torch.float32, "meta"),
         ("meta", {"tiled": True, "pbar": False}, torch.float32, "cpu"),
         ("meta", {"output_device": "cpu"}, torch.bfloat16, "cpu"),
@@ -133,11 +131,7 @@ def test_invalid_videos_and_latents_are_a_one_line_error(fast):
         (vae.encode, five, rf"videos is \[3, 5, 48, 64\]{shapes}"),
         (vae.encode, {"samples": 1}, f"videos is a dict{shapes}"),
         (vae.encode, [], "videos is empty; expected one video or more$"),
-        (
-            vae.encode,
-            [five, nine],
-            r"videos\[1\] is \[3, 9, 48, 64\]; expected \[3, 5, 48, 64\], the",
-        ),
+        (vae.encode, [five, nine], r"videos\[1\] is \[3, 9, .*; expected \[3, 5, 48, 64\], the"),
         (vae.decode, five, rf"hidden_states is \[3, 5, 48, 64\]{shapes}"),
     ):
         with refused(f"^{message}"):
