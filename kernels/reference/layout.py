@@ -1,7 +1,6 @@
 """Ops that move values between channels, frames and pixels."""
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
@@ -60,7 +59,10 @@ def average_down(x: Tensor, out: Tensor, times: int, size: int) -> Tensor:
         first = t * times - missing  # negative: frames before the video
         block = x[:, :, max(first, 0) : first + times]
         if first < 0:
-            block = F.pad(block, (0, 0, 0, 0, -first, 0))
+            zeros = block.new_zeros(1, 1, 1, 1, 1).expand(
+                *block.shape[:2], -first, *block.shape[3:]
+            )
+            block = torch.cat([zeros, block], 2)
         fine = block.unflatten(4, (-1, size)).unflatten(3, (-1, size))
         fine = fine.permute(0, 3, 5, 1, 2, 4, 6).flatten(3).unflatten(3, (channels, -1))
         out[:, :, t] = fine.mean(4, dtype=widened(x)).movedim(-1, 1)
