@@ -31,6 +31,9 @@ _GIB = 1 << 30
 # The device that is played.
 _playing = SimpleNamespace(device=torch.device("cpu"))
 
+# Reads of results, for which a host waits.
+_READS = {"tolist", "item", "__bool__", "__int__", "__float__", "equal"}
+
 
 class Played(torch.Tensor):
     """A CPU tensor that claims to be on the played device."""
@@ -278,3 +281,16 @@ def played(kind, monkeypatch, tmp_path, **options):
     monkeypatch.setattr(torch, "autocast", lambda _, **given: autocast("cpu", **given))
     with device:
         yield device
+
+
+class Waits(TorchFunctionMode):
+    """Counts the reads of tensors on `device`, within its block."""
+
+    def __init__(self, device="cpu"):
+        super().__init__()
+        self.count, self._device = 0, device
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__name__", "") in _READS:
+            self.count += isinstance(args[0], torch.Tensor) and args[0].device.type == self._device
+        return func(*args, **(kwargs or {}))

@@ -32,7 +32,6 @@ from fast_video_vae.vae.planning.job import job_of  # noqa: E402
 from fast_video_vae.vae.planning.plan import Plan  # noqa: E402
 from fast_video_vae.vae.streaming.precision import compute_dtype  # noqa: E402
 
-_STATUS = Path("/proc/self/status")
 _RESET = Path("/proc/self/clear_refs")
 
 
@@ -71,15 +70,6 @@ def run(*cases: Case) -> list[dict[str, float]]:
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def can_measure() -> bool:
-    """Return whether the system reports the peak of a process and allows a reset."""
-    try:
-        _RESET.write_text("5", encoding="ascii")
-    except OSError:
-        return False
-    return "VmHWM" in _STATUS.read_text(encoding="utf-8")
 
 
 def measure(case: Case) -> dict[str, float]:

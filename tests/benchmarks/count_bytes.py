@@ -29,7 +29,7 @@ if __name__ == "__main__":
     runpy.run_path(str(Path(__file__).resolve().parents[1] / "conftest.py"))
 
 
-from fast_video_vae.kernels import ConvWeight, Snapshot, routes
+from fast_video_vae.kernels import ConvWeight, routes
 from fast_video_vae.kernels.backends import Kernel
 from fast_video_vae.kernels.convolution.fused import WIDEST
 from fast_video_vae.kernels.ready import serving
@@ -37,21 +37,14 @@ from fast_video_vae.kernels.triton_ops import convolution
 from fast_video_vae.tests.benchmarks import record
 from fast_video_vae.tests.builders import random_state_dict
 from fast_video_vae.tests.seedvr2 import random_seedvr2
-from fast_video_vae.vae import StreamOptions, read_checkpoint
+from fast_video_vae.vae import read_checkpoint
 from fast_video_vae.vae.layers.temporal_cache import TemporalCache, canonical
 from fast_video_vae.vae.models.base import Network
 from fast_video_vae.vae.models.build import make_decoder, make_encoder
 from fast_video_vae.vae.models.config import VAEConfig
 from fast_video_vae.vae.models.executor import advance
-from fast_video_vae.vae.models.patchify import fold_pixels
-from fast_video_vae.vae.models.replicas import Replicas
-from fast_video_vae.vae.planning import plan
-from fast_video_vae.vae.planning.job import StreamJob, job_of
-from fast_video_vae.vae.planning.plan import Plan, make_plan
-from fast_video_vae.vae.streaming.bands.team import Team
-from fast_video_vae.vae.streaming.output import LatentOutput, Output, Wanted
-from fast_video_vae.vae.streaming.session import VideoJob, VideoSession
-from fast_video_vae.vae.streaming.settings import Setting
+from fast_video_vae.vae.planning.job import StreamJob
+from fast_video_vae.vae.planning.plan import make_plan
 
 # GB per latent of 720 x 1280 in 16 bits, in the steady middle of a video. Per causal convolution of
 # x (the input) to y: the norm reads x and writes x with its tail, the convolution reads that and
@@ -232,51 +225,6 @@ def steady_step(
         with counted(**options) as counter:
             run(chosen.chunk)
     return counter, chosen.chunk
-
-
-def whole_video(
-    config: VAEConfig,
-    direction: str,
-    size: tuple[int, int, int],
-    free_bytes: int,
-    **options: Any,
-) -> tuple[ByteCounter, Plan]:
-    """Count a video of `size` frames, height, width in bfloat16, by the plan for this memory."""
-    frames, height, width = size
-    network, device = meta_network(config, direction), torch.device("meta")
-    x = torch.empty(1, frames, height, width, config.image_channels, device="meta").movedim(-1, 1)
-    if direction == "decode":
-        count = config.latent_frames(frames)
-        x = meta_input(config, direction, count, height, width, first=True)
-    patch = config.patch_size if direction == "encode" else 1
-    encodes = direction == "encode"
-    job = VideoJob(
-        network,
-        config,
-        StreamOptions(),
-        encodes,
-        None,
-        lambda x: fold_pixels(x, patch),
-        lambda *_: Snapshot(0, 0, native=True),
-        lambda setting: setting,
-        Team(Replicas()),
-    )
-    latents = LatentOutput(lambda x: x, Wanted())
-    sink = latents if encodes else Output(config, torch.bfloat16)
-    setting = Setting(device, torch.bfloat16, torch.bfloat16)
-    video = VideoSession(job, setting, sink)
-    with (
-        mock.patch.object(plan, "free_bytes", return_value=free_bytes),
-        mock.patch.object(torch, "autocast", return_value=contextlib.nullcontext()),
-        torch.no_grad(),
-    ):
-        latent_size = 1, height // config.spatial_compression, width // config.spatial_compression
-        given = network, config, latent_size, torch.bfloat16, device
-        make_plan(job_of(*given, single_frame=False))  # kept, so that no plan is counted
-        with counted(**options) as counter:
-            for _ in video.run(iter([x])):
-                pass
-    return counter, video.plan
 
 
 def main() -> None:

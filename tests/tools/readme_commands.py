@@ -12,12 +12,13 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from environments import ROOT, StepError, interpreter, new_environment, pip, run
+ROOT = Path(__file__).resolve().parents[2]
 
 # The extra that each command installs.
 EXTRAS = {"demo": "cli", "test": "test"}
@@ -47,6 +48,44 @@ print(json.dumps(sorted(each for each in found if not each.endswith(("..", "__py
 """
 
 
+class StepError(Exception):
+    """A command failed; the message has its name and the end of its output."""
+
+
+def run(*command: object, folder: Path = ROOT, **variables: str) -> str:
+    """Run a command in a folder with these environment variables too; return its output."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    done = subprocess.run(
+        [*map(str, command)], cwd=folder, env=kept | variables, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        shown = " ".join(map(str, command))[:200]
+        raise StepError(f"failed with {done.returncode}: {shown}\n{done.stdout[-4000:]}")
+    return done.stdout
+
+
+def new_environment(folder: Path, python: str = sys.executable) -> Path:
+    """Make a venv in `folder` and return its Python."""
+    run(python, "-m", "venv", folder)
+    return folder / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
+
+
+def pip(python: Path, *arguments: object) -> None:
+    """Install packages."""
+    run(python, "-m", "pip", "install", "--progress-bar", "off", *arguments)
+
+
+def interpreter(version: str) -> str | None:
+    """Return the path of a Python such as 3.12, on PATH or of pyenv; None: there is none."""
+    found = shutil.which(f"python{version}")
+    # pyenv's commands on PATH are scripts, which can exist without this version.
+    if found is not None and "shims" not in Path(found).parts:
+        return found
+    home = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    return next((str(path) for path in sorted(home.glob(f"{version}.*/bin/python"))), None)
+
+
 def command(name: str) -> str:
     """Return a line of the README that installs and tries the package."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -70,6 +109,7 @@ def main() -> int:
     add = parser.add_argument
     add("--python", default=sys.executable, help="a version, a command or a file")
     add("--av", nargs="+", default=[NEWEST, "16"], help=f"versions of PyAV, or {NEWEST}")
+    add("--torch", metavar="VERSION", help="a version of PyTorch, such as 2.6.0")
     add("--torch-from", metavar="VENV", type=Path, help="a venv to link torch from")
     add("--only", choices=EXTRAS, help="one of the two commands")
     args = parser.parse_args()
@@ -81,22 +121,24 @@ def main() -> int:
     for av, name in itertools.product(args.av, [args.only] if args.only else EXTRAS):
         started = time.monotonic()
         try:
-            said = _try(command(name), python, av, args.torch_from)
+            said = _try(command(name), python, av, args)
         except StepError as error:
             said, failed = f"failed: {error}", True
         print(f"{name}, PyAV {av}, {time.monotonic() - started:.0f} s: {said}", flush=True)
     return int(failed)
 
 
-def _try(line: str, python: str, av: str, base: Path | None) -> str:
+def _try(line: str, python: str, av: str, args: argparse.Namespace) -> str:
     """Run a command in a clone; return the versions that it installed."""
     with tempfile.TemporaryDirectory(prefix="readme-") as folder:
         clone, venv = Path(folder) / "clone", Path(folder) / "venv"
-        ignored = shutil.ignore_patterns(".*", "venv", "build", "__pycache__", "*.egg-info")
+        ignored = shutil.ignore_patterns(".git", ".*_cache", "venv", "build", "*.egg-info")
         shutil.copytree(ROOT, clone, ignore=ignored)
         inside = new_environment(venv, python)
-        if base is not None:
-            link_torch(venv, base)
+        if args.torch_from is not None:
+            link_torch(venv, args.torch_from)
+        if args.torch is not None:
+            pip(inside, f"torch=={args.torch}")
         if av != NEWEST:
             pip(inside, f"av=={av}.*")
         path = f"{venv / 'bin'}{os.pathsep}{os.environ['PATH']}"

@@ -8,7 +8,7 @@ import torch
 
 from fast_video_vae.kernels import use_backend
 from fast_video_vae.kernels.devices import memory
-from fast_video_vae.tests.played_devices import TYPES, Played, played
+from fast_video_vae.tests.played_devices import TYPES, Played, Waits, played
 from fast_video_vae.tests.vae.families import (
     STATES,
     joined,
@@ -16,7 +16,6 @@ from fast_video_vae.tests.vae.families import (
     random_frames,
     relative_error,
 )
-from fast_video_vae.tests.vae.streaming.waits import Waits
 from fast_video_vae.vae.checkpoint import load_vae
 from fast_video_vae.vae.planning import plan
 from fast_video_vae.vae.streaming.options import StreamOptions

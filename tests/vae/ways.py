@@ -100,8 +100,8 @@ class Case:
         return {"list": list, "iterator": iter, "reused": overwritten}[self.source](pieces)
 
 
-def case_of(seed, *, decode, shared=False, fails=True):
-    """Return one of the cases; `shared`: of several devices, `fails`: allocations may fail.
+def case_of(seed, *, decode, shared=False):
+    """Return one of the cases; `shared`: of several devices.
 
     Each seed has one of its own: examples that hypothesis derives from others differ in little.
     """
@@ -132,7 +132,7 @@ def case_of(seed, *, decode, shared=False, fails=True):
         "part_bytes": sample(None, None, 1, 1 << 12),
         "weights": sample("oneDNN", "plain"), "fused": sample(None, None, None, *CHOICES),
     }  # fmt: skip
-    if half() and fails:
+    if half():
         case["fails"] = number(1, 150), sample(1, 1, 2, 2, 3)
     else:
         case["graphs"] = half()

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from fast_video_vae.tests.builders import random_state_dict
+from fast_video_vae.tests.played_devices import Waits
 from fast_video_vae.tests.vae.families import (
     STATES,
     Convolutions,
     close,
     random_frames,
 )
-from fast_video_vae.tests.vae.streaming.waits import Waits
 from fast_video_vae.vae import load_vae
 from fast_video_vae.vae.models import static_frames
 from fast_video_vae.vae.models.static_frames import Changes
