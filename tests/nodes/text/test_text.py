@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from fast_video_vae.tests.nodes.text.encoders import SENTENCES, encoder
 from fast_video_vae.tests.nodes.vae.pairs import node, relative_error
 
-pytestmark = pytest.mark.comfyui
+pytestmark = [pytest.mark.comfyui, pytest.mark.usefixtures("comfyui")]
 
 FOX = "a red fox runs over the snow"
 BOOK = "a (woman:1.3) reads a [book] beside the ((window)), soft shadows, film grain"
