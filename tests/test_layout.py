@@ -31,7 +31,7 @@ __init__.py"""
 TOPS = ("kernels", "lora", "vae", "nodes")
 RANKS = {each: rank for rank, line in enumerate(FLOORS.splitlines()) for each in line.split()}
 DOORS = {"kernels", "lora", "vae", "vae/media", "vae/bench"}  # seen from above
-LONGEST_FILE, LONGEST_FUNCTION, MOST_FILES = 361, 57, 16
+LONGEST_FILE, LONGEST_FUNCTION, MOST_FILES = 350, 55, 16
 CONTRACT = "kernels/__init__.py"  # of any length
 INTERFACE = "nodes/host/api.py"  # imports ComfyUI's interface for packs
 
