@@ -16,6 +16,10 @@ def vae(request):
 
 def test_layers_that_see_whole_frames_are_not_tiled(vae):
     assert min(len(tiling.can_cut(network)) for network in (vae.decoder, vae.encoder)) >= 3
+    sees = [any(part.sees_all for part in layer.blocks) for layer in vae.decoder.layers()]
+    assert not any(any(sees[cut:]) for cut in tiling.band_cuts(vae.decoder))
+    sees = [any(part.sees_all for part in layer.blocks) for layer in vae.encoder.layers()]
+    assert not any(any(sees[:cut]) for cut in tiling.band_cuts(vae.encoder))
     seedvr2 = load_vae(random_seedvr2(), dtype=torch.float32)
     assert not tiling.can_cut(seedvr2.decoder)
     assert not tiling.can_cut(seedvr2.encoder)
