@@ -114,9 +114,9 @@ class Reader:
 
 
 def _begins(size: tuple[int, int], cuts: Collection[int] | None) -> Callable[[int, Tensor], bool]:
-    """Return what takes each frame, and tells whether a scene begins there.
+    """Return a function of each frame and its number: whether a scene begins there.
 
-    Without `cuts` that is a frame which has little in common with the one before.
+    Without `cuts` a scene begins where a frame has little in common with the one before.
     """
     if cuts is not None:
         return lambda number, _: number in cuts

@@ -110,7 +110,7 @@ def test_an_error_of_the_thread_is_raised_by_the_next_put_or_at_the_end(error, p
 
 
 def test_an_error_in_the_block_stops_the_thread_within_one_piece():
-    """It comes before that of the thread, and `write` is told to end."""
+    """The error of the block is raised, not that of the thread, whose `write` ends."""
     written, begun, ended = [], threading.Event(), threading.Event()
 
     def write(frames):

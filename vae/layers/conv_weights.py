@@ -20,7 +20,7 @@ _NORM_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # The largest code of a weight.
 _LARGEST = 127
 
-# Output channels are coded in blocks of so many elements: the order needs 24 bytes for each.
+# Elements of a block of output channels that is coded at once: each needs 24 bytes for the order.
 _BLOCK = 1 << 22
 
 

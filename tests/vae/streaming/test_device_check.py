@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from fast_video_vae.kernels import Fallback, errors, library_of
 from fast_video_vae.kernels.convolution import onednn
-from fast_video_vae.kernels.ready import facts
+from fast_video_vae.kernels.ready import background, facts
 from fast_video_vae.tests.benchmarks.peers import diffusers_vae
 from fast_video_vae.tests.faults import BF16, COPY, FAULTS, FP16, FP32, Fault, Planted
 from fast_video_vae.tests.played_devices import played
@@ -36,6 +36,8 @@ def checking(monkeypatch, tmp_path):
     monkeypatch.setattr(prepared_vae, "check_once", device_check.check_once)
     restart(monkeypatch)
     yield
+    # A check that still runs has set switches of the whole process.
+    assert background.queue_up(background.Job("the end of a test", lambda: None)).wait(60)
     facts.of_kernels.cache_clear()
 
 
