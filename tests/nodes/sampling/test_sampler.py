@@ -251,3 +251,15 @@ def test_a_list_of_strengths_is_spread_over_the_steps_of_its_phase():
     # By hand: the steps 2, 3 at 0.9 and 4, 5 at 0.3, as windows of the run.
     parts = stack(file, "0.3@0.6666-1", before=stack(file, "0.9@0.3333-0.6666"))
     assert relative_error(samples(steps=6, boundary="2", loras_low=parts), listed) < ROUNDING
+
+
+def test_a_shift_is_above_0_and_a_step_counts_within_its_phase():
+    from fast_video_vae.nodes.host.run_phase import Phase
+    from fast_video_vae.nodes.sampling.plan import parse_text
+
+    for text in ("5, 0", "-1"):
+        with pytest.raises(ValueError, match=r"shift_low: got .*; expected a shift above 0"):
+            parse_text("shift_low", text)
+    assert parse_text("cfg_low", "0") == (0.0,)
+    assert [Phase(1, 2, 3, 4).step(step) for step in (0, 3, 5, 6, 9)] == [0, 0, 2, 3, 3]
+    assert Phase(1, 2, 3, 0).step(3) is None
