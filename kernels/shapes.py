@@ -1,6 +1,6 @@
 """Shapes of the results of ops, channels-last memory for them, and the white of images."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -77,6 +77,16 @@ def strides(x: Tensor | None) -> tuple[int, int]:
 def statistics(x: Tensor, groups: int) -> Shape:
     """Return the shape `[B, T, 2, groups]` of `group_norm_statistics(x, groups)`."""
     return x.shape[0], x.shape[2], 2, groups
+
+
+def measured(
+    x: Tensor, given: Tensor | None, groups: int, eps: float, measure: Callable[..., Tensor]
+) -> Tensor:
+    """Return dense statistics of `x`: those `given`, else what `measure` writes into new memory."""
+    if given is None:
+        out = x.new_empty(statistics(x, groups), dtype=torch.float32)
+        return measure(x, out, groups, eps)
+    return given.contiguous()
 
 
 def interleaved(x: Tensor, phases: int) -> Shape:

@@ -54,10 +54,8 @@ def group_norm_silu(
 ) -> Tensor:  # fmt: skip
     """Measure the frames unless `statistics` are given, and write some pixels per block."""
     *window, groups, eps, silu, border = ends
-    if statistics is None:
-        statistics = x.new_empty(shapes.statistics(x, groups), dtype=torch.float32)
-        group_norm_statistics(x, statistics, groups, eps)
-    vectors, statistics = (vector(weight), vector(bias)), statistics.contiguous()
+    statistics = shapes.measured(x, statistics, groups, eps, group_norm_statistics)
+    vectors = vector(weight), vector(bias)
     pack = _pack(x, window, *vectors)
     threads = _threads(x.shape[1] // pack)
     kernel = "group_norm", "write_pixels", threads, threads[1] * _PIXELS, pack

@@ -38,10 +38,8 @@ def group_norm_silu(
 ) -> Tensor:  # fmt: skip
     """Measure the frames unless `statistics` are given, and write a tile of `out` per program."""
     *window, groups, eps, silu, border = ends
-    if statistics is None:
-        statistics = x.new_empty(shapes.statistics(x, groups), dtype=torch.float32)
-        group_norm_statistics(x, statistics, groups, eps)
-    window, vectors = (*window, silu, border), (weight, bias, statistics.contiguous(), 1)
+    statistics = shapes.measured(x, statistics, groups, eps, group_norm_statistics)
+    window, vectors = (*window, silu, border), (weight, bias, statistics, 1)
     return _write_window(x, window, *vectors, elements=ELEMENTS // 2, groups=groups)
 
 
