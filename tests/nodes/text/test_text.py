@@ -266,6 +266,8 @@ def test_a_node_that_writes_into_a_result_changes_no_other(cache):
             [first, negatives[1], other], [by_core(clip, each) for each in (FOX, FOX, "x")]
         )
         first[0][0].fill_(7)
+    *_, report = encode(clip, [FOX], "x", cache=0)
+    assert ": 0 from the cache" in report  # what is there is not read
 
 
 def test_the_oldest_use_goes_above_the_limit_of_number_or_memory():
